@@ -39,22 +39,48 @@ def parse(argv: Sequence[str]) -> options.Options:
     """Return the options of this stage."""
     parser = options.Parser(__doc__)
     add = parser.add_argument
-    add("--src-dir", type=Path, default=Path("raw_text"), metavar="DIR",
-        help="directory with the raw files, in any layout")
-    add("--dst-root", type=Path, default=Path("splits"), metavar="DIR",
-        help="directory to create")
-    add("--num-dirs", type=options.positive_int, default=20, metavar="N",
-        help="number of splits; fewer when there are fewer files")
-    add("--mode", choices=("hardlink", "symlink", "copy"), default="hardlink",
-        help="how a file gets into its split; hardlink falls back to copy where it must")
-    add("--include", action="append", default=[], metavar="GLOB",
+    add(
+        "--src-dir",
+        type=Path,
+        default=Path("raw_text"),
+        metavar="DIR",
+        help="directory with the raw files, in any layout",
+    )
+    add("--dst-root", type=Path, default=Path("splits"), metavar="DIR", help="directory to create")
+    add(
+        "--num-dirs",
+        type=options.positive_int,
+        default=20,
+        metavar="N",
+        help="number of splits; fewer when there are fewer files",
+    )
+    add(
+        "--mode",
+        choices=("hardlink", "symlink", "copy"),
+        default="hardlink",
+        help="how a file gets into its split; hardlink falls back to copy where it must",
+    )
+    add(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
         help="take only files whose relative path or basename matches; `*` also matches `/`; "
-             "may be repeated (default: all)")
-    add("--exclude", action="append", default=[], metavar="GLOB",
-        help="leave out files and directories that match; may be repeated (default: none)")
-    add("--follow-symlinks", action="store_true",
+        "may be repeated (default: all)",
+    )
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="leave out files and directories that match; may be repeated (default: none)",
+    )
+    add(
+        "--follow-symlinks",
+        action="store_true",
         help="also take what symbolic links lead to, inside or outside the source "
-             "(without it, no link is followed)")
+        "(without it, no link is followed)",
+    )
     parser.add_common("look into and place files")
     return parser.parse(argv)
 
@@ -62,12 +88,16 @@ def parse(argv: Sequence[str]) -> options.Options:
 def check_paths(src: Path, dst: Path) -> None:
     """Raise UsageError when the source is no directory of raw files, or in the destination."""
     if not src.is_dir():
-        raise UsageError(f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
-                         expected="a directory with raw text files")
+        raise UsageError(
+            f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
+            expected="a directory with raw text files",
+        )
     inputs.require_raw(src, "--src-dir")
     if src.resolve().is_relative_to(dst.resolve()):
-        raise UsageError(f"--dst-root {dst} is or contains --src-dir {src}",
-                         expected="a destination that can be created without touching the source")
+        raise UsageError(
+            f"--dst-root {dst} is or contains --src-dir {src}",
+            expected="a destination that can be created without touching the source",
+        )
 
 
 def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
@@ -82,21 +112,28 @@ def require_whole(dst: Path) -> None:
     """Raise ArtifactError when splits have lost files since they were made."""
     splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
     try:
-        found = place.list_missing(dst, {name: int(split["files"])
-                                         for name, split in splits.items()})
+        found = place.list_missing(
+            dst, {name: int(split["files"]) for name, split in splits.items()}
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
         found = ["manifest.json does not say how many files the splits hold"]
     if found:
-        raise ArtifactError(f"the splits {dst} are damaged", found="\n".join(found),
-                            run=commands.as_typed("--overwrite"))
+        raise ArtifactError(
+            f"the splits {dst} are damaged",
+            found="\n".join(found),
+            run=commands.as_typed("--overwrite"),
+        )
 
 
 def require_files(opts: options.Options, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
     """Return the entries that are taken; UsageError when there are none."""
     if files := select_taken(entries):
         return files
-    raise UsageError(f"no file to take in {opts.src_dir}", expected="files that hold text",
-                     found=count_reasons(entries) or "an empty directory")
+    raise UsageError(
+        f"no file to take in {opts.src_dir}",
+        expected="files that hold text",
+        found=count_reasons(entries) or "an empty directory",
+    )
 
 
 def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, str]]:
@@ -104,12 +141,14 @@ def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, s
     splits = min(num_dirs, len(files))
     digits = max(2, len(str(splits - 1)))
     numbers = place.deal([entry.bytes for entry in files], splits)
-    return [(entry, f"split_{number:0{digits}}")
-            for entry, number in zip(files, numbers, strict=True)]
+    return [
+        (entry, f"split_{number:0{digits}}") for entry, number in zip(files, numbers, strict=True)
+    ]
 
 
-def print_plan(opts: options.Options, entries: Sequence[TreeEntry],
-               files: Sequence[tuple[TreeEntry, str]]) -> tuple[Counter[str], Counter[str]]:
+def print_plan(
+    opts: options.Options, entries: Sequence[TreeEntry], files: Sequence[tuple[TreeEntry, str]]
+) -> tuple[Counter[str], Counter[str]]:
     """Print what will be made; return files and bytes per split."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -117,19 +156,23 @@ def print_plan(opts: options.Options, entries: Sequence[TreeEntry],
         counts[split] += 1
         sizes[split] += entry.bytes
     if len(counts) < opts.num_dirs:
-        log.warn(f"{units.counted(len(files), 'file')} can fill only "
-                 f"{units.counted(len(counts), 'split')}, not --num-dirs {opts.num_dirs}")
+        log.warn(
+            f"{units.counted(len(files), 'file')} can fill only "
+            f"{units.counted(len(counts), 'split')}, not --num-dirs {opts.num_dirs}"
+        )
     kinds = Counter(entry.kind for entry, _ in files)
     log.info(f"organize {opts.src_dir} → {opts.dst_root}")
-    log.table({
-        "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
-                f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
-        "skip": count_reasons(entries) or "nothing",
-        "splits": f"{len(counts)}, each with "
-                  f"{_show_range(min(counts.values()), max(counts.values()))}, "
-                  f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
-        "mode": opts.mode,
-    })
+    log.table(
+        {
+            "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
+            f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
+            "skip": count_reasons(entries) or "nothing",
+            "splits": f"{len(counts)}, each with "
+            f"{_show_range(min(counts.values()), max(counts.values()))}, "
+            f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
+            "mode": opts.mode,
+        }
+    )
     return counts, sizes
 
 
@@ -137,8 +180,9 @@ def _show_range(low: int, high: int) -> str:
     return f"{'' if low == high else f'{low:,} or '}{units.counted(high, 'file')}"
 
 
-def write_list(path: Path, entries: Sequence[TreeEntry],
-               files: Sequence[tuple[TreeEntry, str]]) -> None:
+def write_list(
+    path: Path, entries: Sequence[TreeEntry], files: Sequence[tuple[TreeEntry, str]]
+) -> None:
     """Write one JSON line per entry, sorted by the bytes of its path.
 
     Bytes of a name that are not UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
@@ -150,18 +194,21 @@ def write_list(path: Path, entries: Sequence[TreeEntry],
             if entry.skipped:
                 file.write(f'{start}, "skipped": {quoted(entry.skipped)}}}\n')
             else:
-                file.write(f'{start}, "kind": {quoted(entry.kind)}, '
-                           f'"split": {quoted(next(splits))}}}\n')
+                file.write(
+                    f'{start}, "kind": {quoted(entry.kind)}, "split": {quoted(next(splits))}}}\n'
+                )
 
 
 def print_summary(opts: options.Options, summary: dict, seconds: float) -> None:
     """Print what went in, what was left out, and how fast."""
     seen = summary["files"] + summary["skipped"]
     log.info(f"done in {units.duration(seconds)}, {seen / max(seconds, 1e-9):,.0f} files/s")
-    log.table({
-        "placed": ", ".join(f"{count:,} by {way}" for way, count in summary["placed"].items()),
-        "skipped": f"{summary['skipped']:,}, listed in {opts.dst_root}/files.jsonl",
-    })
+    log.table(
+        {
+            "placed": ", ".join(f"{count:,} by {way}" for way, count in summary["placed"].items()),
+            "skipped": f"{summary['skipped']:,}, listed in {opts.dst_root}/files.jsonl",
+        }
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -205,12 +252,22 @@ def main(argv: list[str]) -> None:
             write_list(build.dir / "files.jsonl", entries, files)
 
             # Publish.
-            splits = {name: {"files": counts[name], "bytes": sizes[name]}
-                      for name in sorted(counts)}
-            summary = {"files": len(files), "bytes": total,
-                       "skipped": len(entries) - len(files), "placed": ways, "splits": splits}
-            build.publish(stage=STAGE, options=options.resolved(opts), summary=summary,
-                          files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")])
+            splits = {
+                name: {"files": counts[name], "bytes": sizes[name]} for name in sorted(counts)
+            }
+            summary = {
+                "files": len(files),
+                "bytes": total,
+                "skipped": len(entries) - len(files),
+                "placed": ways,
+                "splits": splits,
+            }
+            build.publish(
+                stage=STAGE,
+                options=options.resolved(opts),
+                summary=summary,
+                files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")],
+            )
 
     print_summary(opts, summary, time.monotonic() - began)
     log.info(f"next: {next_command}")

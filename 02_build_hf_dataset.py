@@ -44,40 +44,96 @@ def parse(argv: Sequence[str]) -> options.Options:
     """Return the options of this stage."""
     parser = options.Parser(__doc__)
     add = parser.add_argument
-    add("--data-folder", type=Path, default=Path("splits"), metavar="DIR",
-        help="splits made by stage 01, or any directory of files")
-    add("--save-dir", type=Path, default=Path("hf_datasets/corpus"), metavar="DIR",
-        help="dataset directory to create")
-    add("--format", choices=FORMATS, default="text",
+    add(
+        "--data-folder",
+        type=Path,
+        default=Path("splits"),
+        metavar="DIR",
+        help="splits made by stage 01, or any directory of files",
+    )
+    add(
+        "--save-dir",
+        type=Path,
+        default=Path("hf_datasets/corpus"),
+        metavar="DIR",
+        help="dataset directory to create",
+    )
+    add(
+        "--format",
+        choices=FORMATS,
+        default="text",
         help="`text`: one row of text per document; `chat`: one conversation per record "
-             "(messages, prompt/completion, ShareGPT, alpaca), with its turns kept apart")
-    add("--fields", type=_parse_names, action="extend", default=[], metavar="A,B.C",
-        help="of structured documents keep only these (dotted) keys (default: every string)")
-    add("--strings", choices=("joined", "rows"), default="joined",
-        help="join the strings of a document by newlines, or make each a row of its own")
-    add("--min-chars", type=options.count, default=0, metavar="N",
-        help="drop rows of fewer characters, counted in all turns of a conversation")
-    add("--fallback-encoding", type=_parse_encoding, metavar="NAME",
+        "(messages, prompt/completion, ShareGPT, alpaca), with its turns kept apart",
+    )
+    add(
+        "--fields",
+        type=_parse_names,
+        action="extend",
+        default=[],
+        metavar="A,B.C",
+        help="of structured documents keep only these (dotted) keys (default: every string)",
+    )
+    add(
+        "--strings",
+        choices=("joined", "rows"),
+        default="joined",
+        help="join the strings of a document by newlines, or make each a row of its own",
+    )
+    add(
+        "--min-chars",
+        type=options.count,
+        default=0,
+        metavar="N",
+        help="drop rows of fewer characters, counted in all turns of a conversation",
+    )
+    add(
+        "--fallback-encoding",
+        type=_parse_encoding,
+        metavar="NAME",
         help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
-             "example (default: replace what is not text by U+FFFD)")
-    add("--dedup", choices=("none", "exact"), default="none",
+        "example (default: replace what is not text by U+FFFD)",
+    )
+    add(
+        "--dedup",
+        choices=("none", "exact"),
+        default="none",
         help="drop rows whose text, or turns and tools, are those of an earlier row (about 25 "
-             "bytes of memory per row)")
-    add("--validation-percent", type=options.percent, default=0.0, metavar="P",
+        "bytes of memory per row)",
+    )
+    add(
+        "--validation-percent",
+        type=options.percent,
+        default=0.0,
+        metavar="P",
         help="percentage of the rows that become a validation split, drawn by a hash of their "
-             "text (0: none)")
-    add("--keep-source", action="store_true",
+        "text (0: none)",
+    )
+    add(
+        "--keep-source",
+        action="store_true",
         help="add a column `source` with the relative path of the file (with --format chat it is "
-             "always there)")
-    add("--max-error-rate", type=options.fraction, default=1.0, metavar="F",
-        help="fail when more than this fraction of the files could not be read in full "
-             "(1: never)")
-    add("--only-splits", type=store.parse_numbers, metavar="0-4",
+        "always there)",
+    )
+    add(
+        "--max-error-rate",
+        type=options.fraction,
+        default=1.0,
+        metavar="F",
+        help="fail when more than this fraction of the files could not be read in full (1: never)",
+    )
+    add(
+        "--only-splits",
+        type=store.parse_numbers,
+        metavar="0-4",
         help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
-             "(default: all splits, in one go)")
-    add("--merge", action="store_true",
+        "(default: all splits, in one go)",
+    )
+    add(
+        "--merge",
+        action="store_true",
         help="put the parts of all splits together; the result is that of one machine, byte for "
-             "byte")
+        "byte",
+    )
     parser.add_common("read files")
     return parser.parse(argv)
 
@@ -103,16 +159,22 @@ def check_options(opts: options.Options) -> None:
     folder, save_dir, problems = opts.data_folder, opts.save_dir, Problems()
     inputs.require_raw(folder, "--data-folder")
     if opts.merge and opts.only_splits is not None:
-        problems.add("--only-splits and --merge exclude each other",
-                     expected="--only-splits on each machine, then --merge on one")
+        problems.add(
+            "--only-splits and --merge exclude each other",
+            expected="--only-splits on each machine, then --merge on one",
+        )
     if opts.format == CHAT:
         for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
             if is_given:
-                problems.add(f"{option} and --format chat exclude each other",
-                             expected=f"no {option}: a conversation is taken whole")
+                problems.add(
+                    f"{option} and --format chat exclude each other",
+                    expected=f"no {option}: a conversation is taken whole",
+                )
     if save_dir.resolve().is_relative_to(folder.resolve()):
-        problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
-                     expected="a place where the dataset is not read as input again")
+        problems.add(
+            f"--save-dir {save_dir} lies in --data-folder {folder}",
+            expected="a place where the dataset is not read as input again",
+        )
     elif folder.resolve().is_relative_to(save_dir.resolve()):
         problems.add(f"--save-dir {save_dir} contains --data-folder {folder}")
     problems.raise_if_any()
@@ -122,18 +184,27 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     """Print what will be made."""
     total = sum(file.bytes for file in files)
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
-    log.table({
-        "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
-                f"in {units.counted(count, 'unit')} by "
-                f"{units.counted(min(opts.num_workers, count), 'worker')}",
-        "rows": "one per conversation" if opts.format == CHAT else
-                "one per document" if opts.strings == "joined" else "one per string",
-        **({} if opts.format == CHAT else
-           {"fields": ", ".join(opts.fields) or "every string value"}),
-        "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
-                  if opts.validation_percent else "train",
-        "room": f"about {units.size(needed)}",
-    })
+    log.table(
+        {
+            "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
+            f"in {units.counted(count, 'unit')} by "
+            f"{units.counted(min(opts.num_workers, count), 'worker')}",
+            "rows": "one per conversation"
+            if opts.format == CHAT
+            else "one per document"
+            if opts.strings == "joined"
+            else "one per string",
+            **(
+                {}
+                if opts.format == CHAT
+                else {"fields": ", ".join(opts.fields) or "every string value"}
+            ),
+            "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
+            if opts.validation_percent
+            else "train",
+            "room": f"about {units.size(needed)}",
+        }
+    )
 
 
 def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
@@ -153,29 +224,37 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
     publish.require_space(root, needed, "the parts")
     for name in names:
         identity = store.identity(make_identity(opts, files), by_split[name])
-        if publish.is_done(root / name, store.KIND, identity, opts.overwrite,
-                           dry_run=opts.dry_run):
+        if publish.is_done(root / name, store.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
             log.info(f"already done: {root / name}")
         elif not opts.dry_run:
-            build_split(opts, publish.Build(root / name, store.KIND, identity, opts.overwrite,
-                                            resumable=True), by_split[name], shape)
+            build_split(
+                opts,
+                publish.Build(root / name, store.KIND, identity, opts.overwrite, resumable=True),
+                by_split[name],
+                shape,
+            )
     if opts.dry_run:
         log.info("dry run: nothing was written")
         return
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    log.info(f"next, when all {len(by_split)} splits are built: "
-             + commands.as_typed("--merge", drop=["--only-splits"]))
+    log.info(
+        f"next, when all {len(by_split)} splits are built: "
+        + commands.as_typed("--merge", drop=["--only-splits"])
+    )
 
 
-def build_split(opts: options.Options, build: publish.Build, files: Sequence[InputFile],
-                shape: Shape) -> None:
+def build_split(
+    opts: options.Options, build: publish.Build, files: Sequence[InputFile], shape: Shape
+) -> None:
     """Build the parts of one split; a run that was killed goes on after its finished units."""
     with build:
         tasks = work.cut(opts.data_folder, files, build.dir, shape)
         total, rows, listed = sum(file.bytes for file in files), 0, []
         chat, lines_before = ChatTally(), 0
-        with Pool(min(opts.num_workers, len(tasks)), store.process) as workers, \
-                Progress(build.target.name, total, "B", not opts.no_progress) as bar:
+        with (
+            Pool(min(opts.num_workers, len(tasks)), store.process) as workers,
+            Progress(build.target.name, total, "B", not opts.no_progress) as bar,
+        ):
             for done in workers.run(tasks):
                 work.require_unchanged(done)
                 listed += store.list_files(done)
@@ -187,10 +266,15 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
         if error := chat.find_mixture():
             build.resumable = False
             raise error
-        build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
-                      summary={"files": len(files), "bytes": total, "rows": rows})
-    log.info(f"{build.target.name}: {units.counted(rows, 'row')} of "
-             f"{units.counted(len(files), 'file')}")
+        build.publish(
+            stage=STAGE,
+            options=options.resolved(opts),
+            files=listed,
+            summary={"files": len(files), "bytes": total, "rows": rows},
+        )
+    log.info(
+        f"{build.target.name}: {units.counted(rows, 'row')} of {units.counted(len(files), 'file')}"
+    )
 
 
 def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work.WorkUnit]) -> int:
@@ -199,11 +283,15 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
     Returns the bytes of these units.
     """
     if dataset.units:
-        log.info(f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
-                 "one was stopped")
-    total, left = sum(task.bytes for task in tasks), tasks[dataset.units:]
-    with Pool(min(opts.num_workers, len(tasks))) as workers, \
-            Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar:
+        log.info(
+            f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
+            "one was stopped"
+        )
+    total, left = sum(task.bytes for task in tasks), tasks[dataset.units :]
+    with (
+        Pool(min(opts.num_workers, len(tasks))) as workers,
+        Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
+    ):
         bar.skip(total - sum(task.bytes for task in left))
         for done in store.recall_all(left) if opts.merge else workers.run(left):
             work.require_unchanged(done)
@@ -212,8 +300,9 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
     return sum(task.bytes for task in left)
 
 
-def check_result(opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int,
-                 build: publish.Build) -> None:
+def check_result(
+    opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int, build: publish.Build
+) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
     if error := report.find_refusal(dataset, shape, opts.data_folder, files, opts.max_error_rate):
         left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
@@ -221,20 +310,29 @@ def check_result(opts: options.Options, shape: Shape, dataset: DatasetWriter, fi
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
         error.found += f"\nlisted in {left}; nothing was published"
         raise error
-    for text in report.list_doubts(dataset.tally, shape, dataset.rows, dataset.duplicates,
-                                   opts.save_dir):
+    for text in report.list_doubts(
+        dataset.tally, shape, dataset.rows, dataset.duplicates, opts.save_dir
+    ):
         log.warn(text)
 
 
-def print_summary(opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int,
-                  total: int, read: int, seconds: float) -> None:
+def print_summary(
+    opts: options.Options,
+    shape: Shape,
+    dataset: DatasetWriter,
+    files: int,
+    total: int,
+    read: int,
+    seconds: float,
+) -> None:
     """Print what went in, what came out, what did not, and what comes next.
 
     read: bytes that this launch took in `seconds`; the rest of `total` was done before.
     """
     earlier = f"; {units.size(total - read)} were done before" if read < total else ""
-    log.info(f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s"
-             f"{earlier}")
+    log.info(
+        f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
+    )
     log.table(report.in_lines(dataset, shape, opts.save_dir, files, total))
     print_next(opts)
 
@@ -244,12 +342,23 @@ def print_next(opts: options.Options) -> None:
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     if opts.format == CHAT:
         log.info(f"next: fetch a model, at best one with a chat template: {fetch}")
-        log.info("then: look at what of some samples is trained: " + commands.train(
-            "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3)
-            + "\n      and train: " + commands.train("-e", "first", "-d", opts.save_dir))
+        log.info(
+            "then: look at what of some samples is trained: "
+            + commands.train(
+                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
+            )
+            + "\n      and train: "
+            + commands.train("-e", "first", "-d", opts.save_dir)
+        )
         return
-    made = commands.script("03_download_model.py", "--from-scratch", "--model-size", "tiny",
-                           "--train-tokenizer", opts.save_dir)
+    made = commands.script(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--train-tokenizer",
+        opts.save_dir,
+    )
     log.info(f"next: fetch a model: {fetch}\n      or make a small one from scratch: {made}")
     log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
 
@@ -265,8 +374,16 @@ def main(argv: list[str]) -> None:
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
         pool.start_server()  # while this process still looks at its input
     files, skipped = inputs.find(opts.data_folder, progress)
-    shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
-                  opts.keep_source, opts.dedup, opts.fallback_encoding or "", opts.format)
+    shape = Shape(
+        tuple(opts.fields),
+        opts.strings,
+        opts.min_chars,
+        opts.validation_percent,
+        opts.keep_source,
+        opts.dedup,
+        opts.fallback_encoding or "",
+        opts.format,
+    )
     if opts.only_splits is not None:
         build_splits(opts, files, shape)
         return
@@ -283,8 +400,11 @@ def main(argv: list[str]) -> None:
     parts = store.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
     tasks = work.cut_by_split(opts.data_folder, files, parts, shape)
     total = sum(file.bytes for file in files)
-    needed = store.check(opts.save_dir, identity, inputs.group_by_split(files)) if opts.merge \
+    needed = (
+        store.check(opts.save_dir, identity, inputs.group_by_split(files))
+        if opts.merge
         else work.estimate_room(files)
+    )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -300,8 +420,12 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, shape, dataset, len(files), build)
         listed = dataset.finish()
-        build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
-                      summary={"files": len(files), "bytes": total} | dataset.summary())
+        build.publish(
+            stage=STAGE,
+            options=options.resolved(opts),
+            files=listed,
+            summary={"files": len(files), "bytes": total} | dataset.summary(),
+        )
 
     if opts.merge:
         store.remove(opts.save_dir, inputs.group_by_split(files))

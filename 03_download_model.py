@@ -35,8 +35,15 @@ STAGE, KIND = "03_download_model.py", directory.KIND
 _MODES = {  # what may stand beside the option that chooses the mode
     "--model-name": {"model_name", "revision", "token", "allow_pickle", "trust_remote_code"},
     "--dataset-name": {"dataset_name", "revision", "token", "include", "dst_root"},
-    "--from-scratch": {"from_scratch", "model_name", "model_size", "config_json", "vocab_size",
-                       "train_tokenizer", "tokenizer"},
+    "--from-scratch": {
+        "from_scratch",
+        "model_name",
+        "model_size",
+        "config_json",
+        "vocab_size",
+        "train_tokenizer",
+        "tokenizer",
+    },
     "--verify": {"verify", "dst_root"},
 }
 
@@ -45,46 +52,97 @@ def parse(argv: Sequence[str]) -> options.Options:
     """Return the options of this stage; UsageError when they contradict each other."""
     parser = options.Parser(__doc__)
     add = parser.add_argument
-    add("--model-name", metavar="ORG/NAME",
-        help="model to fetch; with --from-scratch the name to give (default: scratch-<size>)")
-    add("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
-        help="models go to DIR/models/")
-    add("--verify", action="store_true",
+    add(
+        "--model-name",
+        metavar="ORG/NAME",
+        help="model to fetch; with --from-scratch the name to give (default: scratch-<size>)",
+    )
+    add(
+        "--cache-dir",
+        type=Path,
+        default=Path(".cache"),
+        metavar="DIR",
+        help="models go to DIR/models/",
+    )
+    add(
+        "--verify",
+        action="store_true",
         help="hash everything under --cache-dir, and the files under --dst-root if that is given, "
-             "and name what is damaged, offline")
+        "and name what is damaged, offline",
+    )
     add = parser.add_argument_group("from the Hub").add_argument
     add("--revision", metavar="R", help="branch, tag or commit to fetch (default: main)")
-    add("--token", metavar="TOKEN",
-        help="access token for gated and private repositories (default: HF_TOKEN, or a login)")
-    add("--allow-pickle", action="store_true",
+    add(
+        "--token",
+        metavar="TOKEN",
+        help="access token for gated and private repositories (default: HF_TOKEN, or a login)",
+    )
+    add(
+        "--allow-pickle",
+        action="store_true",
         help="where there are only pickled weights, convert them to safetensors; nothing but "
-             "tensors is read from them")
-    add("--trust-remote-code", action="store_true",
+        "tensors is read from them",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
         help="for a type of model that transformers does not know, fetch the code that comes with "
-             "the model, and run it here; stages 04 and 05 run it only if they are told so, too")
-    add("--dataset-name", metavar="ORG/NAME",
-        help="dataset to fetch raw files of (default: none, a model is prepared)")
-    add("--include", action="append", default=[], metavar="GLOB",
+        "the model, and run it here; stages 04 and 05 run it only if they are told so, too",
+    )
+    add(
+        "--dataset-name",
+        metavar="ORG/NAME",
+        help="dataset to fetch raw files of (default: none, a model is prepared)",
+    )
+    add(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
         help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to what "
-             "is there, unless --overwrite (default: none; '*' takes all)")
-    add("--dst-root", type=Path, metavar="DIR",
-        help="the files go to DIR/ORG--NAME/ (default: raw_text)")
+        "is there, unless --overwrite (default: none; '*' takes all)",
+    )
+    add(
+        "--dst-root",
+        type=Path,
+        metavar="DIR",
+        help="the files go to DIR/ORG--NAME/ (default: raw_text)",
+    )
     add = parser.add_argument_group("from scratch").add_argument
     add("--from-scratch", action="store_true", help="make a model without weights, offline")
-    add("--model-size", choices=tuple(scratch.SIZES),
-        help="number of parameters, about (default: none, it or --config-json is needed)")
-    add("--config-json", type=Path, metavar="FILE",
+    add(
+        "--model-size",
+        choices=tuple(scratch.SIZES),
+        help="number of parameters, about (default: none, it or --config-json is needed)",
+    )
+    add(
+        "--config-json",
+        type=Path,
+        metavar="FILE",
         help="instead of a size: a config.json of any architecture that transformers knows "
-             "(default: none)")
-    add("--vocab-size", type=options.positive_int, metavar="N",
+        "(default: none)",
+    )
+    add(
+        "--vocab-size",
+        type=options.positive_int,
+        metavar="N",
         help="tokens of the vocabulary; the model's is padded to a multiple of "
-             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 1,024 "
-             "for 1M, 4,096 for tiny, 32,000 for the others)")
-    add("--train-tokenizer", type=Path, metavar="DATASET",
+        f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 1,024 "
+        "for 1M, 4,096 for tiny, 32,000 for the others)",
+    )
+    add(
+        "--train-tokenizer",
+        type=Path,
+        metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
-             "(default: none, it or --tokenizer is needed)")
-    add("--tokenizer", type=Path, metavar="DIR",
-        help="directory with a tokenizer to copy (default: none)")
+        "(default: none, it or --tokenizer is needed)",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="directory with a tokenizer to copy (default: none)",
+    )
     parser.add_common("fetch (threads, 2 connections each, 8 at most), hash or train (threads)")
     opts = parser.parse(argv)
     check_combination(opts)
@@ -93,8 +151,14 @@ def parse(argv: Sequence[str]) -> options.Options:
 
 def choose_mode(opts: options.Options) -> str:
     """Return the option that says what to do."""
-    return next((mode for mode in ("--verify", "--from-scratch", "--dataset-name")
-                 if getattr(opts, mode[2:].replace("-", "_"))), "--model-name")
+    return next(
+        (
+            mode
+            for mode in ("--verify", "--from-scratch", "--dataset-name")
+            if getattr(opts, mode[2:].replace("-", "_"))
+        ),
+        "--model-name",
+    )
 
 
 def check_combination(opts: options.Options) -> None:
@@ -105,21 +169,32 @@ def check_combination(opts: options.Options) -> None:
             places = " or ".join(place for place, keys in _MODES.items() if key in keys)
             problems.add(f"--{key.replace('_', '-')} belongs to {places}, not to {mode}")
     if mode == "--model-name" and not opts.model_name:
-        problems.add("nothing to prepare", run=commands.help_of(),
-                     expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify")
+        problems.add(
+            "nothing to prepare",
+            run=commands.help_of(),
+            expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify",
+        )
     if mode == "--dataset-name" and not opts.include:
-        problems.add("--dataset-name needs --include GLOB", expected="files to fetch, such as "
-                     "'en/*.json.gz', or '*' for all of them")
+        problems.add(
+            "--dataset-name needs --include GLOB",
+            expected="files to fetch, such as 'en/*.json.gz', or '*' for all of them",
+        )
     if mode == "--from-scratch":
         if bool(opts.model_size) == bool(opts.config_json):
-            problems.add(f"--from-scratch needs --model-size ({', '.join(scratch.SIZES)}) or "
-                         "--config-json FILE" + (", not both" if opts.model_size else ""))
+            problems.add(
+                f"--from-scratch needs --model-size ({', '.join(scratch.SIZES)}) or "
+                "--config-json FILE" + (", not both" if opts.model_size else "")
+            )
         if bool(opts.train_tokenizer) == bool(opts.tokenizer):
-            problems.add("--from-scratch needs a tokenizer: --train-tokenizer DATASET or "
-                         "--tokenizer DIR" + (", not both" if opts.tokenizer else ""))
+            problems.add(
+                "--from-scratch needs a tokenizer: --train-tokenizer DATASET or "
+                "--tokenizer DIR" + (", not both" if opts.tokenizer else "")
+            )
         if opts.train_tokenizer and (opts.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
-            problems.add(f"--vocab-size {opts.vocab_size} is too small to train: the bytes and "
-                         f"special tokens alone take {tokenizer.SMALLEST_VOCABULARY}")
+            problems.add(
+                f"--vocab-size {opts.vocab_size} is too small to train: the bytes and "
+                f"special tokens alone take {tokenizer.SMALLEST_VOCABULARY}"
+            )
     for key in ("model_name", "dataset_name"):
         if name := getattr(opts, key):
             problems.collect(partial(repository.check_name, name, f"--{key.replace('_', '-')}"))
@@ -129,8 +204,12 @@ def check_combination(opts: options.Options) -> None:
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
-    {"--verify": verify_all, "--from-scratch": make_from_scratch,
-     "--dataset-name": fetch_dataset, "--model-name": fetch_model}[choose_mode(opts)](opts)
+    {
+        "--verify": verify_all,
+        "--from-scratch": make_from_scratch,
+        "--dataset-name": fetch_dataset,
+        "--model-name": fetch_model,
+    }[choose_mode(opts)](opts)
 
 
 def fetch_model(opts: options.Options) -> None:
@@ -143,10 +222,14 @@ def fetch_model(opts: options.Options) -> None:
         return
 
     # Plan.
-    print_plan(opts, {
-        "fetch": f"model {name} at {revision} from {repository.name_hub()}",
-        "files": "config, tokenizer, safetensors weights, licence and model card",
-        "into": target})
+    print_plan(
+        opts,
+        {
+            "fetch": f"model {name} at {revision} from {repository.name_hub()}",
+            "files": "config, tokenizer, safetensors weights, licence and model card",
+            "into": target,
+        },
+    )
     if opts.dry_run:
         return
 
@@ -154,26 +237,40 @@ def fetch_model(opts: options.Options) -> None:
     from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
     with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name, revision):
-        model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
-                                    allow_pickle=opts.allow_pickle,
-                                    trust_code=opts.trust_remote_code)
+        model = RemoteModel.look_up(
+            name,
+            revision,
+            Path(preview),
+            token=opts.token or "",
+            allow_pickle=opts.allow_pickle,
+            trust_code=opts.trust_remote_code,
+        )
         with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
             # Work.
-            entries = model.fetch(build.dir, earlier=[target], workers=opts.num_workers,
-                                  show_progress=not opts.no_progress)
+            entries = model.fetch(
+                build.dir,
+                earlier=[target],
+                workers=opts.num_workers,
+                show_progress=not opts.no_progress,
+            )
 
             # Verify and publish.
             from lib.models import check  # not before the Hub has set up the library for itself
             from lib.planning.advice import Advice
-            facts = check.examine_build(build, weights=True, name=name,
-                                        trust_code=bool(model.code))
-            training = Advice.of(build.dir, bool(model.code))
-            build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
-                          summary={**facts.summary(), "memory": training.summary(),
-                                   **model.summary()})
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.describe_source()}; "
-             f"{model.describe_checks()}")
+            facts = check.examine_build(build, weights=True, name=name, trust_code=bool(model.code))
+            training = Advice.of(build.dir, bool(model.code))
+            build.publish(
+                stage=STAGE,
+                options=options.resolved(opts),
+                files=entries,
+                summary={**facts.summary(), "memory": training.summary(), **model.summary()},
+            )
+
+    log.info(
+        f"done in {units.duration(time.monotonic() - began)}: {model.describe_source()}; "
+        f"{model.describe_checks()}"
+    )
     facts.print(target, training.rows())
     log.info(f"next: {next_command(opts, name)}")
 
@@ -184,17 +281,24 @@ def fetch_dataset(opts: options.Options) -> None:
     name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
     target = raw_text.locate(root := opts.dst_root or Path("raw_text"), name)
     opts.include, is_more = raw_text.join_globs(target, revision, opts.include, opts.overwrite)
-    identity = {"options": {"dataset_name": name, "revision": revision,
-                            "include": opts.include}, "inputs": {}}
+    identity = {
+        "options": {"dataset_name": name, "revision": revision, "include": opts.include},
+        "inputs": {},
+    }
     then = commands.script("01_organize_data.py", "--src-dir", root)
     with raw_text.name_errors(target):
         if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
             return
 
     # Plan.
-    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
-                      "files": " or ".join(opts.include) + ", with those there" * is_more,
-                      "into": target.parent})
+    print_plan(
+        opts,
+        {
+            "fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
+            "files": " or ".join(opts.include) + ", with those there" * is_more,
+            "into": target.parent,
+        },
+    )
     if opts.dry_run:
         return
 
@@ -203,21 +307,34 @@ def fetch_dataset(opts: options.Options) -> None:
     dataset = look_up_raw(name, revision, opts.include, token=opts.token or "")
     raw_text.require_free(target, dataset.files)
     raw_text.warn_of_outdated(target, dataset.files)
-    with raw_text.name_errors(target), publish.Build(
-            target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
+    with (
+        raw_text.name_errors(target),
+        publish.Build(
+            target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True
+        ) as build,
+    ):
         # Work.
-        entries = dataset.bring(build.dir, earlier=[target.parent], workers=opts.num_workers,
-                                show_progress=not opts.no_progress)
+        entries = dataset.bring(
+            build.dir,
+            earlier=[target.parent],
+            workers=opts.num_workers,
+            show_progress=not opts.no_progress,
+        )
 
         # Publish: what is whole moves to its place, then the manifest says so.
         before = raw_text.list_earlier(target)
-        build.publish(stage=STAGE, options=options.resolved(opts),
-                      files=raw_text.put_in_place(build.dir, target, entries),
-                      summary=dataset.summary())
+        build.publish(
+            stage=STAGE,
+            options=options.resolved(opts),
+            files=raw_text.put_in_place(build.dir, target, entries),
+            summary=dataset.summary(),
+        )
         raw_text.remove_outdated(target, before)
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "
-             f"{target.parent}; {dataset.describe_checks()}")
+    log.info(
+        f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "
+        f"{target.parent}; {dataset.describe_checks()}"
+    )
     log.info(f"next: {then}")
 
 
@@ -226,8 +343,13 @@ def make_from_scratch(opts: options.Options) -> None:
     offline.enable()
     # Check the inputs.
     began = time.monotonic()
-    design = Design(opts.model_size, opts.config_json, opts.vocab_size,
-                    (opts.train_tokenizer,) if opts.train_tokenizer else (), opts.tokenizer)
+    design = Design(
+        opts.model_size,
+        opts.config_json,
+        opts.vocab_size,
+        (opts.train_tokenizer,) if opts.train_tokenizer else (),
+        opts.tokenizer,
+    )
     name = opts.model_name or design.choose_name()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
     identity = design.identity(name)
@@ -236,9 +358,15 @@ def make_from_scratch(opts: options.Options) -> None:
     vocabulary = design.vocabulary()
 
     # Plan.
-    print_plan(opts, {
-        "model": name, **design.describe(vocabulary),
-        "tokenizer": design.describe_tokenizer(), "into": target})
+    print_plan(
+        opts,
+        {
+            "model": name,
+            **design.describe(vocabulary),
+            "tokenizer": design.describe_tokenizer(),
+            "into": target,
+        },
+    )
     if opts.dry_run:
         return
 
@@ -254,11 +382,18 @@ def make_from_scratch(opts: options.Options) -> None:
         facts = check.examine_build(build, weights=False, name=name)
         design.require_same(identity, name)
         training = Advice.of(build.dir)
-        files = [manifest.file_entry(build.dir, path, "sha256")
-                 for path in build.files()]
-        build.publish(stage=STAGE, options=options.resolved(opts), files=files,
-                      summary={**facts.summary(), "memory": training.summary(),
-                               "source": "scratch", "commit": None})
+        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
+        build.publish(
+            stage=STAGE,
+            options=options.resolved(opts),
+            files=files,
+            summary={
+                **facts.summary(),
+                "memory": training.summary(),
+                "source": "scratch",
+                "commit": None,
+            },
+        )
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     facts.print(target, training.rows())
@@ -276,13 +411,14 @@ def verify_all(opts: options.Options) -> None:
     for path in verify.find_unfinished(opts.cache_dir):
         log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
     verify.require_whole(found)
-    log.info(f"done in {units.duration(time.monotonic() - began)}: "
-             f"{units.counted(len(found), 'artifact')}, "
-             f"{units.size(total)}, every byte as it was written")
+    log.info(
+        f"done in {units.duration(time.monotonic() - began)}: "
+        f"{units.counted(len(found), 'artifact')}, "
+        f"{units.size(total)}, every byte as it was written"
+    )
 
 
-def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str,
-                 ) -> bool:
+def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str) -> bool:
     """Tell whether the artifact is there; if so, print the next command."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
@@ -301,13 +437,17 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
-    there = [path.parent for path in Path("hf_datasets").glob("*/manifest.json")
-             if path.parent.name not in prepared.TRIAL_NAMES]
+    there = [
+        path.parent
+        for path in Path("hf_datasets").glob("*/manifest.json")
+        if path.parent.name not in prepared.TRIAL_NAMES
+    ]
     dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too
-    return commands.train("-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere,
-                          *trust)
+    return commands.train(
+        "-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere, *trust
+    )
 
 
 if __name__ == "__main__":

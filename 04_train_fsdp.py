@@ -53,8 +53,11 @@ def parse(argv: list[str]) -> Config:
     add_options(parser)
     config = read_options(parser, argv)
     if not config.experiment_name or not config.dataset_name:
-        raise UsageError("-e and -d are needed: a name for the run, and a dataset",
-                         expected="-e exp -d hf_datasets/corpus, say", run=commands.help_of())
+        raise UsageError(
+            "-e and -d are needed: a name for the run, and a dataset",
+            expected="-e exp -d hf_datasets/corpus, say",
+            run=commands.help_of(),
+        )
     return config
 
 
@@ -138,8 +141,15 @@ class Run(NamedTuple):
     stop_request: StopRequest
 
 
-def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
-           data: Data, meeting: Meeting | None, stack: ExitStack) -> Run:
+def set_up(
+    config: Config,
+    experiment: Experiment,
+    inputs: Inputs,
+    model: PreTrainedModel,
+    data: Data,
+    meeting: Meeting | None,
+    stack: ExitStack,
+) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
     All ranks must call this. Raises ExperimentHeld, UsageError for ranks that were not started
@@ -175,15 +185,28 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     shard(config, inputs, model, layout, compiler)
     # All that is saved.
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
-    optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
-                               config.weight_decay, wrap)
+    optimizer = registry.build(
+        config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
+    )
     updated_on = update_device(config, layout)
-    guard = StepGuard(config.precision, config.spike_factor, updated_on, layout.ranks,
-                      fold=updated_on.type == "cuda",
-                      divisor=parallelize.gradient_divisor(layout.fsdp))
+    guard = StepGuard(
+        config.precision,
+        config.spike_factor,
+        updated_on,
+        layout.ranks,
+        fold=updated_on.type == "cuda",
+        divisor=parallelize.gradient_divisor(layout.fsdp),
+    )
     stream = stack.enter_context(closing(data.stream(plan, device)))
-    state = TrainState(model, optimizer, guard, plan, layout,
-                       digests(experiment.model) if layout.rank == 0 else {}, inputs.base)
+    state = TrainState(
+        model,
+        optimizer,
+        guard,
+        plan,
+        layout,
+        digests(experiment.model) if layout.rank == 0 else {},
+        inputs.base,
+    )
     # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
         first_weights(config, inputs, model, layout)
@@ -192,16 +215,34 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     settle_attention(config, model, layout)
     try_experts(model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
-    meters = Meters(config, experiment, layout, work.flops, hardware.peak, memory_before,
-                    state.step)
+    meters = Meters(
+        config, experiment, layout, work.flops, hardware.peak, memory_before, state.step
+    )
     report = stack.enter_context(Report(experiment, journal, state, stream, meters, estimate))
-    return Run(config, plan, layout, state, stream, loss_sum, stack.enter_context(meters),
-               Evaluation(data.held_out, plan, layout), checkpointer, report, stop_request)
+    return Run(
+        config,
+        plan,
+        layout,
+        state,
+        stream,
+        loss_sum,
+        stack.enter_context(meters),
+        Evaluation(data.held_out, plan, layout),
+        checkpointer,
+        report,
+        stop_request,
+    )
 
 
-def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
-          data: Data, meeting: Meeting | None, stack: ExitStack,
-          ) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
+def agree(
+    config: Config,
+    experiment: Experiment,
+    inputs: Inputs,
+    model: PreTrainedModel,
+    data: Data,
+    meeting: Meeting | None,
+    stack: ExitStack,
+) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
     """Bring all ranks together for one run, whose directory they hold from now on."""
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
@@ -215,9 +256,13 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
     if config.deterministic:
         determinism.require()
-    layout = stack.enter_context(ParallelLayout.start(
-        partial(fitting.agree_on_shards, config), meeting,
-        longest_section(config.watchdog_minutes)))
+    layout = stack.enter_context(
+        ParallelLayout.start(
+            partial(fitting.agree_on_shards, config),
+            meeting,
+            longest_section(config.watchdog_minutes),
+        )
+    )
     config = fitting.agree(config, data.samples, layout)
     estimate.begin(fitting.case_here(config, model, data.most_documents))
     config, launch = launches.join(config, experiment, layout)
@@ -230,8 +275,9 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     return layout, plan, journal, estimate
 
 
-def make_checkpointer(plan: Plan, experiment: Experiment, layout: ParallelLayout,
-                      journal: Journal) -> Checkpointer:
+def make_checkpointer(
+    plan: Plan, experiment: Experiment, layout: ParallelLayout, journal: Journal
+) -> Checkpointer:
     """Return what saves the run as its options say, in two tiers where they ask for that."""
     import torch
 
@@ -240,13 +286,27 @@ def make_checkpointer(plan: Plan, experiment: Experiment, layout: ParallelLayout
     from lib.train.journal import read_config
 
     config = plan.config
-    tier = make_tier(config.ckpt_hyperpod, config.ckpt_local_dir, config.experiment_name,
-                     read_config(experiment)["run"], layout, journal.event)
+    tier = make_tier(
+        config.ckpt_hyperpod,
+        config.ckpt_local_dir,
+        config.experiment_name,
+        read_config(experiment)["run"],
+        layout,
+        journal.event,
+    )
     return Checkpointer(
-        experiment.checkpoints, layout, plan.identity(), total_steps=plan.total_steps,
-        every=config.ckpt_freq, keep=config.ckpt_keep, keep_every=config.ckpt_keep_every or 0,
-        tier=tier, tier_every=config.ckpt_local_freq, note=journal.event,
-        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None)
+        experiment.checkpoints,
+        layout,
+        plan.identity(),
+        total_steps=plan.total_steps,
+        every=config.ckpt_freq,
+        keep=config.ckpt_keep,
+        keep_every=config.ckpt_keep_every or 0,
+        tier=tier,
+        tier_every=config.ckpt_local_freq,
+        note=journal.event,
+        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
+    )
 
 
 def train(run: Run) -> Divergence | None:
@@ -304,8 +364,9 @@ def train(run: Run) -> Divergence | None:
     return None
 
 
-def log_step(run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float,
-             stopping: bool) -> Divergence | None:
+def log_step(
+    run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float, stopping: bool
+) -> Divergence | None:
     """Write the row of the step before, and capture the row of the last step if one is due.
 
     Returns where the run has diverged, if a row that was written shows that and the run goes on.

@@ -34,8 +34,9 @@ from benchmarks.train import launch, llama, make_data, make_model, size
 
 def main() -> None:
     """Measure what --only names, and print tables of both by kind of recomputation."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
@@ -49,8 +50,11 @@ def main() -> None:
     parser.add_argument("--only", default="steps,launches", help="parts, with commas")
     parser.add_argument("--ours", default="", help="further options for stage 04")
     args = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load before the start "
-          f"{os.getloadavg()[0]:.1f}\n", flush=True)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load before the start "
+        f"{os.getloadavg()[0]:.1f}\n",
+        flush=True,
+    )
     for part in args.only.split(","):
         {"steps": steps, "launches": launches}[part](args)
 
@@ -64,11 +68,15 @@ def steps(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    print(f"| {size(args)} | recomputed | forward | backward | update | in all |\n"
-          "|---|---|---|---|---|---|")
+    print(
+        f"| {size(args)} | recomputed | forward | backward | update | in all |\n"
+        "|---|---|---|---|---|---|"
+    )
     for kind in args.recompute.split(","):
-        step_of = {f"adapters of rank {rank}" if rank else "full training":
-                   made(args, mesh, kind, rank) for rank in (0, args.lora_rank)}
+        step_of = {
+            f"adapters of rank {rank}" if rank else "full training": made(args, mesh, kind, rank)
+            for rank in (0, args.lora_rank)
+        }
         taken: dict[str, list[list[float]]] = {name: [] for name in step_of}
         for _ in range(args.steps):
             for name, step in step_of.items():
@@ -78,8 +86,9 @@ def steps(args: argparse.Namespace) -> None:
             parts = [1000 * statistics.median(part) for part in zip(*found[1:], strict=True)]
             whole.append(parts[-1])
             print(f"| {name} | {kind} | {' | '.join(f'{part:,.0f} ms' for part in parts)} |")
-        print(f"| full training ÷ adapters | {kind} | | | | {whole[0] / whole[1]:.2f} |",
-              flush=True)
+        print(
+            f"| full training ÷ adapters | {kind} | | | | {whole[0] / whole[1]:.2f} |", flush=True
+        )
     dist.destroy_process_group()
     print()
 
@@ -97,8 +106,9 @@ def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
     from lib.tokens.batches import MicroBatch
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(llama(args, args.vocab),
-                                                 dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_config(
+            llama(args, args.vocab), dtype=torch.float32
+        ).train()
     if rank:
         Lora(rank, 2.0 * rank).convert(model, Placement())
     parallelize.parallelize(model, mesh, "fp32", recompute)
@@ -121,6 +131,7 @@ def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
         adamw.zero_grad(set_to_none=True)
         at.append(time.process_time())
         return [after - before for before, after in itertools.pairwise(at)] + [at[-1] - at[0]]
+
     return step
 
 
@@ -131,35 +142,47 @@ def launches(args: argparse.Namespace) -> None:
         make_model(args, args.vocab)
         make_data(args, args.vocab, args.seq_length)
         ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-        print(f"| {size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | forward, "
-              "backward, update | memory |\n|---|---|---|---|---|---|", flush=True)
+        print(
+            f"| {size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | forward, "
+            "backward, update | memory |\n|---|---|---|---|---|---|",
+            flush=True,
+        )
         for kind in args.recompute.split(","):
             compare(args, kind)
 
 
 def compare(args: argparse.Namespace, recompute: str) -> None:
     """Print the figures of both, in alternating rounds."""
-    options = {"full training": "", f"adapters of rank {args.lora_rank}":
-               f"--lora-rank {args.lora_rank}"}
+    options = {
+        "full training": "",
+        f"adapters of rank {args.lora_rank}": f"--lora-rank {args.lora_rank}",
+    }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in options}
     for number in range(args.rounds):
         for name, option in options.items():
-            given = argparse.Namespace(**vars(args) | {
-                "ours": f"--activation-checkpointing {recompute} {option} {args.ours}"})
+            given = argparse.Namespace(
+                **vars(args)
+                | {"ours": f"--activation-checkpointing {recompute} {option} {args.ours}"}
+            )
             # Blocks that were freed go back at once, so that what is resident is what lives.
-            runs[name].append(launch("stage 04", given, f"round-{number}",
-                                     MALLOC_MMAP_THRESHOLD_="1000000"))
+            runs[name].append(
+                launch("stage 04", given, f"round-{number}", MALLOC_MMAP_THRESHOLD_="1000000")
+            )
     rates = []
     for name, found in runs.items():
         middle = {key: statistics.median(run[key] for run in found) for key in found[0]}
         rates.append(middle["tokens_per_s"])
         rounds = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in found)
-        times = ", ".join(f"{middle[f'time/{part}']:,.0f}"
-                          for part in ("forward", "backward", "update"))
-        print(f"| {name} | {recompute} | {rounds} | {rates[-1]:,.0f} | {times} ms | "
-              f"{middle['peak_mb']:,.0f} MB |")
-    print(f"| adapters ÷ full training | {recompute} | | {rates[1] / rates[0]:.2f} | | |",
-          flush=True)
+        times = ", ".join(
+            f"{middle[f'time/{part}']:,.0f}" for part in ("forward", "backward", "update")
+        )
+        print(
+            f"| {name} | {recompute} | {rounds} | {rates[-1]:,.0f} | {times} ms | "
+            f"{middle['peak_mb']:,.0f} MB |"
+        )
+    print(
+        f"| adapters ÷ full training | {recompute} | | {rates[1] / rates[0]:.2f} | | |", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -54,8 +54,9 @@ def words(draw: random.Random, size: int) -> str:
     return " ".join(draw.choices(_VOCABULARY, k=max(1, size // 7)))
 
 
-_VOCABULARY = ["".join(random.Random(i).choices("etaoinshrdlucmfwypvbgk", k=1 + i % 11))
-               for i in range(20_000)]
+_VOCABULARY = [
+    "".join(random.Random(i).choices("etaoinshrdlucmfwypvbgk", k=1 + i % 11)) for i in range(20_000)
+]
 
 
 def make_small(root: Path, files: int) -> None:
@@ -76,8 +77,11 @@ def make_lines(root: Path, megabytes: int) -> None:
     while written < megabytes * _MB:
         with (root / f"{number:03d}.jsonl").open("w") as file:
             while file.tell() < 250 * _MB and written + file.tell() < megabytes * _MB:
-                line = {"id": draw.randint(0, 1 << 40), "text": draw.choice(texts)[draw.randint(
-                    0, 500):], "meta": {"url": f"https://example.org/{draw.random()}"}}
+                line = {
+                    "id": draw.randint(0, 1 << 40),
+                    "text": draw.choice(texts)[draw.randint(0, 500) :],
+                    "meta": {"url": f"https://example.org/{draw.random()}"},
+                }
                 file.write(json.dumps(line) + "\n")
             written += file.tell()
         number += 1
@@ -125,9 +129,14 @@ class Run(NamedTuple):
 def run(command: list[object], cwd: Path) -> Run:
     """Run a command and return what it took; exits when it fails."""
     began = time.monotonic()
-    process = subprocess.Popen(list(map(str, command)), cwd=cwd, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     watch = Watch(process.pid)
     _, errors = process.communicate()
     seconds = time.monotonic() - began
@@ -138,8 +147,17 @@ def run(command: list[object], cwd: Path) -> Run:
 
 def ours(source: Path, out: Path, workers: int) -> list[object]:
     """Return the command of stage 02."""
-    return [sys.executable, ROOT / "02_build_hf_dataset.py", "--data-folder", source, "--save-dir",
-            out, "--num-workers", workers, "--no-progress"]
+    return [
+        sys.executable,
+        ROOT / "02_build_hf_dataset.py",
+        "--data-folder",
+        source,
+        "--save-dir",
+        out,
+        "--num-workers",
+        workers,
+        "--no-progress",
+    ]
 
 
 def peer(builder: str, source: Path, out: Path, workers: int) -> list[object]:
@@ -156,15 +174,23 @@ def clear(*paths: Path) -> None:
 
 def compete(contestants: dict[str, list[object]], out: Path, repeat: int) -> dict[str, Run]:
     """Run commands in turns; return the median seconds and CPU and the largest memory of each."""
+
     def run_alone(command: list[object]) -> Run:
         clear(out, Path(f"{out}.cache"))
         return run(command, out.parent)
-    found = processes.in_turns({name: partial(run_alone, command)
-                                for name, command in contestants.items()}, repeat)
+
+    found = processes.in_turns(
+        {name: partial(run_alone, command) for name, command in contestants.items()}, repeat
+    )
     clear(out, Path(f"{out}.cache"))
-    return {name: Run(statistics.median(run.seconds for run in runs),
-                      max(run.memory for run in runs), statistics.median(run.cpu for run in runs))
-            for name, runs in found.items()}
+    return {
+        name: Run(
+            statistics.median(run.seconds for run in runs),
+            max(run.memory for run in runs),
+            statistics.median(run.cpu for run in runs),
+        )
+        for name, runs in found.items()
+    }
 
 
 NOTES: list[str] = []
@@ -175,8 +201,14 @@ def row(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def compare(what: str, source: Path, builder: str, args: argparse.Namespace, work: Path,
-            against: bool = True) -> None:
+def compare(
+    what: str,
+    source: Path,
+    builder: str,
+    args: argparse.Namespace,
+    work: Path,
+    against: bool = True,
+) -> None:
     """Print one line: stage 02, datasets (if against it), the ratio and the share of the limit."""
     paths = sorted(path for path in source.rglob("*") if path.is_file())
     size, out = sum(path.stat().st_size for path in paths), work / "out"
@@ -195,11 +227,21 @@ def compare(what: str, source: Path, builder: str, args: argparse.Namespace, wor
         cells = [f"{theirs:.2f} s", f"{their_memory / _MB:,.0f} MB", f"{theirs / mine:.1f}×"]
         cpu_note += f", datasets {their_cpu:.1f} s, {their_cpu / cpu:.1f}×"
     name, seconds = max(least.items(), key=lambda item: item[1])
-    row(what, f"{mine:.2f} s", f"{size / mine / _MB:,.0f} MB/s, {len(paths) / mine:,.0f} files/s",
-        f"{memory / _MB:,.0f} MB", *cells, f"{seconds:.2f} s ({name})", f"{seconds / mine:.2f}")
+    row(
+        what,
+        f"{mine:.2f} s",
+        f"{size / mine / _MB:,.0f} MB/s, {len(paths) / mine:,.0f} files/s",
+        f"{memory / _MB:,.0f} MB",
+        *cells,
+        f"{seconds:.2f} s ({name})",
+        f"{seconds / mine:.2f}",
+    )
     least["the stage's own CPU ÷ cores"] = scaled = limits.own_cpu(source, work, args.workers)
-    NOTES.append(f"{what}: " + ", ".join(f"{k} {v:.2f} s" for k, v in least.items())
-                 + f" ({scaled / mine:.2f} of stage 02). CPU of the process tree: {cpu_note}")
+    NOTES.append(
+        f"{what}: "
+        + ", ".join(f"{k} {v:.2f} s" for k, v in least.items())
+        + f" ({scaled / mine:.2f} of stage 02). CPU of the process tree: {cpu_note}"
+    )
 
 
 def organize(source: Path, work: Path, repeat: int) -> None:
@@ -207,15 +249,24 @@ def organize(source: Path, work: Path, repeat: int) -> None:
     directories, files = 0, 0
     for _, below, names in os.walk(source):
         directories, files = directories + len(below), files + len(names)
-    command = [sys.executable, ROOT / "01_organize_data.py", "--src-dir", source, "--dst-root",
-               work / "out", "--no-progress"]
+    command = [
+        sys.executable,
+        ROOT / "01_organize_data.py",
+        "--src-dir",
+        source,
+        "--dst-root",
+        work / "out",
+        "--no-progress",
+    ]
     seconds, memory, cpu = compete({"ours": command}, work / "out", repeat)["ours"]
     made, linked = limits.kernel_seconds(source, work / "out", directories)
-    print(f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
-          f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "
-          f"here mkdir takes {made * 1e6:.0f} µs and link {linked * 1e6:.0f} µs, so the "
-          f"{20 * directories:,} directories alone take {20 * directories * made:.2f} s and the "
-          f"links {files * linked:.2f} s of one core")
+    print(
+        f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
+        f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "
+        f"here mkdir takes {made * 1e6:.0f} µs and link {linked * 1e6:.0f} µs, so the "
+        f"{20 * directories:,} directories alone take {20 * directories * made:.2f} s and the "
+        f"links {files * linked:.2f} s of one core"
+    )
 
 
 def memory(work: Path, megabytes: int, workers: int) -> None:
@@ -243,16 +294,24 @@ def chats(work: Path, megabytes: int, args: argparse.Namespace) -> None:
     texts = [words(draw, draw.randint(50, 1400)) for _ in range(5000)]
     with (source / "a.jsonl").open("w") as file:
         while file.tell() < megabytes * _MB:
-            turns = [{"role": role, "content": draw.choice(texts)}
-                     for role in ("user", "assistant") * draw.randint(1, 3)]
+            turns = [
+                {"role": role, "content": draw.choice(texts)}
+                for role in ("user", "assistant") * draw.randint(1, 3)
+            ]
             file.write(json.dumps({"id": str(draw.random()), "messages": turns}) + "\n")
     command = ours(source, work / "out", args.workers)
-    found = compete({name: [*command, "--format", name] for name in ("text", "chat")},
-                    work / "out", args.repeat)
+    found = compete(
+        {name: [*command, "--format", name] for name in ("text", "chat")}, work / "out", args.repeat
+    )
     print("\n| conversations as | seconds | rate | per core of CPU | memory |\n" + "|---" * 5 + "|")
     for name, (seconds, peak, cpu) in found.items():
-        row(f"`--format {name}`, {megabytes:,} MB", f"{seconds:.1f}", f"{megabytes / seconds:,.0f} "
-            "MB/s", f"{megabytes / cpu:,.0f} MB/s", f"{peak / _MB:,.0f} MB")
+        row(
+            f"`--format {name}`, {megabytes:,} MB",
+            f"{seconds:.1f}",
+            f"{megabytes / seconds:,.0f} MB/s",
+            f"{megabytes / cpu:,.0f} MB/s",
+            f"{peak / _MB:,.0f} MB",
+        )
     clear(source)
 
 
@@ -277,20 +336,34 @@ def large(args: argparse.Namespace, work: Path) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, default=None, help="where to work (a temporary place)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--files", type=int, default=20_000, help="small files")
     parser.add_argument("--lines-mb", type=int, default=1000, help="megabytes of JSON Lines")
-    parser.add_argument("--large", type=int, default=4, metavar="TIMES",
-                        help="also measure so many times the JSON Lines, and ten times the files "
-                             "(without datasets), where the start no longer counts; 0: do not")
+    parser.add_argument(
+        "--large",
+        type=int,
+        default=4,
+        metavar="TIMES",
+        help="also measure so many times the JSON Lines, and ten times the files "
+        "(without datasets), where the start no longer counts; 0: do not",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs of each contestant")
-    parser.add_argument("--memory-mb", type=int, default=0,
-                        help="also measure memory at 1, 4 and 16 times this size")
-    parser.add_argument("--chats-mb", type=int, default=0,
-                        help="measure conversations of this size, and nothing else")
+    parser.add_argument(
+        "--memory-mb",
+        type=int,
+        default=0,
+        help="also measure memory at 1, 4 and 16 times this size",
+    )
+    parser.add_argument(
+        "--chats-mb",
+        type=int,
+        default=0,
+        help="measure conversations of this size, and nothing else",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="benchmark-") as place:
         work = Path(place)
@@ -299,11 +372,22 @@ def main() -> None:
             return
         make_small(work / "small", args.files)
         make_lines(work / "lines", args.lines_mb)
-        print(f"{platform.machine()}, {os.cpu_count()} cores, {args.workers} workers, "
-              f"Python {platform.python_version()}, median of {args.repeat}, "
-              f"load before the start {os.getloadavg()[0]:.1f}\n")
-        row("input", "stage 02", "rate", "memory", "datasets", "its memory", "ratio",
-            "physical limit", "limit ÷ stage 02")
+        print(
+            f"{platform.machine()}, {os.cpu_count()} cores, {args.workers} workers, "
+            f"Python {platform.python_version()}, median of {args.repeat}, "
+            f"load before the start {os.getloadavg()[0]:.1f}\n"
+        )
+        row(
+            "input",
+            "stage 02",
+            "rate",
+            "memory",
+            "datasets",
+            "its memory",
+            "ratio",
+            "physical limit",
+            "limit ÷ stage 02",
+        )
         row(*["---"] * 9)
         compare(f"{args.files:,} small files", work / "small", "text", args, work)
         compare(f"JSON Lines, {args.lines_mb:,} MB", work / "lines", "json", args, work)

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main() -> None:
     """Print a table: each function, forward, backward, both, and the ratio to the own one."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -64,15 +65,19 @@ def measure(args: argparse.Namespace) -> None:
         if on_gpu:
             best[name].append(peak(step))
     where = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, 1 thread"
-    print(f"{args.tokens:,} tokens, {args.experts} experts, {args.choices} per token, hidden "
-          f"{args.hidden}, width {args.width}, {args.dtype}, {where}"
-          f"{', compiled' if args.compile else ''}")
+    print(
+        f"{args.tokens:,} tokens, {args.experts} experts, {args.choices} per token, hidden "
+        f"{args.hidden}, width {args.width}, {args.dtype}, {where}"
+        f"{', compiled' if args.compile else ''}"
+    )
     print("| function | forward | backward | both | to the first |\n|---|---|---|---|---|")
     own = sum(best[experts.NAME][:2])
     for name, (forward, backward, *memory) in best.items():
         whole = forward + backward
-        print(f"| {name} | {forward:.2f} ms | {backward:.2f} ms | {whole:.2f} ms | "
-              f"{whole / own:.3f} |" + "".join(f" {size / 2**20:,.0f} MiB |" for size in memory))
+        print(
+            f"| {name} | {forward:.2f} ms | {backward:.2f} ms | {whole:.2f} ms | "
+            f"{whole / own:.3f} |" + "".join(f" {size / 2**20:,.0f} MiB |" for size in memory)
+        )
 
 
 def make_layer(args: argparse.Namespace) -> tuple[Any, tuple[Any, Any, Any]]:
@@ -82,23 +87,29 @@ def make_layer(args: argparse.Namespace) -> tuple[Any, tuple[Any, Any, Any]]:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    sizes = {"hidden_size": args.hidden, "intermediate_size": args.width,
-             "num_local_experts": args.experts}
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.width,
+        "num_local_experts": args.experts,
+    }
     torch.manual_seed(0)
     kinds = {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    module = (GptOssExperts(GptOssConfig(**sizes)) if args.biases else
-              MixtralExperts(MixtralConfig(**sizes))).to(**kinds)
+    module = (
+        GptOssExperts(GptOssConfig(**sizes))
+        if args.biases
+        else MixtralExperts(MixtralConfig(**sizes))
+    ).to(**kinds)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     scores = torch.randn(args.tokens, args.experts, device=args.device).softmax(-1)
     weights, choices = scores.topk(args.choices, -1)
     hidden = torch.randn(args.tokens, args.hidden, **kinds)
-    return module, (hidden.requires_grad_(), choices,
-                    weights.to(kinds["dtype"]).requires_grad_())
+    return module, (hidden.requires_grad_(), choices, weights.to(kinds["dtype"]).requires_grad_())
 
 
-def make_step(module: Any, inputs: tuple[Any, Any, Any], compiled: bool, on_gpu: bool,
-              ) -> Callable[[], list[float]]:
+def make_step(
+    module: Any, inputs: tuple[Any, Any, Any], compiled: bool, on_gpu: bool
+) -> Callable[[], list[float]]:
     """Return a function that computes once, and returns milliseconds of forward and backward."""
     import torch
 
@@ -124,6 +135,7 @@ def make_step(module: Any, inputs: tuple[Any, Any, Any], compiled: bool, on_gpu:
             torch.cuda.synchronize()
             return [at[0].elapsed_time(at[1]), at[1].elapsed_time(at[2])]
         return [1000 * (at[1] - at[0]), 1000 * (at[2] - at[1])]
+
     return step
 
 

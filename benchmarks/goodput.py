@@ -27,17 +27,20 @@ _SURVIVE = 0.5  # of the failures leave all nodes' local disks as they were
 _LOCAL = 0.6e9  # bytes/s per GPU to the local disks, and to host memory:
 _COPY = 10e9
 # GPUs, hours between failures, whose; parameters; bytes/s to the shared storage
-_JOBS = [(1024, 44.5, "Llama 3, per GPU-hour", 70e9, 100e9),
-         (1024, 7.9, "Kokolis et al.", 70e9, 100e9),
-         (16384, 2.78, "Llama 3", 405e9, 2000e9),
-         (16384, 1.8, "Kokolis et al., projected", 405e9, 2000e9),
-         (16384, 2.78, "Llama 3, slow storage", 405e9, 50e9)]
+_JOBS = [
+    (1024, 44.5, "Llama 3, per GPU-hour", 70e9, 100e9),
+    (1024, 7.9, "Kokolis et al.", 70e9, 100e9),
+    (16384, 2.78, "Llama 3", 405e9, 2000e9),
+    (16384, 1.8, "Kokolis et al., projected", 405e9, 2000e9),
+    (16384, 2.78, "Llama 3, slow storage", 405e9, 50e9),
+]
 
 
 def main() -> None:
     """Simulate the runs and print them."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--failures", type=int, default=3000, help="of each simulated run")
     show(parser.parse_args().failures)
 
@@ -48,8 +51,10 @@ def show(failures: int) -> None:
     Llama 3 405B: arXiv:2407.21783, 466 interruptions in 54 days on 16,384 GPUs. Kokolis et al.:
     arXiv:2410.21680.
     """
-    print("| GPUs | hours between failures | state | save takes | sync | async | two tiers |\n"
-          "|---|---|---|---|---|---|---|")
+    print(
+        "| GPUs | hours between failures | state | save takes | sync | async | two tiers |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for gpus, hours, whose, parameters, rate in _JOBS:
         mtbf, size = hours * 3600, 12 * parameters
         stall, lag = size / gpus / _COPY, size / rate
@@ -61,14 +66,21 @@ def show(failures: int) -> None:
         cells = []
         for saving in (sync, later):
             run = simulate(saving, mtbf, _RESTART, failures)
-            cells.append(f"{100 * run.useful / run.total:.2f} % every "
-                         f"{units.duration(saving.every)} (closed form "
-                         f"{100 * useful_share(saving, mtbf, _RESTART):.2f} %)")
+            cells.append(
+                f"{100 * run.useful / run.total:.2f} % every "
+                f"{units.duration(saving.every)} (closed form "
+                f"{100 * useful_share(saving, mtbf, _RESTART):.2f} %)"
+            )
         run = simulate(shared, mtbf, _RESTART, failures, local=local, survives=_SURVIVE)
-        cells.append(f"{100 * run.useful / run.total:.2f} % every {units.duration(local.every)} / "
-                     f"{units.duration(shared.every)}")
-        print(f"| {gpus:,} | {hours} ({whose}) | {units.size(size)} | {units.duration(lag)} | "
-              f"{' | '.join(cells)} |", flush=True)
+        cells.append(
+            f"{100 * run.useful / run.total:.2f} % every {units.duration(local.every)} / "
+            f"{units.duration(shared.every)}"
+        )
+        print(
+            f"| {gpus:,} | {hours} ({whose}) | {units.size(size)} | {units.duration(lag)} | "
+            f"{' | '.join(cells)} |",
+            flush=True,
+        )
     print()
 
 
@@ -114,8 +126,15 @@ class _Tier:
         return wanted if self.is_free else max(wanted, self.commit_at)
 
 
-def simulate(shared: Saving, mtbf: float, restart: float, failures: int, seed: int = 0,
-             local: Saving | None = None, survives: float = 0.0) -> Outcome:
+def simulate(
+    shared: Saving,
+    mtbf: float,
+    restart: float,
+    failures: int,
+    seed: int = 0,
+    local: Saving | None = None,
+    survives: float = 0.0,
+) -> Outcome:
     """Return where the time goes until so many failures, at least, have struck.
 
     local: saves on the nodes' own disks beside the shared ones. survives: the share of failures
@@ -130,13 +149,16 @@ def simulate(shared: Saving, mtbf: float, restart: float, failures: int, seed: i
         while (after := draw.expovariate(1 / mtbf)) < restart:  # again, before the steps go on
             outcome.restarting += after
             struck += 1
-        outcome.restarting, outcome.failures = outcome.restarting + restart, \
-            outcome.failures + struck
+        outcome.restarting, outcome.failures = (
+            outcome.restarting + restart,
+            outcome.failures + struck,
+        )
         intact = tiers if all(draw.random() < survives for _ in range(struck)) else tiers[:1]
         work = max(tier.committed for tier in intact)
         outcome.useful, outcome.repeated = work, outcome.repeated + reached - work
-        tiers = [_Tier(tier.saving, work, tier.committed if tier in intact else 0.0)
-                 for tier in tiers]
+        tiers = [
+            _Tier(tier.saving, work, tier.committed if tier in intact else 0.0) for tier in tiers
+        ]
     return outcome
 
 

@@ -60,7 +60,8 @@ def main() -> None:
         start, facts = _ready(args.rehearse)
         _install_missing(args.kit, Path(work) / "late", _LATE)
         os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (str(Path(work) / "early"), os.environ.get("PYTHONPATH"))))
+            filter(None, (str(Path(work) / "early"), os.environ.get("PYTHONPATH")))
+        )
         rehearsed = args.rehearse or not facts["gpus"]
         if rehearsed:
             _rehearse_on_cpu(args.rehearse)
@@ -71,12 +72,19 @@ def main() -> None:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-        place = Place(args.kit, Path(work), args.out, "cpu" if rehearsed else "cuda",
-                      0 if rehearsed else facts["gpus"], start)
+        place = Place(
+            args.kit,
+            Path(work),
+            args.out,
+            "cpu" if rehearsed else "cuda",
+            0 if rehearsed else facts["gpus"],
+            start,
+        )
         jobs = 1 if rehearsed else max(1, min(_JOBS, (os.cpu_count() or 1) // _CORES_PER_JOB))
         print(json.dumps(facts), flush=True)
         counts = runner.run_items(
-            chosen, runner.Session(place, facts, began + args.deadline, args.jobs or jobs))
+            chosen, runner.Session(place, facts, began + args.deadline, args.jobs or jobs)
+        )
         print(f"{runner.summary(counts)}; {time.monotonic() - began:.0f} s", flush=True)
     sys.exit(runner.exit_code(counts))
 
@@ -86,8 +94,10 @@ def _rehearse_on_cpu(asked: bool) -> None:
     from lib.parallel import gpus
 
     if not asked and (found := gpus.unusable()):
-        sys.exit(f"error: {found.problem}\n  found:    {found.found}\n"
-                 f"  hint:     {found.hint}; --rehearse runs the items on the CPU")
+        sys.exit(
+            f"error: {found.problem}\n  found:    {found.found}\n"
+            f"  hint:     {found.hint}; --rehearse runs the items on the CPU"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # On a busy machine, threads would mostly wait for each other.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -97,26 +107,47 @@ def _rehearse_on_cpu(asked: bool) -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", metavar="correctness|mfu|rest",
-                        help="what to run (default: all three)")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")),
-                        help="where results go (default: $OUT, or gpu_results)")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS",
-                        help="when to end, from now on (default: 570 with --call, else when all "
-                             "items have run)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "commands",
+        nargs="*",
+        metavar="correctness|mfu|rest",
+        help="what to run (default: all three)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT", "gpu_results")),
+        help="where results go (default: $OUT, or gpu_results)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="when to end, from now on (default: 570 with --call, else when all items have run)",
+    )
     parser.add_argument("--only", default="", metavar="ITEM,ITEM", help="these items alone")
     parser.add_argument("--call", type=int, metavar="N", help="the items of one call alone")
-    parser.add_argument("--list-calls", action="store_true",
-                        help="print the calls that make up the whole kit, and run nothing")
-    parser.add_argument("--jobs", type=int, metavar="N", help="how many items run beside each "
-                        "other, unless they run alone (default: a third of the cores, 5 at most)")
+    parser.add_argument(
+        "--list-calls",
+        action="store_true",
+        help="print the calls that make up the whole kit, and run nothing",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="how many items run beside each "
+        "other, unless they run alone (default: a third of the cores, 5 at most)",
+    )
     parser.add_argument("--kit", type=Path, default=ROOT / "gpu_kit", help="(default: gpu_kit)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny sizes")
     args = parser.parse_args()
     if args.list_calls:
         from tests.gpu import items
+
         print(items.calls_table())
         sys.exit()
     if unknown := set(args.commands) - set(COMMANDS):
@@ -125,19 +156,37 @@ def parse() -> argparse.Namespace:
     args.deadline = args.deadline or (_CALL_DEADLINE_S if args.call else float("inf"))
     args.kit, args.out = args.kit.resolve(), args.out.resolve()
     if not (args.kit / "models").is_dir():
-        parser.error(f"{args.kit} is not there: `make gpu-kit` makes it, on a machine with a "
-                     "network")
+        parser.error(
+            f"{args.kit} is not there: `make gpu-kit` makes it, on a machine with a network"
+        )
     return args
 
 
 def _install_missing(kit: Path, site: Path, names: tuple[str, ...]) -> None:
     """Make packages importable that this Python lacks and the kit has wheels of."""
-    wheels = [wheel for wheel in kit.glob(".cache/wheelhouse/*/*.whl")
-              if (name := wheel.name.partition("-")[0].lower()) in names and not find_spec(name)]
+    wheels = [
+        wheel
+        for wheel in kit.glob(".cache/wheelhouse/*/*.whl")
+        if (name := wheel.name.partition("-")[0].lower()) in names and not find_spec(name)
+    ]
     for wheel in wheels:  # one by one: those of another Python are left out
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index",
-                        "--no-deps", "--disable-pip-version-check", "--target", str(site),
-                        str(wheel)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-index",
+                "--no-deps",
+                "--disable-pip-version-check",
+                "--target",
+                str(site),
+                str(wheel),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     sys.path.append(str(site))
 
 
@@ -151,8 +200,12 @@ def _ready(rehearse: bool) -> tuple[str, dict[str, Any]]:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking must not touch the GPU
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    for name in ("transformers.models.llama.modeling_llama", "torch.distributed.checkpoint",
-                 "lib.train.resume", "tests.gpu.items"):
+    for name in (
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.checkpoint",
+        "lib.train.resume",
+        "tests.gpu.items",
+    ):
         importlib.import_module(name)
 
     for method in ("fork", "spawn"):

@@ -58,9 +58,14 @@ ADAPTED = ["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3.1 70B"], [1, 8, 64]  # of th
 def made(name: str) -> PreTrainedModel:
     """Return a model of that shape on the meta device."""
     kind, (hidden, inner, layers, heads), more = _SHAPES[name]
-    config = kind(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-                  num_attention_heads=heads, max_position_embeddings=1 << 17,
-                  **{"vocab_size": 32_000, "tie_word_embeddings": False, **more})
+    config = kind(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=1 << 17,
+        **{"vocab_size": 32_000, "tie_word_embeddings": False, **more},
+    )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
@@ -76,8 +81,14 @@ def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank
     return f"| {name}{adapted} | {' | '.join(cells)} |"
 
 
-def table(title: str, names: Sequence[str], gpus: Sequence[int], seq_length: int,
-          gpu_memory: float, rank: int = 0) -> None:
+def table(
+    title: str,
+    names: Sequence[str],
+    gpus: Sequence[int],
+    seq_length: int,
+    gpu_memory: float,
+    rank: int = 0,
+) -> None:
     """Print the rows of models as each is known. rank: of a second row, with adapters; 0: none."""
     heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in gpus]
     print(f"| {title}1 × {seq_length:,} tokens | {' | '.join(heads)} |")
@@ -89,28 +100,43 @@ def table(title: str, names: Sequence[str], gpus: Sequence[int], seq_length: int
 
 def _cell(fit: Fit, ranks: int, config: Config) -> str:
     for offload in (False, True):
-        cases = [plan.memory_case(replace(config, activation_checkpointing=kind,
-                                          cpu_offload=offload), fit.model, ranks, True)
-                 for kind in recompute.KINDS]
+        cases = [
+            plan.memory_case(
+                replace(config, activation_checkpointing=kind, cpu_offload=offload),
+                fit.model,
+                ranks,
+                True,
+            )
+            for kind in recompute.KINDS
+        ]
         case = choice.choose(fit, [[case] for case in cases], gathers=False)
         if fit.fits(case):
             peak = fit.traced(case).total / _GIB
             host = sum(fit.states(case).values()) / _GIB
-            return f"{peak:.0f} {case.recompute}" if not offload else \
-                f"{peak:.0f} {case.recompute}, host {host:.0f}"
+            return (
+                f"{peak:.0f} {case.recompute}"
+                if not offload
+                else f"{peak:.0f} {case.recompute}, host {host:.0f}"
+            )
     return "–"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
     parser.add_argument("--gpus", type=options.counts, default=[1, 8, 16, 32, 64], metavar="N,N,…")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens, one sample per GPU")
     parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB")
-    parser.add_argument("--lora-rank", type=int, default=0, metavar="N",
-                        help="also each model with adapters of that rank")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also each model with adapters of that rank",
+    )
     args = parser.parse_args(argv)
     asked = args.seq_length, args.gpu_memory
     table("", args.models or list(_SHAPES), args.gpus, *asked, args.lora_rank)

@@ -33,12 +33,17 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", type=Path, required=True, help="dataset of stage 02")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model directory")
-    parser.add_argument("--slow-bytes", type=int, default=8_000_000,
-                        help="bytes of text for what is slow (the Hugging Face tokenizer)")
+    parser.add_argument(
+        "--slow-bytes",
+        type=int,
+        default=8_000_000,
+        help="bytes of text for what is slow (the Hugging Face tokenizer)",
+    )
     arguments = parser.parse_args()
     offline.enable()
     rows = [*tokenising(arguments), *chats(arguments), *loading(arguments)]
@@ -74,23 +79,36 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     equal = np.array_equal(encoder.encode(few)[0], slow_ids)
     table = datasets.Dataset.from_dict({"text": plain})
     with tempfile.TemporaryDirectory() as cache:
-        map_s, _ = timed(lambda: table.map(lambda rows: encoder.tokenizer(rows["text"]),
-                                           batched=True, cache_file_name=f"{cache}/map.arrow"))
+        map_s, _ = timed(
+            lambda: table.map(
+                lambda rows: encoder.tokenizer(rows["text"]),
+                batched=True,
+                cache_file_name=f"{cache}/map.arrow",
+            )
+        )
     fast, mapped = total / fast_s / 1e6, size / map_s / 1e6
-    return [("store's encoder", f"{fast:.1f} MB/s ({type(encoder._engine).__name__}, ids equal: "
-                                f"{equal})"),
-            ("tokenizers, raw encode_batch_fast", f"{size / raw_s / 1e6:.2f} MB/s"),
-            ("store's encoder without gigatoken", f"{size / fallback_s / 1e6:.2f} MB/s "
-                                                  f"({raw_s / fallback_s:.2f} of raw)"),
-            ("datasets.map(batched=True)", f"{mapped:.2f} MB/s; the store is {fast / mapped:.0f}×")]
+    return [
+        (
+            "store's encoder",
+            f"{fast:.1f} MB/s ({type(encoder._engine).__name__}, ids equal: {equal})",
+        ),
+        ("tokenizers, raw encode_batch_fast", f"{size / raw_s / 1e6:.2f} MB/s"),
+        (
+            "store's encoder without gigatoken",
+            f"{size / fallback_s / 1e6:.2f} MB/s ({raw_s / fallback_s:.2f} of raw)",
+        ),
+        ("datasets.map(batched=True)", f"{mapped:.2f} MB/s; the store is {fast / mapped:.0f}×"),
+    ]
 
 
 # As families write that mark nothing, and as thinking models write, who drop earlier thoughts.
 _UNMARKED = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-_THINKING = _UNMARKED.replace("+ m.content", "+ ('<think></think>' if loop.last and m.role == "
-                              "'assistant' else '') + m.content")
+_THINKING = _UNMARKED.replace(
+    "+ m.content",
+    "+ ('<think></think>' if loop.last and m.role == 'assistant' else '') + m.content",
+)
 
 
 def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -103,8 +121,11 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     from lib.tokens.dataset import open_dataset
     from lib.tokens.encode import Encoder
 
-    texts = [text.decode() for batch in open_dataset(arguments.dataset).documents("train")
-             for text in batch]
+    texts = [
+        text.decode()
+        for batch in open_dataset(arguments.dataset).documents("train")
+        for text in batch
+    ]
     corpus, found = "".join(texts)[:8_000_000], []
     marked = Path("chat_templates/chatml.jinja").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
@@ -112,14 +133,24 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         tokenizer.save(f"{folder}/tokenizer.json")
         for name, turns, size in (("4 turns, 2 kB", 4, 500), ("16 turns, 64 kB", 16, 4000)):
-            parts = [corpus[at:at + size].strip() or "x" for at in range(0, len(corpus), size)]
-            said = [Conversation([{"role": ("user", "assistant")[n % 2], "content": part}
-                                  for n, part in enumerate(parts[at:at + turns])])
-                    for at in range(0, len(parts) - turns, turns)]
-            for kind, source in (("unmarked", _UNMARKED), ("marked", marked),
-                                 ("rewritten", _THINKING)):
-                it = ChatEncoder(ChatPolicy(source, "assistant", "drop", 1 << 30),
-                                 Encoder(Path(folder), 1))
+            parts = [corpus[at : at + size].strip() or "x" for at in range(0, len(corpus), size)]
+            said = [
+                Conversation(
+                    [
+                        {"role": ("user", "assistant")[n % 2], "content": part}
+                        for n, part in enumerate(parts[at : at + turns])
+                    ]
+                )
+                for at in range(0, len(parts) - turns, turns)
+            ]
+            for kind, source in (
+                ("unmarked", _UNMARKED),
+                ("marked", marked),
+                ("rewritten", _THINKING),
+            ):
+                it = ChatEncoder(
+                    ChatPolicy(source, "assistant", "drop", 1 << 30), Encoder(Path(folder), 1)
+                )
                 it.tune(said[:20])
                 found.append((f"chat, {name}, {kind}", _rate(it, said)))
     return found
@@ -128,9 +159,14 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def _rate(it: Any, said: list[Any]) -> str:
     """Return how fast conversations become samples, by processor time, in groups of 200."""
     import numpy as np
-    groups = [said[at:at + 200] for at in range(0, len(said), 200)] * 3
-    sizes = np.array([sum(len(turn["content"].encode()) for chat in group for turn in chat.messages)
-                      for group in groups])
+
+    groups = [said[at : at + 200] for at in range(0, len(said), 200)] * 3
+    sizes = np.array(
+        [
+            sum(len(turn["content"].encode()) for chat in group for turn in chat.messages)
+            for group in groups
+        ]
+    )
     seconds, lost = [], 0
     for group in groups:
         began = time.process_time()
@@ -140,8 +176,10 @@ def _rate(it: Any, said: list[Any]) -> str:
         seconds.append((between - began, time.process_time() - between))
     rendering, whole = np.array(seconds).T
     rates = sizes / whole / 1e6
-    return (f"{np.median(rates):.1f} MB/s, at best {rates.max():.1f}; "
-            f"{100 * np.median(rendering / whole):.0f} % renders and masks; {lost} dropped")
+    return (
+        f"{np.median(rates):.1f} MB/s, at best {rates.max():.1f}; "
+        f"{100 * np.median(rendering / whole):.0f} % renders and masks; {lost} dropped"
+    )
 
 
 def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -162,15 +200,24 @@ def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             windows, steps = Windows(tokens, length), 200
             chosen = np.random.default_rng(1).integers(0, len(windows), (steps, 16))
             take_s, _ = timed(lambda w=windows, c=chosen: [len(w.take(some)) for some in c])
-            found.append((f"random windows of {length}",
-                          f"{steps * 16 * length / take_s / 1e6:,.0f} M tokens/s"))
-            batches = SampleStream(windows, 0, Division(16, 1, 0, 1),
-                                   torch.device("cpu")).steps(Position(), steps)
+            found.append(
+                (
+                    f"random windows of {length}",
+                    f"{steps * 16 * length / take_s / 1e6:,.0f} M tokens/s",
+                )
+            )
+            batches = SampleStream(windows, 0, Division(16, 1, 0, 1), torch.device("cpu")).steps(
+                Position(), steps
+            )
             first_s, _ = timed(lambda it=batches: next(it))
             rest_s, _ = timed(lambda it=batches: [None for _ in it])
             rate = (steps - 1) * 16 * length / rest_s / 1e6
-            found.append((f"loader, windows of {length}", f"{rate:,.0f} M tokens/s, first batch "
-                                                          f"after {first_s * 1000:.1f} ms"))
+            found.append(
+                (
+                    f"loader, windows of {length}",
+                    f"{rate:,.0f} M tokens/s, first batch after {first_s * 1000:.1f} ms",
+                )
+            )
     return found
 
 

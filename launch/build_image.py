@@ -63,11 +63,18 @@ def build_docker_image(*, dry_run: bool = False, **asked: Any) -> str:
 def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
     """Do what the options say and return the name of the image."""
     build = versions.planned(asked)
-    log.table({"image": build.tag, "base": build.base_image, "variant": "efa" if build.efa else
-               "plain", "torch": str(build.torch),
-               "driver": build.driver_version or "not known (--driver-version): not checked",
-               "packages": "wheelhouse/" if (build.context / "wheelhouse").is_dir() else
-               "from pip's index"})
+    log.table(
+        {
+            "image": build.tag,
+            "base": build.base_image,
+            "variant": "efa" if build.efa else "plain",
+            "torch": str(build.torch),
+            "driver": build.driver_version or "not known (--driver-version): not checked",
+            "packages": "wheelhouse/"
+            if (build.context / "wheelhouse").is_dir()
+            else "from pip's index",
+        }
+    )
     target = _target(build.push, build.tag)
     log.info(image_docker.shown(build.command()))
     if dry_run:
@@ -130,10 +137,12 @@ def _check_result(build: ImageBuild, said: str) -> None:
     printed = re.search(r"^torch (\S+) CUDA (\S+)$", said, re.MULTILINE)
     cuda = build.torch.cuda or "none"
     if not printed or printed[1].partition("+")[0] != build.torch.version or printed[2] != cuda:
-        raise UsageError("the image does not hold the torch that was asked for",
-                         expected=f"torch {build.torch.version}, CUDA {cuda}",
-                         found=printed[0] if printed else said.strip()[-300:],
-                         hint="check what the index or the wheelhouse has: --pip-conf, --context")
+        raise UsageError(
+            "the image does not hold the torch that was asked for",
+            expected=f"torch {build.torch.version}, CUDA {cuda}",
+            found=printed[0] if printed else said.strip()[-300:],
+            hint="check what the index or the wheelhouse has: --pip-conf, --context",
+        )
 
 
 def _push(tag: str, target: str, create: bool) -> None:
@@ -150,9 +159,13 @@ def _push(tag: str, target: str, create: bool) -> None:
         image_docker.docker("push", target)
     except DockerError as error:
         missing = "does not exist" in error.said or "name unknown" in error.said
-        raise UsageError(f"{target} could not be pushed", found=error.evidence(of_cause=False),
-                         run=commands.as_typed("--create-repository") if missing and is_ecr else
-                         commands.shell("docker", "login", target.partition("/")[0])) from None
+        raise UsageError(
+            f"{target} could not be pushed",
+            found=error.evidence(of_cause=False),
+            run=commands.as_typed("--create-repository")
+            if missing and is_ecr
+            else commands.shell("docker", "login", target.partition("/")[0]),
+        ) from None
 
 
 def _target(registry: str, tag: str) -> str:

@@ -38,24 +38,51 @@ from lib.core.options import Options  # noqa: E402
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
-    parser.add_argument("action", nargs="?", choices=("validate", "describe"), default="validate",
-                        help="judge the cluster for a job, or show what it has "
-                             "(default: validate)")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("validate", "describe"),
+        default="validate",
+        help="judge the cluster for a job, or show what it has (default: validate)",
+    )
     where = parser.add_argument_group("the cluster")
-    where.add_argument("--cluster-name", default="", metavar="NAME",
-                       help="EKS cluster, which must be in the kubeconfig (default: that of "
-                            "--context)")
-    where.add_argument("--region", default="", metavar="NAME",
-                       help="AWS region (default: that of the context, or of the AWS settings)")
-    where.add_argument("--validate-components", type=options.on_off, default=True, nargs="?",
-                       const=True, metavar="on|off",
-                       help="validate: ask the cluster; off: AWS alone")
-    where.add_argument("--auto-fix", type=options.on_off, default=False, nargs="?", const=True,
-                       metavar="on|off", help="validate: make the namespace where it is "
-                                              "missing")
-    declared.add(parser, JobNeeds, instance_type="instance type of the nodes (default: any with "
-                 "GPUs)", gpus_per_node="GPUs per node (default: those of the instance type, else "
-                 "1)", image="image of the job (default: not checked)")
+    where.add_argument(
+        "--cluster-name",
+        default="",
+        metavar="NAME",
+        help="EKS cluster, which must be in the kubeconfig (default: that of --context)",
+    )
+    where.add_argument(
+        "--region",
+        default="",
+        metavar="NAME",
+        help="AWS region (default: that of the context, or of the AWS settings)",
+    )
+    where.add_argument(
+        "--validate-components",
+        type=options.on_off,
+        default=True,
+        nargs="?",
+        const=True,
+        metavar="on|off",
+        help="validate: ask the cluster; off: AWS alone",
+    )
+    where.add_argument(
+        "--auto-fix",
+        type=options.on_off,
+        default=False,
+        nargs="?",
+        const=True,
+        metavar="on|off",
+        help="validate: make the namespace where it is missing",
+    )
+    declared.add(
+        parser,
+        JobNeeds,
+        instance_type="instance type of the nodes (default: any with GPUs)",
+        gpus_per_node="GPUs per node (default: those of the instance type, else 1)",
+        image="image of the job (default: not checked)",
+    )
     findings.add_options(parser)
     options.add_config(parser, "print what would be asked and ask nothing")
     return parser.parse(argv)
@@ -76,8 +103,9 @@ def main(argv: list[str]) -> None:
     if opts.action == "describe":
         describe(kube, asked, eks, opts.fail_on)
         return
-    findings.report(_judge(kube, asked, eks, opts.validate_components, opts.auto_fix), opts,
-                    "this cluster")
+    findings.report(
+        _judge(kube, asked, eks, opts.validate_components, opts.auto_fix), opts, "this cluster"
+    )
 
 
 def _context(asked: JobNeeds, opts: Options) -> str:
@@ -107,13 +135,19 @@ def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Findi
         return [*gaps, *cluster_nodes.judge(nodes, wanted, _grows(kube))]
 
     each: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
-        "namespace": checks.namespace, "rights": checks.rights, "operator": checks.operator,
-        "nodes": look_at_nodes, "storage": checks.storage, "quota": checks.quota,
+        "namespace": checks.namespace,
+        "rights": checks.rights,
+        "operator": checks.operator,
+        "nodes": look_at_nodes,
+        "storage": checks.storage,
+        "quota": checks.quota,
         "image pull secret": checks.pull_secret,
-        "EKS": lambda kube, wanted: aws.check(*eks, on_hyperpod)}
+        "EKS": lambda kube, wanted: aws.check(*eks, on_hyperpod),
+    }
     with ThreadPoolExecutor() as pool:
-        for part in pool.map(lambda name: checks.guarded(
-                name, lambda: each[name](kube, wanted)), each):
+        for part in pool.map(
+            lambda name: checks.guarded(name, lambda: each[name](kube, wanted)), each
+        ):
             found += part
     return [*found, *(checks.drivers(nodes) if wanted.gpus_per_node else ())]
 
@@ -128,20 +162,31 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
     log.info(f"{len(nodes)} nodes")
     for kind in sorted({node.instance_type for node in nodes}):
         own = [node for node in nodes if node.instance_type == kind]
-        log.info(f"  {kind}: {len(own)} nodes, {sum(bool(n.unfit) for n in own)} of them unusable; "
-                 f"{sum(n.gpus for n in own)} {GPU}, {sum(n.gpus_free for n in own)} of them free; "
-                 f"{sum(n.efa for n in own)} {EFA}")
+        log.info(
+            f"  {kind}: {len(own)} nodes, {sum(bool(n.unfit) for n in own)} of them unusable; "
+            f"{sum(n.gpus for n in own)} {GPU}, {sum(n.gpus_free for n in own)} of them free; "
+            f"{sum(n.efa for n in own)} {EFA}"
+        )
     for node in nodes:
         if node.unfit:
             log.info(f"  {node.name}: {node.unfit}")
     for title, resource, line in (
-            ("kinds of job", "customresourcedefinitions", _crd_line),
-            ("storage classes", "storageclasses",
-             lambda item: f"{item['metadata']['name']}: {item['provisioner']}"),
-            (f"claims in {asked.namespace}", "persistentvolumeclaims",
-             lambda item: f"{item['metadata']['name']}: {item.get('status', {}).get('phase')}, "
-                          f"{', '.join(item['spec'].get('accessModes', []))}"),
-            (f"quotas in {asked.namespace}", "resourcequotas", _quota_line)):
+        ("kinds of job", "customresourcedefinitions", _crd_line),
+        (
+            "storage classes",
+            "storageclasses",
+            lambda item: f"{item['metadata']['name']}: {item['provisioner']}",
+        ),
+        (
+            f"claims in {asked.namespace}",
+            "persistentvolumeclaims",
+            lambda item: (
+                f"{item['metadata']['name']}: {item.get('status', {}).get('phase')}, "
+                f"{', '.join(item['spec'].get('accessModes', []))}"
+            ),
+        ),
+        (f"quotas in {asked.namespace}", "resourcequotas", _quota_line),
+    ):
         log.info(title)
         try:
             lines = [text for item in kube.items(resource) if (text := line(item))]
@@ -152,9 +197,15 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
     findings.show([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])
 
 
-def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
-                       validate_components: bool = True, auto_fix: bool = False,
-                       create_if_missing: bool = False, **wanted: Any) -> list[Finding]:
+def manage_eks_cluster(
+    cluster_name: str | None = None,
+    region: str = "",
+    *,
+    validate_components: bool = True,
+    auto_fix: bool = False,
+    create_if_missing: bool = False,
+    **wanted: Any,
+) -> list[Finding]:
     """Connect kubectl to an EKS cluster, judge it for a job, and return what was found.
 
     cluster_name: None for the only one of the account and region. auto_fix: make the namespace
@@ -175,21 +226,28 @@ def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
     return found
 
 
-def _judge(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], asks_cluster: bool,
-           auto_fix: bool) -> list[Finding]:
+def _judge(
+    kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], asks_cluster: bool, auto_fix: bool
+) -> list[Finding]:
     """Return what can be said of a cluster, after the namespace was made where that is wanted."""
     if auto_fix and kube.find("namespace", kube.namespace) is None:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
         kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
-    return validate(kube, asked, eks) if asks_cluster else \
-        aws.check(*eks, KINDS[asked.kind].on_hyperpod)
+    return (
+        validate(kube, asked, eks)
+        if asks_cluster
+        else aws.check(*eks, KINDS[asked.kind].on_hyperpod)
+    )
 
 
 def _nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
     """Return the nodes; which GPUs are taken is only known to those who may see all pods."""
     try:
-        pods = kube.items("pods", "--all-namespaces",
-                          "--field-selector=status.phase!=Succeeded,status.phase!=Failed")
+        pods = kube.items(
+            "pods",
+            "--all-namespaces",
+            "--field-selector=status.phase!=Succeeded,status.phase!=Failed",
+        )
     except KubectlError:
         pods = []
         found.append(findings.not_checked("GPUs in use", "you may not list pods of all namespaces"))
@@ -201,7 +259,8 @@ def _grows(kube: Kubectl) -> bool:
     try:
         return kube.find("customresourcedefinition", "nodepools.karpenter.sh") is not None or any(
             "cluster-autoscaler" in item["metadata"]["name"]
-            for item in kube.items("deployments", "--all-namespaces"))
+            for item in kube.items("deployments", "--all-namespaces")
+        )
     except KubectlError:
         return False
 
@@ -225,14 +284,19 @@ def _crd_line(item: dict[str, Any]) -> str:
 def _quota_line(item: dict[str, Any]) -> str:
     hard, used = (item.get("status", {}).get(key, {}) for key in ("hard", "used"))
     return f"{item['metadata']['name']}: " + ", ".join(
-        f"{resource} {used.get(resource, '0')} of {limit}" for resource, limit in hard.items())
+        f"{resource} {used.get(resource, '0')} of {limit}" for resource, limit in hard.items()
+    )
 
 
 def _plan(asked: JobNeeds, kube: Kubectl) -> None:
-    log.table({"kubectl": " ".join(kube.command("get", "…", "-o", "json")),
-               "for": "version, rights, nodes, pods, CRDs, deployments, claim "
-                      f"{asked.pvc}, quotas, secrets (their type only)",
-               "aws": "eks and sagemaker, describe and list only, where it is installed"})
+    log.table(
+        {
+            "kubectl": " ".join(kube.command("get", "…", "-o", "json")),
+            "for": "version, rights, nodes, pods, CRDs, deployments, claim "
+            f"{asked.pvc}, quotas, secrets (their type only)",
+            "aws": "eks and sagemaker, describe and list only, where it is installed",
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -19,10 +19,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib.core import log, options, stage
 
-_MODULES = ("math", "os.path", "itertools", "random", "statistics", "textwrap", "json", "shutil",
-            "bisect", "heapq", "copy", "base64", "calendar", "difflib", "functools", "glob",
-            "inspect", "operator", "shlex", "tempfile", "threading", "time", "unicodedata",
-            "urllib.parse", "zlib", "html", "locale", "secrets", "struct", "subprocess")
+_MODULES = (
+    "math",
+    "os.path",
+    "itertools",
+    "random",
+    "statistics",
+    "textwrap",
+    "json",
+    "shutil",
+    "bisect",
+    "heapq",
+    "copy",
+    "base64",
+    "calendar",
+    "difflib",
+    "functools",
+    "glob",
+    "inspect",
+    "operator",
+    "shlex",
+    "tempfile",
+    "threading",
+    "time",
+    "unicodedata",
+    "urllib.parse",
+    "zlib",
+    "html",
+    "locale",
+    "secrets",
+    "struct",
+    "subprocess",
+)
 _MOST = 300
 _SENTENCE = re.compile(r"[A-Z][^.>]{20,80}\.(?= |$)")
 
@@ -35,11 +63,20 @@ def conversations() -> list[dict]:
             text = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
             says = _SENTENCE.match(text)
             if says and not name.startswith("_") and callable(thing) and not inspect.isclass(thing):
-                turns = (f"What does {module}.{name} do?", says[0],
-                         "Where is it from?", f"It is a function of the module {module}.")
-                found.append({"messages": [
-                    {"role": role, "content": content} for role, content
-                    in zip(("user", "assistant") * 2, turns, strict=True)]})
+                turns = (
+                    f"What does {module}.{name} do?",
+                    says[0],
+                    "Where is it from?",
+                    f"It is a function of the module {module}.",
+                )
+                found.append(
+                    {
+                        "messages": [
+                            {"role": role, "content": content}
+                            for role, content in zip(("user", "assistant") * 2, turns, strict=True)
+                        ]
+                    }
+                )
     return found[:_MOST]
 
 

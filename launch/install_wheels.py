@@ -20,8 +20,11 @@ sys.path.insert(0, str(ROOT))
 from lib.core import streams  # noqa: E402
 
 # Each list of a wheelhouse, and the mark that it leaves in .venv, as the Makefile names it.
-LISTS = {"requirements.txt": "installed", "requirements-dev.txt": "installed-dev",
-         "requirements-optional.txt": "installed-optional"}
+LISTS = {
+    "requirements.txt": "installed",
+    "requirements-dev.txt": "installed-dev",
+    "requirements-optional.txt": "installed-optional",
+}
 
 
 def main() -> int:
@@ -33,8 +36,10 @@ def main() -> int:
     lists = [wheels / name for name in LISTS if (wheels / name).exists()]
     pip = next(wheels.glob("pip-*.whl"), None)
     if not lists or pip is None:
-        print(f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` made",
-              file=sys.stderr)
+        print(
+            f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` made",
+            file=sys.stderr,
+        )
         return 2
     if (venv / LISTS["requirements.txt"]).exists():
         print(f"{venv} is installed already")
@@ -44,10 +49,21 @@ def main() -> int:
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     run_pip = [str(venv / "bin" / "python"), str(pip / "pip")]
     wanted = [word for path in lists for word in ("-r", str(path))]
-    for command in ([sys.executable, "-m", "venv", "--clear", "--without-pip", str(venv)],
-                    [*run_pip, "install", "--quiet", "--no-index", "--no-cache-dir",
-                     "--find-links", str(wheels), "pip", *wanted],
-                    [*run_pip, "check"]):
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(venv)],
+        [
+            *run_pip,
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-cache-dir",
+            "--find-links",
+            str(wheels),
+            "pip",
+            *wanted,
+        ],
+        [*run_pip, "check"],
+    ):
         print("$ " + " ".join(command), flush=True)
         if subprocess.run(command, env=environment, check=False).returncode:
             return 2

@@ -66,28 +66,55 @@ def parser() -> options.Parser:
     declared.add(parser, Patience)
     declared.add(parser, RawText)
     one = parser.add_argument_group("the command")
-    one.add_argument("--cluster-name", default="", metavar="NAME",
-                     help="cluster of EKS; its context is fetched where the kubeconfig has none "
-                          "(default: that of --context)")
-    one.add_argument("--token", default=os.environ.get("HF_TOKEN", ""), metavar="TOKEN",
-                     help="deploy, prepare: token of the Hub, for a secret of the cluster; rather "
-                          "not on a command line (default: HF_TOKEN)")
-    one.add_argument("--out", type=findings.output_file, metavar="FILE",
-                     help="render: file to write (default: print it)")
-    one.add_argument("--node-rank", type=options.count, default=0, metavar="R",
-                     help="logs: of which node")
-    one.add_argument("--follow", type=options.on_off, default=True, metavar="on|off",
-                     help="logs: go on until the pod ends")
-    one.add_argument("--monitor", type=options.on_off, default=True, metavar="on|off", nargs="?",
-                     const=True, help="deploy, prepare: show the first node's log")
-    one.add_argument("--dry-run", action="store_true",
-                     help="print what would be submitted, or the kubectl command, and do nothing")
+    one.add_argument(
+        "--cluster-name",
+        default="",
+        metavar="NAME",
+        help="cluster of EKS; its context is fetched where the kubeconfig has none "
+        "(default: that of --context)",
+    )
+    one.add_argument(
+        "--token",
+        default=os.environ.get("HF_TOKEN", ""),
+        metavar="TOKEN",
+        help="deploy, prepare: token of the Hub, for a secret of the cluster; rather "
+        "not on a command line (default: HF_TOKEN)",
+    )
+    one.add_argument(
+        "--out",
+        type=findings.output_file,
+        metavar="FILE",
+        help="render: file to write (default: print it)",
+    )
+    one.add_argument(
+        "--node-rank", type=options.count, default=0, metavar="R", help="logs: of which node"
+    )
+    one.add_argument(
+        "--follow",
+        type=options.on_off,
+        default=True,
+        metavar="on|off",
+        help="logs: go on until the pod ends",
+    )
+    one.add_argument(
+        "--monitor",
+        type=options.on_off,
+        default=True,
+        metavar="on|off",
+        nargs="?",
+        const=True,
+        help="deploy, prepare: show the first node's log",
+    )
+    one.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be submitted, or the kubectl command, and do nothing",
+    )
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
-    """Return the options, and those of stage 04: what stands behind `--`, or is known to it alone.
-    """
+    """Return our options, and those of stage 04: words after `--`, or options only it knows."""
     own, train = stage_04.divided(argv)
     asking = parser()
     own, more = stage_04.taken_out(own, asking._option_string_actions)
@@ -100,16 +127,23 @@ def main(argv: list[str]) -> None:
         log.setup(sys.stderr)  # the standard output is the manifest alone
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run,
-                      only_plans=opts.dry_run and opts.command in _STARTING)
+    asked = connected(
+        declared.read(JobOptions, opts),
+        opts.cluster_name,
+        opts.dry_run,
+        only_plans=opts.dry_run and opts.command in _STARTING,
+    )
     kubectl = Kubectl(asked.namespace, asked.context)
     typed = f"python {_SCRIPT} {commands.shell(*argv)}"
     if opts.command == "validate":
         judge(asked, kubectl, opts)
         return
     if opts.command == "prepare":
-        start(preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
-              kubectl, opts)
+        start(
+            preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
+            kubectl,
+            opts,
+        )
         if not opts.dry_run:
             log.info(f"next: {typed.replace(' prepare ', ' deploy ', 1)}")
         return
@@ -123,15 +157,18 @@ def main(argv: list[str]) -> None:
     {"status": status, "logs": logs, "stop": stop}[opts.command](asked, kubectl, opts)
 
 
-def connected(asked: JobOptions, cluster_name: str, dry_run: bool = False,
-              only_plans: bool = False) -> JobOptions:
+def connected(
+    asked: JobOptions, cluster_name: str, dry_run: bool = False, only_plans: bool = False
+) -> JobOptions:
     """Return it with the context of the cluster; UsageError when there is none.
 
     only_plans: print the name of a cluster that cannot be found, since no command needs it.
     """
     if cluster_name and asked.context:
-        raise UsageError(f"--cluster-name {cluster_name} and --context {asked.context} both name a "
-                         "cluster", expected="one of them")
+        raise UsageError(
+            f"--cluster-name {cluster_name} and --context {asked.context} both name a cluster",
+            expected="one of them",
+        )
     if not cluster_name:
         return asked
     try:
@@ -149,8 +186,10 @@ def with_image(asked: JobOptions) -> JobOptions:
         return asked
     log.info(f"image: {built.image}, the last that was built in this directory")
     if not built.is_pushed:
-        log.warn("it was not pushed to a registry, so that only nodes which hold it can start it: "
-                 + commands.script("launch/build_image.py", "--push", "REGISTRY/llm-training"))
+        log.warn(
+            "it was not pushed to a registry, so that only nodes which hold it can start it: "
+            + commands.script("launch/build_image.py", "--push", "REGISTRY/llm-training")
+        )
     return replace(asked, image=built.image)
 
 
@@ -176,8 +215,9 @@ def completed(asked: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOpti
 def _of_node_groups(kubectl: Kubectl) -> str:
     """Return the only type with GPUs that an EKS cluster could start nodes of; empty if unknown."""
     cluster, region = eks_of(kubectl, "", "")
-    found = [name for name in aws.node_types(cluster, region) if name in instances()] \
-        if cluster else []
+    found = (
+        [name for name in aws.node_types(cluster, region) if name in instances()] if cluster else []
+    )
     if len(found) == 1:
         log.info(f"asked of EKS: its node groups start {found[0]}")
     return found[0] if len(found) == 1 else ""
@@ -189,8 +229,9 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
     if opts.command == "render" and opts.out and not opts.dry_run:
         opts.out.parent.mkdir(parents=True, exist_ok=True)
         opts.out.write_text(manifest, encoding="utf-8")
-        log.info(f"{opts.out}: {job.nodes} × {job.gpus_per_node} GPUs, {job.efa_per_node} EFA per "
-                 "node")
+        log.info(
+            f"{opts.out}: {job.nodes} × {job.gpus_per_node} GPUs, {job.efa_per_node} EFA per node"
+        )
         log.info(f"next: {commands.shell('kubectl', 'apply', '-f', opts.out)}")
     elif opts.command == "render" or opts.dry_run:
         print(manifest, end="")
@@ -199,16 +240,24 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
         log.info(f"next: {_command('logs', job)}")
     else:
         try:
-            deploy.deploy(job, kubectl, token=opts.token, monitor=opts.monitor,
-                          patience=declared.read(Patience, opts))
+            deploy.deploy(
+                job,
+                kubectl,
+                token=opts.token,
+                monitor=opts.monitor,
+                patience=declared.read(Patience, opts),
+            )
         except KeyboardInterrupt:
             log.info(f"\nthe job goes on; end it: {_ending(job, kubectl)}")
             raise
 
 
 def _ending(job: Job, kubectl: Kubectl) -> str:
-    return _command("stop", job) if job.resource == KINDS[job.kind].resource else \
-        shlex.join(kubectl.command("delete", job.resource, job.job_name))
+    return (
+        _command("stop", job)
+        if job.resource == KINDS[job.kind].resource
+        else shlex.join(kubectl.command("delete", job.resource, job.job_name))
+    )
 
 
 def _command(command: str, job: JobOptions) -> str:
@@ -242,7 +291,8 @@ def status(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     pods = cluster_state.pods(kubectl, asked.selector)
     cluster_state.show_pods(pods)
     if state.state != cluster_state.SUCCEEDED and (
-            cause := cluster_state.find_cause(kubectl, asked.job_name, pods)):
+        cause := cluster_state.find_cause(kubectl, asked.job_name, pods)
+    ):
         cluster_state.show_cause(cause)
 
 
@@ -255,8 +305,10 @@ def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     cluster_state.require(kubectl, asked.resource, asked.job_name)
     pods = cluster_state.pods(kubectl, asked.selector)
     if opts.node_rank >= len(pods):
-        raise UsageError(f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
-                         run=_command("status", asked))
+        raise UsageError(
+            f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
+            run=_command("status", asked),
+        )
     name = pods[opts.node_rank]["metadata"]["name"]
     stream = kubectl.stream("logs", *follow, name)
     try:
@@ -264,8 +316,9 @@ def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     finally:
         stream.terminate()
     if code:
-        raise UsageError(f"no log of {name} (kubectl exit code {code})",
-                         run=_command("status", asked))
+        raise UsageError(
+            f"no log of {name} (kubectl exit code {code})", run=_command("status", asked)
+        )
 
 
 def stop(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
@@ -284,9 +337,16 @@ def stop(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     log.info("stopped; the same job goes on from the checkpoint")
 
 
-def deploy_training_job(*, cluster_name: str = "", hf_token: str | None = None,
-                        monitor: bool = True, auto_retry: bool = True, train: Sequence[str] = (),
-                        patience: Patience | None = None, **asked: Any) -> None:
+def deploy_training_job(
+    *,
+    cluster_name: str = "",
+    hf_token: str | None = None,
+    monitor: bool = True,
+    auto_retry: bool = True,
+    train: Sequence[str] = (),
+    patience: Patience | None = None,
+    **asked: Any,
+) -> None:
     """Do what `deploy` does; raises a StageError (launch.kube.deploy.JobFailed) with the last word.
 
     cluster_name: of EKS, or a context of the kubeconfig (default: the current one). hf_token: for a
@@ -303,9 +363,13 @@ def deploy_training_job(*, cluster_name: str = "", hf_token: str | None = None,
     job = connected(job, cluster_name)
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
-    deploy.deploy(planned(completed(job, kubectl), [*train, *stage_04.words_of(given)]), kubectl,
-                  token=token, monitor=monitor,
-                  patience=patience or (Patience() if auto_retry else Patience(attempts=1)))
+    deploy.deploy(
+        planned(completed(job, kubectl), [*train, *stage_04.words_of(given)]),
+        kubectl,
+        token=token,
+        monitor=monitor,
+        patience=patience or (Patience() if auto_retry else Patience(attempts=1)),
+    )
 
 
 if __name__ == "__main__":

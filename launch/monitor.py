@@ -45,10 +45,14 @@ def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     run_files.add_option(parser)
     parser.add_argument("--once", action="store_true", help="look once and end")
-    parser.add_argument("--log", action="store_true",
-                        help="show the log of rank 0 as it grows, until complete or Ctrl-C")
-    parser.add_argument("--every", type=options.positive, default=2.0, metavar="S",
-                        help="seconds between looks")
+    parser.add_argument(
+        "--log",
+        action="store_true",
+        help="show the log of rank 0 as it grows, until complete or Ctrl-C",
+    )
+    parser.add_argument(
+        "--every", type=options.positive, default=2.0, metavar="S", help="seconds between looks"
+    )
     return parser.parse(argv)
 
 
@@ -76,7 +80,7 @@ def _follow(run: RunFiles, every: float) -> None:
         while not run.is_over():
             run.update()
             width, height = shutil.get_terminal_size((100, 40))
-            lines = [line[:width - 1] for line in page(run, width - 1)][:height - 1]
+            lines = [line[: width - 1] for line in page(run, width - 1)][: height - 1]
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
             sys.stdout.flush()
             time.sleep(every)
@@ -121,13 +125,22 @@ def page(run: RunFiles, width: int) -> list[str]:
         lines.append(_line("progress", progress))
     if run.rows:
         lines += [_line(label, text) for label, text in _figures(run) if text]
-        lines += ["", *curve([mean_loss(row) for row in run.rows], width,
-                             (run.rows[0]["step"], run.rows[-1]["step"]))]
+        lines += [
+            "",
+            *curve(
+                [mean_loss(row) for row in run.rows],
+                width,
+                (run.rows[0]["step"], run.rows[-1]["step"]),
+            ),
+        ]
     saved = run.checkpoints()
     if saved:
         step, age = saved[-1]
-        lines.append(_line("checkpoint", f"step {step:,}, {units.duration(max(age, 0))} ago; "
-                                         f"{len(saved)} kept"))
+        lines.append(
+            _line(
+                "checkpoint", f"step {step:,}, {units.duration(max(age, 0))} ago; {len(saved)} kept"
+            )
+        )
     elif run.rows:
         lines.append(_line("checkpoint", "none yet"))
     if run.status().is_held:
@@ -141,12 +154,18 @@ def _gpus() -> list[str]:
     """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
     lines, degrees = [], "°C" if _is_unicode() else "C"
     for load in nvidia.loads():
-        memory = f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}" \
-            if load.total and load.used is not None else ""
+        memory = (
+            f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}"
+            if load.total and load.used is not None
+            else ""
+        )
         limit = "" if load.limit is None else f" of {load.limit:.0f}"
-        said = ["" if load.busy is None else f"busy {load.busy:.0f} %", memory,
-                "" if load.watts is None else f"{load.watts:.0f}{limit} W",
-                "" if load.celsius is None else f"{load.celsius:.0f} {degrees}"]
+        said = [
+            "" if load.busy is None else f"busy {load.busy:.0f} %",
+            memory,
+            "" if load.watts is None else f"{load.watts:.0f}{limit} W",
+            "" if load.celsius is None else f"{load.celsius:.0f} {degrees}",
+        ]
         lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, said)) or "tells nothing"))
     return ["", _line("GPUs", f"of {platform.node()}, now"), *lines] if lines else []
 
@@ -165,40 +184,71 @@ def _progress(run: RunFiles, width: int) -> str:
     full, empty = ("█", "·") if _is_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
-    left = "" if seconds is None or not math.isfinite(seconds) or not run.status().is_held else \
-        f", {units.duration(seconds)} left"
+    left = (
+        ""
+        if seconds is None or not math.isfinite(seconds) or not run.status().is_held
+        else f", {units.duration(seconds)} left"
+    )
     return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{left}"
 
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
     """Return label and text of the figures of the last row, as docs/artifacts.md defines them."""
-    row, best = run.rows[-1], min((r for r in run.evaluations if math.isfinite(r["eval/loss"])),
-                                  key=lambda r: r["eval/loss"], default=None)
+    row, best = (
+        run.rows[-1],
+        min(
+            (r for r in run.evaluations if math.isfinite(r["eval/loss"])),
+            key=lambda r: r["eval/loss"],
+            default=None,
+        ),
+    )
     since = f"since step {run.rows[-2]['step']:,}" if len(run.rows) > 1 else "in the first step"
-    validation = f"{run.evaluations[-1]['eval/loss']:.4f} at step " \
-                 f"{run.evaluations[-1]['step']:,}, the lowest {best['eval/loss']:.4f} at " \
-                 f"{best['step']:,}" if best else ""
+    validation = (
+        f"{run.evaluations[-1]['eval/loss']:.4f} at step "
+        f"{run.evaluations[-1]['step']:,}, the lowest {best['eval/loss']:.4f} at "
+        f"{best['step']:,}"
+        if best
+        else ""
+    )
     return [
-        ("loss", f"{mean_loss(row):.4f} on average {since}, {row['train/loss']:.4f} in step "
-                 f"{row['step']:,}; gradient norm {row.get('train/grad_norm', math.nan):.3g}, "
-                 f"learning rate {row.get('train/learning_rate', math.nan):.3g}"),
+        (
+            "loss",
+            f"{mean_loss(row):.4f} on average {since}, {row['train/loss']:.4f} in step "
+            f"{row['step']:,}; gradient norm {row.get('train/grad_norm', math.nan):.3g}, "
+            f"learning rate {row.get('train/learning_rate', math.nan):.3g}",
+        ),
         ("validation", validation),
         ("speed", _speed(row, since)),
         ("step time", _times(row, since)),
         ("memory", _memory(row)),
         ("slowest rank", _slowest(run.rows[-_RECENT:])),
-        ("tokens", f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch "
-                   f"{row.get('epoch', 0):.3g}"),
+        (
+            "tokens",
+            f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch {row.get('epoch', 0):.3g}",
+        ),
     ]
 
 
 def _speed(row: Row, since: str) -> str:
-    rate, device, launch, tflops, mfu = (row.get(f"perf/{key}", math.nan) for key in (
-        "tokens_per_sec", "tokens_per_sec_per_device", "run_tokens_per_sec", "tflops", "mfu"))
-    whole = f"{launch:,.0f} tok/s over this launch after its first step, with evaluation and " \
-            "saves; " if "perf/run_tokens_per_sec" in row else ""
-    return f"{rate:,.0f} tok/s {since}, {whole}per device {device:,.0f} tok/s, {tflops:.3g} " \
-           f"TFLOP/s, MFU {100 * mfu:.1f} %"
+    rate, device, launch, tflops, mfu = (
+        row.get(f"perf/{key}", math.nan)
+        for key in (
+            "tokens_per_sec",
+            "tokens_per_sec_per_device",
+            "run_tokens_per_sec",
+            "tflops",
+            "mfu",
+        )
+    )
+    whole = (
+        f"{launch:,.0f} tok/s over this launch after its first step, with evaluation and saves; "
+        if "perf/run_tokens_per_sec" in row
+        else ""
+    )
+    return (
+        f"{rate:,.0f} tok/s {since}, {whole}per device {device:,.0f} tok/s, {tflops:.3g} "
+        f"TFLOP/s, MFU {100 * mfu:.1f} %"
+    )
 
 
 def _times(row: Row, since: str) -> str:
@@ -213,15 +263,20 @@ def _memory(row: Row) -> str:
     most = "max_peak" if "memory/max_peak_gib" in row else "peak"  # older rows have rank 0's alone
     peak, total = (row.get(f"memory/{kind}_gib", 0) * (1 << 30) for kind in (most, "total"))
     share = f" of {units.memory(total)} ({100 * peak / total:.0f} %)" if total else ""
-    return f"peak of this launch {units.memory(peak)}{share}, on rank " \
-           f"{row.get('memory/max_peak_rank', 0)}"
+    return (
+        f"peak of this launch {units.memory(peak)}{share}, on rank "
+        f"{row.get('memory/max_peak_rank', 0)}"
+    )
 
 
 def _slowest(rows: list[Row]) -> str:
     """Return which rank keeps the others waiting, if the same one does again and again."""
-    slow = [(row["perf/slowest_rank"], row["perf/slowest_ratio"]) for row in rows
-            if row.get("perf/slowest_ratio", 0) > _STRAGGLER
-            and math.isfinite(row.get("perf/slowest_rank", math.nan))]
+    slow = [
+        (row["perf/slowest_rank"], row["perf/slowest_ratio"])
+        for row in rows
+        if row.get("perf/slowest_ratio", 0) > _STRAGGLER
+        and math.isfinite(row.get("perf/slowest_rank", math.nan))
+    ]
     if not slow or len(slow) * 2 < len(rows):
         return ""
     rank = statistics.mode(rank for rank, _ in slow)
@@ -232,18 +287,25 @@ def _slowest(rows: list[Row]) -> str:
 def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
     """Return a picture of the loss: columns are equal spans of the logged steps, each its mean."""
     columns = max(10, min(width - _LABEL - 2, 100, len(losses)))
-    spans = [losses[i * len(losses) // columns:(i + 1) * len(losses) // columns]
-             for i in range(columns)]
-    means = [statistics.fmean(known) if (known := [x for x in span if math.isfinite(x)])
-             else math.nan for span in spans if span]
+    spans = [
+        losses[i * len(losses) // columns : (i + 1) * len(losses) // columns]
+        for i in range(columns)
+    ]
+    means = [
+        statistics.fmean(known) if (known := [x for x in span if math.isfinite(x)]) else math.nan
+        for span in spans
+        if span
+    ]
     known = [x for x in means if math.isfinite(x)]
     if len(known) < 2:
         return []
     low, high = min(known), max(known)
     blocks = _BLOCKS if _is_unicode() else _PLAIN
     levels = _CURVE_ROWS * len(blocks)
-    heights = [0 if not math.isfinite(x) else
-               1 + round((x - low) / ((high - low) or 1) * (levels - 1)) for x in means]
+    heights = [
+        0 if not math.isfinite(x) else 1 + round((x - low) / ((high - low) or 1) * (levels - 1))
+        for x in means
+    ]
     lines = []
     for row in range(_CURVE_ROWS - 1, -1, -1):
         cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)

@@ -41,20 +41,34 @@ _LOOK_EVERY_S = 2.0
 
 
 def parse(argv: list[str]) -> Options:
-    parser = options.Parser(__doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- "
-                            "TRAINING OPTIONS")
-    parser.add_argument("--kind", choices=tuple(KINDS), required=True,
-                        help="what the pod belongs to")
-    parser.add_argument("--nnodes", type=options.positive_int, required=True, metavar="N",
-                        help="pods of the job")
-    parser.add_argument("--min-nodes", type=options.positive_int, metavar="N",
-                        help="go on with so many pods when others are lost (default: all)")
-    parser.add_argument("--nproc-per-node", type=options.positive_int, required=True, metavar="K",
-                        help="ranks in this pod")
-    parser.add_argument("--max-restarts", type=options.count, default=3, metavar="M",
-                        help="restarts of the ranks")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="print the command and start nothing")
+    parser = options.Parser(
+        __doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- TRAINING OPTIONS"
+    )
+    parser.add_argument(
+        "--kind", choices=tuple(KINDS), required=True, help="what the pod belongs to"
+    )
+    parser.add_argument(
+        "--nnodes", type=options.positive_int, required=True, metavar="N", help="pods of the job"
+    )
+    parser.add_argument(
+        "--min-nodes",
+        type=options.positive_int,
+        metavar="N",
+        help="go on with so many pods when others are lost (default: all)",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=options.positive_int,
+        required=True,
+        metavar="K",
+        help="ranks in this pod",
+    )
+    parser.add_argument(
+        "--max-restarts", type=options.count, default=3, metavar="M", help="restarts of the ranks"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and start nothing"
+    )
     return parser.parse(argv)
 
 
@@ -66,11 +80,11 @@ def main(argv: list[str]) -> None:
         raise stage_04.nothing_behind("-e exp -d corpus")
     if opts.min_nodes and opts.min_nodes > opts.nnodes:
         raise UsageError(f"--min-nodes {opts.min_nodes} is above --nnodes {opts.nnodes}")
-    operators = {name: os.environ.pop(name) for name in list(os.environ)
-                 if name.startswith("PET_")}  # torchrun would take them for its own options
+    operators = {
+        name: os.environ.pop(name) for name in list(os.environ) if name.startswith("PET_")
+    }  # torchrun would take them for its own options
     command = command_of(opts, train, operators)
-    print(f"pod {platform.node()}, in {Path.cwd()}:\n  "
-          f"{commands.shell(*command)}", flush=True)
+    print(f"pod {platform.node()}, in {Path.cwd()}:\n  {commands.shell(*command)}", flush=True)
     if opts.dry_run:
         return
     if KINDS[opts.kind].agent:
@@ -84,8 +98,12 @@ def main(argv: list[str]) -> None:
 
 def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
     """Return what trains on this pod. operators: PET_ variables."""
-    workers = ["--nproc-per-node", str(opts.nproc_per_node),
-               "--max-restarts", str(opts.max_restarts)]
+    workers = [
+        "--nproc-per-node",
+        str(opts.nproc_per_node),
+        "--max-restarts",
+        str(opts.max_restarts),
+    ]
     size = str(opts.nnodes) if not opts.min_nodes else f"{opts.min_nodes}:{opts.nnodes}"
     if KINDS[opts.kind].agent:
         program, *more = KINDS[opts.kind].agent
@@ -94,18 +112,45 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
         return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers, "--", *train]
     head = head_of(operators)
     if not opts.min_nodes:
-        return ["bash", str(ROOT / "launch" / "multi_node.sh"), "--nnodes", size, "--node-rank",
-                str(rank_of(operators)), "--head", head, *workers, "--", *train]
+        return [
+            "bash",
+            str(ROOT / "launch" / "multi_node.sh"),
+            "--nnodes",
+            size,
+            "--node-rank",
+            str(rank_of(operators)),
+            "--head",
+            head,
+            *workers,
+            "--",
+            *train,
+        ]
     # Up to torch 2.13, a pod that comes back can only join when the ranks have a store of their
     # own, beside that of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.update(network.environment(head, ""))
     is_host = int(head.split(".")[0] in ("localhost", platform.node().split(".")[0]))
-    return [sys.executable, str(ROOT / "launch" / "torchrun.py"), "--nnodes", size, *workers,
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", operators.get("PET_RDZV_ENDPOINT", head),
-            "--rdzv-id", "train", "--rdzv-conf", f"is_host={is_host}",
-            "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "240",
-            _STAGE, *train]
+    return [
+        sys.executable,
+        str(ROOT / "launch" / "torchrun.py"),
+        "--nnodes",
+        size,
+        *workers,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        operators.get("PET_RDZV_ENDPOINT", head),
+        "--rdzv-id",
+        "train",
+        "--rdzv-conf",
+        f"is_host={is_host}",
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGUSR1",
+        "--shutdown-timeout",
+        "240",
+        _STAGE,
+        *train,
+    ]
 
 
 def rank_of(operators: dict[str, str]) -> int:
@@ -115,17 +160,23 @@ def rank_of(operators: dict[str, str]) -> int:
         return int(given)
     ending = re.search(r"-(\d+)$", platform.node())
     if not ending:
-        raise UsageError(f"the number of this node cannot be told from its name {platform.node()}",
-                         expected="PET_NODE_RANK or JOB_COMPLETION_INDEX in the environment")
+        raise UsageError(
+            f"the number of this node cannot be told from its name {platform.node()}",
+            expected="PET_NODE_RANK or JOB_COMPLETION_INDEX in the environment",
+        )
     return int(ending[1])
 
 
 def head_of(operators: dict[str, str]) -> str:
-    head = operators.get("PET_MASTER_ADDR") or \
-        operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
+    head = (
+        operators.get("PET_MASTER_ADDR")
+        or operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
+    )
     if not head:
-        raise UsageError("the operator has not said where the head is",
-                         expected="PET_MASTER_ADDR or PET_RDZV_ENDPOINT in the environment")
+        raise UsageError(
+            "the operator has not said where the head is",
+            expected="PET_MASTER_ADDR or PET_RDZV_ENDPOINT in the environment",
+        )
     return head
 
 
@@ -135,8 +186,10 @@ def wait_for(head: str) -> None:
     until, is_announced = time.monotonic() + patience, False
     while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:
         if time.monotonic() > until:
-            raise StageError(f"{head} has no address after {patience:.0f} s",
-                             expected="the pod of node 0 to run; `kubectl get pods` shows it")
+            raise StageError(
+                f"{head} has no address after {patience:.0f} s",
+                expected="the pod of node 0 to run; `kubectl get pods` shows it",
+            )
         if not is_announced:
             print(f"waiting for {head}: it has no address yet", flush=True)
         is_announced = True
@@ -155,6 +208,7 @@ def follow(command: list[str]) -> int:
             early.append(number)
         elif child.poll() is None:
             child.send_signal(number)
+
     for number in _SIGNALS:
         signal.signal(number, hand_on)
     # In a session of its own: Ctrl-C in a terminal would come to it twice, and give up the save.

@@ -35,20 +35,49 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
-    parser.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
-                        help="where experiments lie: its disk is measured, and must be shared")
-    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
-                        help="where prepared models and token stores lie")
-    parser.add_argument("--artifact", type=Path, action="append", default=[], metavar="DIR",
-                        help="directory that must be equal on all nodes; may be repeated (default: "
-                             "all that stages 02 to 04 prepared)")
-    parser.add_argument("--min-bandwidth", type=options.positive, metavar="GB/S",
-                        help="least bus bandwidth of an all-reduce over all ranks "
-                             "(default: any)")
-    parser.add_argument("--seconds", type=options.positive, default=30.0, metavar="S",
-                        help="time after which no further pair of nodes is measured")
-    parser.add_argument("--timeout", type=options.positive, default=30.0, metavar="S",
-                        help="time after which a rank counts as dead; a pair of nodes after half")
+    parser.add_argument(
+        "--save-dir",
+        type=Path,
+        default=Path("outputs"),
+        metavar="DIR",
+        help="where experiments lie: its disk is measured, and must be shared",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=Path(".cache"),
+        metavar="DIR",
+        help="where prepared models and token stores lie",
+    )
+    parser.add_argument(
+        "--artifact",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="directory that must be equal on all nodes; may be repeated (default: "
+        "all that stages 02 to 04 prepared)",
+    )
+    parser.add_argument(
+        "--min-bandwidth",
+        type=options.positive,
+        metavar="GB/S",
+        help="least bus bandwidth of an all-reduce over all ranks (default: any)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=options.positive,
+        default=30.0,
+        metavar="S",
+        help="time after which no further pair of nodes is measured",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=options.positive,
+        default=30.0,
+        metavar="S",
+        help="time after which a rank counts as dead; a pair of nodes after half",
+    )
     findings.add_options(parser)
     options.add_config(parser, "print what would be checked and touch nothing")
     return parser.parse(argv)
@@ -65,9 +94,11 @@ def main(argv: list[str]) -> None:
     from launch.preflights.group import AllRanks
 
     launch = AllRanks(opts.timeout)
-    log.info(f"{units.counted(launch.world_size, 'rank')} on "
-             f"{units.counted(len(launch.ranks_of), 'node')}, "
-             f"{'GPUs' if launch.on_gpu else 'CPUs'}")
+    log.info(
+        f"{units.counted(launch.world_size, 'rank')} on "
+        f"{units.counted(len(launch.ranks_of), 'node')}, "
+        f"{'GPUs' if launch.on_gpu else 'CPUs'}"
+    )
     facts = examine(launch, opts)
     speed = bandwidth.measure(launch, began + opts.seconds)
     found: list[Finding] = []
@@ -81,9 +112,11 @@ def main(argv: list[str]) -> None:
             findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
     agreed = launch.decide("verdict", [vars(finding) for finding in found])
     launch.barrier("end")  # rank 0 may host the store, so it leaves when all have the verdict
-    findings.conclude([Finding(**finding) for finding in agreed], opts.fail_on,
-                      "this machine" if len(launch.ranks_of) == 1 else
-                      f"these {len(launch.ranks_of)} machines")
+    findings.conclude(
+        [Finding(**finding) for finding in agreed],
+        opts.fail_on,
+        "this machine" if len(launch.ranks_of) == 1 else f"these {len(launch.ranks_of)} machines",
+    )
 
 
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
@@ -94,9 +127,12 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     facts: dict[str, Any] = {}
     with _probe(launch, machine.existing(opts.save_dir)) as probe:
         if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
-            facts = {**machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
-                     "ranks": len(launch.ranks_of[launch.node]),
-                     "shared": probe is None or probe.exists(), "clock": clock_offset(launch)}
+            facts = {
+                **machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
+                "ranks": len(launch.ranks_of[launch.node]),
+                "shared": probe is None or probe.exists(),
+                "clock": clock_offset(launch),
+            }
         launch.barrier("examined")
     launch.share("compute", bandwidth.compute_speed(launch))
     if launch.leads_node:
@@ -106,8 +142,10 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     launch.barrier("computed")
     if launch.rank != 0:
         return {}
-    return {node: launch.gather("facts", [launch.leader(node)])[launch.leader(node)]
-            for node in sorted(launch.ranks_of)}
+    return {
+        node: launch.gather("facts", [launch.leader(node)])[launch.leader(node)]
+        for node in sorted(launch.ranks_of)
+    }
 
 
 @contextmanager
@@ -128,13 +166,17 @@ def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
 
 
 def _plan(opts: Options) -> None:
-    log.table({"ranks and nodes": "as torchrun says",
-               "network": f"all ranks, each node, each pair of nodes for {opts.seconds:.0f} s",
-               "GPUs": "nvidia-smi: clocks, ECC, memory rows, NVLink, heat; matrix products",
-               "EFA": "/sys/class/infiniband, fi_info",
-               "disk": f"{opts.save_dir}: up to 512 MB for 2 s, removed again",
-               "equal on all nodes": "versions, code, NCCL settings, "
-                                     f"{', '.join(map(str, opts.artifact)) or 'all artifacts'}"})
+    log.table(
+        {
+            "ranks and nodes": "as torchrun says",
+            "network": f"all ranks, each node, each pair of nodes for {opts.seconds:.0f} s",
+            "GPUs": "nvidia-smi: clocks, ECC, memory rows, NVLink, heat; matrix products",
+            "EFA": "/sys/class/infiniband, fi_info",
+            "disk": f"{opts.save_dir}: up to 512 MB for 2 s, removed again",
+            "equal on all nodes": "versions, code, NCCL settings, "
+            f"{', '.join(map(str, opts.artifact)) or 'all artifacts'}",
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -26,16 +26,31 @@ _NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models r
 def main(argv: list[str]) -> None:
     parser = options.Parser(__doc__)
     run_files.add_option(parser)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR",
-                        help="directory that stage 05 wrote")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
-                        help="beginning of a text; may be repeated "
-                             f"(default: {' and '.join(map(repr, PROMPTS))})")
-    parser.add_argument("--question", action="append", default=[], metavar="TEXT",
-                        help="what a user asks, to be answered by the chat template instead; may "
-                             "be repeated (default: none)")
-    parser.add_argument("--tokens", type=options.positive_int, default=60, metavar="N",
-                        help="tokens to generate per prompt")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="directory that stage 05 wrote"
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help=f"beginning of a text; may be repeated (default: {' and '.join(map(repr, PROMPTS))})",
+    )
+    parser.add_argument(
+        "--question",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what a user asks, to be answered by the chat template instead; may "
+        "be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=options.positive_int,
+        default=60,
+        metavar="N",
+        help="tokens to generate per prompt",
+    )
     arguments = parser.parse(argv)
     experiment = paths.existing_experiment(arguments.experiment)
     run = RunFiles(experiment.root)
@@ -43,12 +58,16 @@ def main(argv: list[str]) -> None:
     if not run.rows:
         raise UsageError(f"there is no run {experiment.root}", found=f"no {experiment.metrics}")
     first, last = run.rows[0], run.rows[-1]
-    print(f"\ntraining loss    {first['train/loss']:.3f} at step {first['step']} → "
-          f"{mean_loss(last):.3f} at step {last['step']} (the mean since the row before)")
+    print(
+        f"\ntraining loss    {first['train/loss']:.3f} at step {first['step']} → "
+        f"{mean_loss(last):.3f} at step {last['step']} (the mean since the row before)"
+    )
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
-        print(f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
-              f"{last['eval/loss']:.3f} at step {last['step']}")
+        print(
+            f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
+            f"{last['eval/loss']:.3f} at step {last['step']}"
+        )
     if experiment.plot.is_file():  # not without matplotlib
         print(f"plot             {experiment.plot}")
     if arguments.question:
@@ -78,11 +97,16 @@ def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str
     texts = []
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt")
-        ids = model.generate(input_ids=inputs["input_ids"],
-                             attention_mask=inputs["attention_mask"], max_new_tokens=tokens,
-                             do_sample=True, top_p=0.8, temperature=0.6,
-                             no_repeat_ngram_size=_NO_REPEAT,
-                             pad_token_id=tokenizer.eos_token_id)
+        ids = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=tokens,
+            do_sample=True,
+            top_p=0.8,
+            temperature=0.6,
+            no_repeat_ngram_size=_NO_REPEAT,
+            pad_token_id=tokenizer.eos_token_id,
+        )
         texts.append((prompt, tokenizer.decode(ids[0], skip_special_tokens=True)))
     return texts
 
@@ -95,11 +119,15 @@ def show_answers(model_dir: Path, questions: list[str], tokens: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False)
     for question in questions:
-        inputs = tokenizer.apply_chat_template([{"role": "user", "content": question}],
-                                               add_generation_prompt=True, return_tensors="pt",
-                                               return_dict=True)
-        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False,
-                             pad_token_id=tokenizer.eos_token_id)[0, inputs["input_ids"].shape[1]:]
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        ids = model.generate(
+            **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )[0, inputs["input_ids"].shape[1] :]
         cut = "" if int(ids[-1]) in model.generation_config.eos_token_id else " … (cut)"
         print(f"\n--- {question}\n{tokenizer.decode(ids, skip_special_tokens=True)}{cut}")
 

@@ -31,10 +31,12 @@ def main(argv: list[str]) -> None:
     """Ask a run to stop, or say why there is nothing to stop."""
     parser = options.Parser(__doc__)
     run_files.add_option(parser)
-    parser.add_argument("--slurm", action="store_true",
-                        help="also look for jobs of that name in Slurm's queue")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="say how the run stands and stop nothing")
+    parser.add_argument(
+        "--slurm", action="store_true", help="also look for jobs of that name in Slurm's queue"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say how the run stands and stop nothing"
+    )
     opts = parser.parse(argv)
     experiment = paths.existing_experiment(opts.experiment)
     run_files.require(experiment)
@@ -44,8 +46,10 @@ def main(argv: list[str]) -> None:
     if run.status().is_held:  # only then does anybody look for the file
         if not opts.dry_run:
             run.experiment.stop_file.touch()
-        log.info(f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
-                 "ends with exit code 75")
+        log.info(
+            f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
+            "ends with exit code 75"
+        )
         log.info("the command that started it goes on from there")
     else:
         stop_before_it_runs(run, root, opts.dry_run)
@@ -55,8 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
-    """End the launcher of a run that is not running, name what prepares it, or say there is none.
-    """
+    """End the launcher of a run that still prepares; otherwise name it, or report none."""
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
     process, is_launcher = at_work.process_on(root.resolve())
@@ -64,11 +67,15 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
     if is_launcher:
         if not dry_run:
             os.kill(process, signal.SIGTERM)
-        log.info(f"{how}: its launcher, process {process}, which prepares it or was about to start "
-                 "it again, is asked to end")
+        log.info(
+            f"{how}: its launcher, process {process}, which prepares it or was about to start "
+            "it again, is asked to end"
+        )
     elif process:
-        log.info(f"{how}: process {process} prepares it, and nothing is lost where that is ended: "
-                 f"kill {process}")
+        log.info(
+            f"{how}: process {process} prepares it, and nothing is lost where that is ended: "
+            f"kill {process}"
+        )
     else:
         log.info(f"nothing to stop: {how}{_step(run)}")
 
@@ -76,11 +83,17 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
 def jobs(name: str) -> list[tuple[str, str]]:
     """Return number and state of this user's jobs of a name; UsageError without Slurm."""
     try:
-        done = subprocess.run(["squeue", "--me", "--noheader", "--name", name, "--format", "%i %T"],
-                              capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["squeue", "--me", "--noheader", "--name", name, "--format", "%i %T"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     except FileNotFoundError:
-        raise UsageError("squeue is not installed: this machine cannot ask Slurm",
-                         expected="a login node of the cluster") from None
+        raise UsageError(
+            "squeue is not installed: this machine cannot ask Slurm",
+            expected="a login node of the cluster",
+        ) from None
     if done.returncode:
         raise UsageError(f"squeue failed: {done.stderr.strip()}")
     return [(job, state) for job, state in (line.split() for line in done.stdout.splitlines())]

@@ -39,36 +39,83 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def parse(argv: list[str]) -> Options:
     """Return the options of the launcher, without the command that it is to start."""
     parser = options.Parser(__doc__, "[options] -- COMMAND …")
-    parser.add_argument("--nnodes", type=options.positive_int, default=1, metavar="N",
-                        help="nodes of the run")
-    parser.add_argument("--node-rank", type=options.count, default=0, metavar="R",
-                        help="number of this node, from 0, the head")
-    parser.add_argument("--nproc-per-node", type=options.positive_int, default=1, metavar="K",
-                        help="ranks of each node, for the checks (the command starts them)")
-    parser.add_argument("--port", type=options.port, default=29500, metavar="P",
-                        help="port of the head, for the checks")
-    parser.add_argument("--head", default="", metavar="ADDR",
-                        help="address of the head, to find this node's network interface by "
-                             "(default: none, needed with several nodes)")
-    parser.add_argument("--interface", default="", metavar="IF",
-                        help="network interface that reaches the other nodes "
-                             "(default: the one that leads to the head)")
-    parser.add_argument("--max-restarts", type=options.count, default=3, metavar="M",
-                        help="restarts in a row without a newer checkpoint")
-    parser.add_argument("--backoff", type=options.non_negative, default=5.0, metavar="S",
-                        help="seconds before the first restart, doubled with each further one")
-    parser.add_argument("--save-seconds", type=options.positive_int, default=120, metavar="S",
-                        help="how long a save may take when the run is stopped")
-    parser.add_argument("--wait-seconds", type=options.positive, default=900.0, metavar="S",
-                        help="how long to wait for nodes that are not there")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="print the command and start nothing")
+    parser.add_argument(
+        "--nnodes", type=options.positive_int, default=1, metavar="N", help="nodes of the run"
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=options.count,
+        default=0,
+        metavar="R",
+        help="number of this node, from 0, the head",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=options.positive_int,
+        default=1,
+        metavar="K",
+        help="ranks of each node, for the checks (the command starts them)",
+    )
+    parser.add_argument(
+        "--port",
+        type=options.port,
+        default=29500,
+        metavar="P",
+        help="port of the head, for the checks",
+    )
+    parser.add_argument(
+        "--head",
+        default="",
+        metavar="ADDR",
+        help="address of the head, to find this node's network interface by "
+        "(default: none, needed with several nodes)",
+    )
+    parser.add_argument(
+        "--interface",
+        default="",
+        metavar="IF",
+        help="network interface that reaches the other nodes "
+        "(default: the one that leads to the head)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=options.count,
+        default=3,
+        metavar="M",
+        help="restarts in a row without a newer checkpoint",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=options.non_negative,
+        default=5.0,
+        metavar="S",
+        help="seconds before the first restart, doubled with each further one",
+    )
+    parser.add_argument(
+        "--save-seconds",
+        type=options.positive_int,
+        default=120,
+        metavar="S",
+        help="how long a save may take when the run is stopped",
+    )
+    parser.add_argument(
+        "--wait-seconds",
+        type=options.positive,
+        default=900.0,
+        metavar="S",
+        help="how long to wait for nodes that are not there",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and start nothing"
+    )
     opts = parser.parse(argv)
     problems = Problems()
     if opts.node_rank >= opts.nnodes:
-        problems.add(f"--node-rank {opts.node_rank}: there "
-                     f"{'is' if opts.nnodes == 1 else 'are'} {units.counted(opts.nnodes, 'node')}",
-                     expected=f"0 to {opts.nnodes - 1}, a different one on every node")
+        problems.add(
+            f"--node-rank {opts.node_rank}: there "
+            f"{'is' if opts.nnodes == 1 else 'are'} {units.counted(opts.nnodes, 'node')}",
+            expected=f"0 to {opts.nnodes - 1}, a different one on every node",
+        )
     if opts.nnodes > 1 and not opts.head:
         problems.add("--head is needed: the address of node 0")
     problems.raise_if_any()
@@ -87,20 +134,27 @@ def script_in(command: list[str]) -> int:
     """Return where stage 04 stands in a command; UsageError when it does not, or has no options."""
     script = next((i for i, word in enumerate(command) if Path(word).name == stage_04.SCRIPT), None)
     if script is None:
-        raise UsageError(f"the command behind `--` does not run {stage_04.SCRIPT}",
-                         found=shlex.join(command) or "nothing")
+        raise UsageError(
+            f"the command behind `--` does not run {stage_04.SCRIPT}",
+            found=shlex.join(command) or "nothing",
+        )
     if script == len(command) - 1:
         raise stage_04.nothing_behind("-e exp -d hf_datasets/corpus")
     return script
 
 
 def show(opts: Options, command: NodeCommand) -> None:
-    words = [*(f"{name}={value}" for name, value in command.environment.items()),
-             commands.shell(*command.words)]
+    words = [
+        *(f"{name}={value}" for name, value in command.environment.items()),
+        commands.shell(*command.words),
+    ]
     node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""
     restarts = units.counted(opts.max_restarts, "restart")
-    print(f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"
-          f"  {' '.join(words)}", flush=True)
+    print(
+        f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"
+        f"  {' '.join(words)}",
+        flush=True,
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -108,7 +162,7 @@ def main(argv: list[str]) -> None:
     problems, (own, words) = Problems(), stage_04.divided(argv)
     opts = problems.collect(lambda: parse(own))
     script = script_in(words)
-    asked = problems.collect(lambda: stage_options(words[script + 1:]))
+    asked = problems.collect(lambda: stage_options(words[script + 1 :]))
     if opts and asked:
         problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
     problems.raise_if_any()
@@ -125,11 +179,19 @@ def main(argv: list[str]) -> None:
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     node: NodeLauncher = Follower(command, board, opts.wait_seconds)
     if opts.node_rank == HEAD:
-        node = Head(command, board, opts.wait_seconds, opts.nnodes, experiment, opts.max_restarts,
-                    opts.backoff)
+        node = Head(
+            command,
+            board,
+            opts.wait_seconds,
+            opts.nnodes,
+            experiment,
+            opts.max_restarts,
+            opts.backoff,
+        )
 
     def note(number: int, frame: FrameType | None) -> None:
         node.signalled(signal.Signals(number).name)
+
     for number in _SIGNALS:
         signal.signal(number, note)
     code = node.run()

@@ -59,8 +59,10 @@ def main(argv: list[str]) -> None:
     except ValueError:
         ranks = 0
     if ranks < 1:
-        raise UsageError(f"--nproc-per-node {args.nproc_per_node} starts no rank",
-                         expected="a whole number above 0")
+        raise UsageError(
+            f"--nproc-per-node {args.nproc_per_node} starts no rank",
+            expected="a whole number above 0",
+        )
     if ranks > 1:
         share = max(1, torch.get_num_threads() // ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
@@ -85,8 +87,15 @@ def keep_to_loopback() -> None:
     from torch import distributed
 
     class Store(distributed.TCPStore):
-        def __init__(self, host_name: str, port: int, world_size: int | None = None,
-                     is_master: bool = False, *more: Any, **named: Any) -> None:
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            *more: Any,
+            **named: Any,
+        ) -> None:
             if is_master and host_name in ("localhost", LOOPBACK):
                 with suppress(OSError):  # taken: torch says so, or shares the server that it has
                     listener = socket.create_server((LOOPBACK, port))
@@ -112,8 +121,11 @@ def pass_on_one_signal() -> None:
         if len(seen) == 1:
             end_ranks(number, frame)  # raises, and torchrun passes the signal on
         elif number == signal.SIGINT and seen.count(number) == 2:
-            os.write(2, b"torchrun: a second SIGINT: the ranks are killed without a save, and what "
-                        b"was trained since the newest checkpoint is lost\n")
+            os.write(
+                2,
+                b"torchrun: a second SIGINT: the ranks are killed without a save, and what "
+                b"was trained since the newest checkpoint is lost\n",
+            )
             for pid in children():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -145,7 +157,7 @@ def understood(argv: list[str], parser: ArgumentParser) -> list[str]:
         return argv
     at = argv.index(option)
     PContext.close.__defaults__ = (None, int(argv[at + 1]))  # death_sig, timeout
-    return argv[:at] + argv[at + 2:]
+    return argv[:at] + argv[at + 2 :]
 
 
 def report(failures: dict[int, ProcessFailure]) -> int:
@@ -153,14 +165,22 @@ def report(failures: dict[int, ProcessFailure]) -> int:
 
     What SIGTERM ended was mostly ended by torchrun, since another rank had failed.
     """
-    own = {rank: failure for rank, failure in failures.items()
-           if failure.exitcode != -signal.SIGTERM} or failures
+    own = {
+        rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM
+    } or failures
     for rank, failure in own.items():
         if failure.exitcode < 0:
-            hint = "; if nobody killed it, memory ran out (`dmesg` tells)" \
-                if failure.exitcode == -signal.SIGKILL else ""
-            print(f"error: rank {rank} (process {failure.pid}) was ended by "
-                  f"{failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+            hint = (
+                "; if nobody killed it, memory ran out (`dmesg` tells)"
+                if failure.exitcode == -signal.SIGKILL
+                else ""
+            )
+            print(
+                f"error: rank {rank} (process {failure.pid}) was ended by "
+                f"{failure.signal_name()}{hint}",
+                file=sys.stderr,
+                flush=True,
+            )
     code = min(own.values(), key=lambda failure: failure.timestamp).exitcode
     return code if code > 0 else 128 - code
 

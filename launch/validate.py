@@ -81,24 +81,34 @@ def main(argv: list[str]) -> None:
     parser = options.Parser(__doc__)
     parser.add_argument("what", choices=("framework", "setup"), help="what to check")
     parser.add_argument("--deep", action="store_true", help="setup: hash every file")
-    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
-                        help="where models and token stores lie")
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=Path(".cache"),
+        metavar="DIR",
+        help="where models and token stores lie",
+    )
     findings.add_options(parser)
     parser.add_common(workers="hash", overwrite=False)
     opts = parser.parse(argv)
     if opts.dry_run:
         log.info(f"would check the {opts.what}, and write nothing")
         return
-    findings.report([*(framework() if opts.what == "framework" else setup(opts))], opts,
-                    f"the {opts.what}")
+    findings.report(
+        [*(framework() if opts.what == "framework" else setup(opts))], opts, f"the {opts.what}"
+    )
 
 
 def framework() -> Iterator[Finding]:
     """Yield what is to be said of Python, its packages and the code."""
     here = sys.version_info[:2]
     fits = _OLDEST <= here <= _NEWEST
-    yield Finding(INFO if fits else WARNING, "python", f"{here[0]}.{here[1]} ({sys.executable})",
-                  "" if fits else "3.10 to 3.12 are tested")
+    yield Finding(
+        INFO if fits else WARNING,
+        "python",
+        f"{here[0]}.{here[1]} ({sys.executable})",
+        "" if fits else "3.10 to 3.12 are tested",
+    )
     yield from _packages()
     yield from _code()
     for check, text in (("imports", _IMPORTS), ("offline guard", _GUARD), ("self-test", _STEP)):
@@ -117,18 +127,25 @@ def _packages() -> Iterator[Finding]:
         try:
             there = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding(WARNING if name in _OPTIONAL else ERROR, name,
-                          f"not installed, {wanted} is wanted", "pip install -r requirements.txt")
+            yield Finding(
+                WARNING if name in _OPTIONAL else ERROR,
+                name,
+                f"not installed, {wanted} is wanted",
+                "pip install -r requirements.txt",
+            )
             continue
         if wanted in (there, there.partition("+")[0]):
             same += 1
-        elif name == "torch" and not \
-                _TORCH[0] <= tuple(map(int, there.split(".")[:2])) <= _TORCH[1]:
-            yield Finding(ERROR, name, f"{there}; 2.11 to 2.13 work",
-                          f"pip install torch=={wanted}")
+        elif (
+            name == "torch" and not _TORCH[0] <= tuple(map(int, there.split(".")[:2])) <= _TORCH[1]
+        ):
+            yield Finding(
+                ERROR, name, f"{there}; 2.11 to 2.13 work", f"pip install torch=={wanted}"
+            )
         else:
-            yield Finding(WARNING, name, f"{there} instead of {wanted}",
-                          "pip install -r requirements.txt")
+            yield Finding(
+                WARNING, name, f"{there} instead of {wanted}", "pip install -r requirements.txt"
+            )
     yield Finding(INFO, "packages", f"{same} as requirements.txt names them")
 
 
@@ -137,29 +154,54 @@ def _code() -> Iterator[Finding]:
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
         from lib.train.journal import git_commit
+
         commit = git_commit()
-        yield Finding(INFO, "code", f"commit {commit}" if commit else "no git here: which commit "
-                                                                      "this is, is not known")
+        yield Finding(
+            INFO,
+            "code",
+            f"commit {commit}" if commit else "no git here: which commit this is, is not known",
+        )
         return
     content = json.loads(stamp.read_text(encoding="utf-8"))
     files = unpacking.by_file(content["files"])
-    code = {name: parts for name, parts in files.items()
-            if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))}
+    code = {
+        name: parts
+        for name, parts in files.items()
+        if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))
+    }
     # A file of code is in several parts with tiny volumes only.
-    changed = [name for name, parts in code.items() if not (ROOT / name).is_file()
-               or (len(parts) == 1 and not hashing.matches(ROOT / name, parts[0]["digest"]))]
+    changed = [
+        name
+        for name, parts in code.items()
+        if not (ROOT / name).is_file()
+        or (len(parts) == 1 and not hashing.matches(ROOT / name, parts[0]["digest"]))
+    ]
     text = f"commit {content['summary']['commit'][:12]}, unpacked from a bundle"
-    yield Finding(WARNING if changed else INFO, "code", text + (
-        f"; changed since: {', '.join(changed[:5])}" if changed else f", {len(code)} files whole"),
-        "unpack the bundle again, unless you changed them" if changed else "")
+    yield Finding(
+        WARNING if changed else INFO,
+        "code",
+        text
+        + (
+            f"; changed since: {', '.join(changed[:5])}"
+            if changed
+            else f", {len(code)} files whole"
+        ),
+        "unpack the bundle again, unless you changed them" if changed else "",
+    )
 
 
 def _python(check: str, *arguments: str) -> Finding:
     """Run this Python on something and tell how it went."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     try:
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment,
-                              capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         return Finding(ERROR, check, f"not finished after {_TIMEOUT_S} s")
     if done.returncode:
@@ -176,23 +218,37 @@ def setup(opts: options.Options) -> Iterator[Finding]:
         if path.is_dir() and not path.name.endswith(".parts") and ".partial-" not in path.name:
             yield _dataset(path, opts.deep)
     if not any(Path("hf_datasets").glob(f"*/{MANIFEST}")):
-        yield Finding(INFO, "datasets", "none under hf_datasets/",
-                      "python 02_build_hf_dataset.py --data-folder splits --save-dir "
-                      "hf_datasets/corpus")
+        yield Finding(
+            INFO,
+            "datasets",
+            "none under hf_datasets/",
+            "python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus",
+        )
     try:
         artifacts = verify.find_artifacts(opts.cache_dir, None)
     except StageError as error:
-        yield Finding(INFO, str(opts.cache_dir), error.problem,
-                      "python 03_download_model.py --model-name ORG/NAME")
+        yield Finding(
+            INFO,
+            str(opts.cache_dir),
+            error.problem,
+            "python 03_download_model.py --model-name ORG/NAME",
+        )
         return
     if opts.deep:
         verify.check_all(artifacts, opts.num_workers, not opts.no_progress)
     for artifact in artifacts:
-        wrong = artifact.problems or (artifact.content is not None and manifest.damages(
-            artifact.directory, artifact.content, deep=False))
+        wrong = artifact.problems or (
+            artifact.content is not None
+            and manifest.damages(artifact.directory, artifact.content, deep=False)
+        )
         remedy = artifact.remedy.get("run") or artifact.remedy.get("hint", "")
-        yield Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy) if wrong else \
-            Finding(INFO, str(artifact.place), "every byte as written" if opts.deep else "whole")
+        yield (
+            Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy)
+            if wrong
+            else Finding(
+                INFO, str(artifact.place), "every byte as written" if opts.deep else "whole"
+            )
+        )
     for path in verify.find_unfinished(opts.cache_dir):
         yield Finding(WARNING, str(path), "not finished", "run its stage again")
 
@@ -204,16 +260,24 @@ def _gpus() -> Iterator[Finding]:
     if driver and (bundled := summary.get("torch")):
         torch = Torch(bundled["version"].partition("+")[0], bundled["cuda"])
         if problem := driver_problem(torch, driver):
-            yield Finding(ERROR, "driver", f"{problem} (the torch of this bundle)", "update the "
-                          f"driver, or pack again with --driver-version {driver}")
+            yield Finding(
+                ERROR,
+                "driver",
+                f"{problem} (the torch of this bundle)",
+                f"update the driver, or pack again with --driver-version {driver}",
+            )
             return
         yield Finding(INFO, "driver", f"{driver} does for torch {torch} of this bundle")
     if not (nvidia.names() or nvidia.device_files() or nvidia.known_to_kernel()):
         return  # torch takes two seconds to import
     from lib.parallel import gpus
+
     found = gpus.unusable()
-    yield Finding(ERROR, "torch", f"{found.problem} ({found.found})", found.hint) if found else \
-        Finding(INFO, "torch", "uses the GPUs of this machine")
+    yield (
+        Finding(ERROR, "torch", f"{found.problem} ({found.found})", found.hint)
+        if found
+        else Finding(INFO, "torch", "uses the GPUs of this machine")
+    )
 
 
 def _dataset(path: Path, deep: bool) -> Finding:

@@ -44,15 +44,23 @@ def save(directory: str, first: str, last: str) -> None:
     for step in range(int(first), int(last) + 1):
         model, optimizer = _model(step)
         torch.manual_seed(step)
-        write(checkpoints, Snapshot(step, _tensors(model, optimizer), random_states(_CPU), {
-            "step": step, "seed": 0}, {"options": {}}), group)
+        write(
+            checkpoints,
+            Snapshot(
+                step,
+                _tensors(model, optimizer),
+                random_states(_CPU),
+                {"step": step, "seed": 0},
+                {"options": {}},
+            ),
+            group,
+        )
         if dist.get_rank() == 0:
             commit.prune(checkpoints, keep=2)
 
 
 def load_each(parent: str) -> None:
-    """Print `<name> <step>` for each directory in another; fails where a tensor is of another step.
-    """
+    """Print `<name> <step>` per directory in another; fail if a tensor is of a different step."""
     group = _group()
     for checkpoints in sorted(Path(parent).iterdir()):
         commit.clean(checkpoints)

@@ -39,8 +39,13 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
-pytest_plugins = ["tests.training", "tests.hub_models", "tests.faults", "tests.kube_cluster",
-                  "tests.needs"]
+pytest_plugins = [
+    "tests.training",
+    "tests.hub_models",
+    "tests.faults",
+    "tests.kube_cluster",
+    "tests.needs",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -86,11 +91,21 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                 left[0] -= 1
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(file, *more)
+
         return read
+
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(reading, "io", SimpleNamespace(FileIO=SimpleNamespace(
-        __init__=io.FileIO.__init__, readinto=failing(io.FileIO.readinto),
-        readall=failing(io.FileIO.readall))))
+    monkeypatch.setattr(
+        reading,
+        "io",
+        SimpleNamespace(
+            FileIO=SimpleNamespace(
+                __init__=io.FileIO.__init__,
+                readinto=failing(io.FileIO.readinto),
+                readall=failing(io.FileIO.readall),
+            )
+        ),
+    )
     return lambda times: left.__setitem__(0, times)
 
 
@@ -100,9 +115,17 @@ def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
     return [sys.executable, *(torchrun if ranks else []), str(ROOT / script), *map(str, arguments)]
 
 
-def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0, ranks: int = 0,
-              env: dict[str, str] | None = None, timeout: float = 300, fresh: bool = False,
-              before: str = "") -> subprocess.CompletedProcess:
+def run_stage(
+    script: str,
+    *arguments: object,
+    cwd: Path,
+    expect: int | None = 0,
+    ranks: int = 0,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    fresh: bool = False,
+    before: str = "",
+) -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return what it printed.
 
     ranks > 0: that many ranks; returns 1 for any failure, as torchrun does. fresh: start an
@@ -114,33 +137,60 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
     environment = {**os.environ, **forks.CPU, **(env or {})}
     server = None if fresh else forks.server(forks.kind_for(script, arguments))
     if server is None or not server.serves(environment):
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
-                              env=environment)
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment
+        )
     else:
-        done = _run_forked(server, command, script, arguments, cwd, environment, ranks, timeout,
-                           before)
+        done = _run_forked(
+            server, command, script, arguments, cwd, environment, ranks, timeout, before
+        )
     if expect is not None:
-        assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
-                                           f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        assert done.returncode == expect, (
+            f"{command}\nexit {done.returncode}, expected "
+            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return done
 
 
-def _run_forked(server: forks.ForkServer, command: list[str], script: str,
-                arguments: tuple[object, ...], cwd: Path, environment: dict[str, str], ranks: int,
-                timeout: float, before: str) -> subprocess.CompletedProcess:
+def _run_forked(
+    server: forks.ForkServer,
+    command: list[str],
+    script: str,
+    arguments: tuple[object, ...],
+    cwd: Path,
+    environment: dict[str, str],
+    ranks: int,
+    timeout: float,
+    before: str,
+) -> subprocess.CompletedProcess:
     how = {"before": before, "given": {}} if before else {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        launch = forks.Launch(server.start(
-            str(ROOT / script), arguments, cwd, environment, out.fileno(), err.fileno(),
-            forks.rank_variables(ranks, free_port()) if ranks else [{}], **how))
+        launch = forks.Launch(
+            server.start(
+                str(ROOT / script),
+                arguments,
+                cwd,
+                environment,
+                out.fileno(),
+                err.fileno(),
+                forks.rank_variables(ranks, free_port()) if ranks else [{}],
+                **how,
+            )
+        )
         code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
-def start_stage(script: str, *arguments: object, cwd: Path, output: Path | int | None = None,
-                env: dict[str, str] | None = None, ranks: int = 0) -> forks.Launch:
+def start_stage(
+    script: str,
+    *arguments: object,
+    cwd: Path,
+    output: Path | int | None = None,
+    env: dict[str, str] | None = None,
+    ranks: int = 0,
+) -> forks.Launch:
     """Start a stage by fork, to be disturbed while it runs. output: file, or its number, for what
     it prints.
     """
@@ -150,9 +200,17 @@ def start_stage(script: str, *arguments: object, cwd: Path, output: Path | int |
     if isinstance(output, int):
         output = os.dup(output)  # which is closed with the file
     with open(output or os.devnull, "ab") as file:  # noqa: PTH123 (a device is no Path)
-        return forks.Launch(server.start(
-            str(ROOT / script), arguments, cwd, environment, file.fileno(), file.fileno(),
-            forks.rank_variables(ranks, free_port()) if ranks else [{}]))
+        return forks.Launch(
+            server.start(
+                str(ROOT / script),
+                arguments,
+                cwd,
+                environment,
+                file.fileno(),
+                file.fileno(),
+                forks.rank_variables(ranks, free_port()) if ranks else [{}],
+            )
+        )
 
 
 def free_port() -> int:
@@ -164,12 +222,14 @@ def free_port() -> int:
 
 def kill_all(process: subprocess.Popen, directory: Path) -> None:
     """Kill a launch with all its ranks: torchrun gives each a session of its own."""
+
     def is_ours(entry: Path) -> bool:
         try:
             command = (entry / "cmdline").read_bytes()
             return b"04_train_fsdp.py" in command and (entry / "cwd").readlink() == directory
         except OSError:
             return False  # it has just ended
+
     while ours := [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_ours(entry)]:
         for pid in ours:
             with contextlib.suppress(ProcessLookupError):
@@ -182,7 +242,10 @@ def kill_all(process: subprocess.Popen, directory: Path) -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> StageRunner:
     """Return `run_stage` with the test's own directory as the default one to run in."""
-    def run(script: str, *arguments: object, cwd: Path | None = None, **how: object,
-            ) -> subprocess.CompletedProcess:
+
+    def run(
+        script: str, *arguments: object, cwd: Path | None = None, **how: object
+    ) -> subprocess.CompletedProcess:
         return run_stage(script, *arguments, cwd=cwd or tmp_path, **how)
+
     return run

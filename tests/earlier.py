@@ -18,14 +18,48 @@ from pathlib import Path
 from tests.conftest import ROOT, run_stage
 
 ARCHIVE = Path(__file__).with_suffix(".tar.xz")
-_COMMON = ("-d", "corpus", "-m", "model", "--precision", "fp32", "--lr", "1e-2", "--log-freq", 1,
-           "--lr-scheduler", "constant", "--warmup-steps", 0, "--ckpt-freq", 4)
+_COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--lr-scheduler",
+    "constant",
+    "--warmup-steps",
+    0,
+    "--ckpt-freq",
+    4,
+)
 # Experiment → ranks and options but for --max-steps.
-RUNS = {"windows": (2, (*_COMMON, "-e", "windows", "-s", 64, "-b", 2)),
-        "documents": (1, (*_COMMON, "-e", "documents", "-s", 80, "-b", 2, "--packing", "documents",
-                          "--optimizer", "adamw8bit"))}
-BEFORE = {"01_organize_data.py": ("--num-dirs", 2), "02_build_hf_dataset.py":
-          ("--validation-percent", 15)}
+RUNS = {
+    "windows": (2, (*_COMMON, "-e", "windows", "-s", 64, "-b", 2)),
+    "documents": (
+        1,
+        (
+            *_COMMON,
+            "-e",
+            "documents",
+            "-s",
+            80,
+            "-b",
+            2,
+            "--packing",
+            "documents",
+            "--optimizer",
+            "adamw8bit",
+        ),
+    ),
+}
+BEFORE = {
+    "01_organize_data.py": ("--num-dirs", 2),
+    "02_build_hf_dataset.py": ("--validation-percent", 15),
+}
 EXPORT = ("-e", "windows", "--step", 4, "--dtype", "float32")
 
 
@@ -43,16 +77,27 @@ def main() -> None:
         for script, options in BEFORE.items():
             run_stage(script, *options, cwd=project, fresh=True)
         save_tokenizer(project / "model", project / "raw_text")
-        save_model(project / "model", LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128))
+        save_model(
+            project / "model",
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=128,
+            ),
+        )
         found = {}
         for name, (ranks, options) in RUNS.items():
-            run_stage("04_train_fsdp.py", *options, "--max-steps", 4, cwd=project, ranks=ranks,
-                      fresh=True)
+            run_stage(
+                "04_train_fsdp.py", *options, "--max-steps", 4, cwd=project, ranks=ranks, fresh=True
+            )
             shutil.copytree(project / "outputs" / name, project / "kept" / name)
-            run_stage("04_train_fsdp.py", *options, "--max-steps", 6, cwd=project, ranks=ranks,
-                      fresh=True)
+            run_stage(
+                "04_train_fsdp.py", *options, "--max-steps", 6, cwd=project, ranks=ranks, fresh=True
+            )
             found[name] = losses(project, name)
         shutil.rmtree(project / "outputs")
         (project / "kept").rename(project / "outputs")

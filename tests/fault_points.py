@@ -21,8 +21,14 @@ from typing import Any, NoReturn
 
 _open, _fsync, _sync, _pwrite, _sendfile = io.open, os.fsync, os.sync, os.pwrite, os.sendfile
 # What is told before it happens, and which of its arguments is the descriptor of a directory.
-_AUDITED = {"os.rename": ("rename", 2), "os.link": ("link", 3), "os.symlink": ("link", 2),
-            "os.mkdir": ("mkdir", 2), "os.remove": ("unlink", 1), "os.rmdir": ("rmdir", 1)}
+_AUDITED = {
+    "os.rename": ("rename", 2),
+    "os.link": ("link", 3),
+    "os.symlink": ("link", 2),
+    "os.mkdir": ("mkdir", 2),
+    "os.remove": ("unlink", 1),
+    "os.rmdir": ("rmdir", 1),
+}
 
 _PAGE = 4096
 KINDS = ("create", "write", "fsync", "rename", "link", "mkdir", "unlink", "rmdir")
@@ -62,8 +68,11 @@ class Fault:
 
     def meet(self, kind: str, path: str) -> bool:
         """Count an operation that is about to happen; True when a write is to be torn."""
-        if not self.is_ours(path) or kind not in self.kinds \
-                or not any(part in path for part in self.match.split("|")):
+        if (
+            not self.is_ours(path)
+            or kind not in self.kinds
+            or not any(part in path for part in self.match.split("|"))
+        ):
             return False
         self.count += 1
         if self.report:
@@ -105,8 +114,11 @@ class Fault:
         if not set("wax+") & set(mode):
             self.meet("read", path)
         opened = _open(file, mode, *args, **how)
-        return _File(opened, path, self) if self.is_ours(str(path)) and set("wax+") & set(mode) \
+        return (
+            _File(opened, path, self)
+            if self.is_ours(str(path)) and set("wax+") & set(mode)
             else opened
+        )
 
     def _synced(self, descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -123,7 +135,7 @@ class Fault:
     def _written_at(self, descriptor: int, data: Any, offset: int) -> int:
         if self._wrote(descriptor):
             half = memoryview(data).cast("B")
-            half = half[:len(half) // 2 // _PAGE * _PAGE or len(half) // 2]  # past the page cache
+            half = half[: len(half) // 2 // _PAGE * _PAGE or len(half) // 2]  # past the page cache
             _pwrite(descriptor, half, offset)  # only whole pages are written
             self.die()
         return _pwrite(descriptor, data, offset)
@@ -143,8 +155,11 @@ class Fault:
         return is_torn
 
     def _audited(self, event: str, arguments: tuple) -> None:
-        if event == "open" and isinstance(arguments[0], str | bytes) \
-                and arguments[2] & (os.O_CREAT | os.O_TRUNC):
+        if (
+            event == "open"
+            and isinstance(arguments[0], str | bytes)
+            and arguments[2] & (os.O_CREAT | os.O_TRUNC)
+        ):
             self.meet("create", os.path.abspath(os.fsdecode(arguments[0])))
         if event not in _AUDITED:
             return
@@ -180,7 +195,7 @@ class _File:
         status = os.fstat(self._file.fileno())
         self._fault.unsynced.setdefault(_identity(status), status.st_size)
         if is_torn:
-            self._file.write(data[:len(data) // 2])
+            self._file.write(data[: len(data) // 2])
             self._file.flush()
             self._fault.die()
         return self._file.write(data)

@@ -23,9 +23,28 @@ from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
 STEPS = 12
 # A model with dropout, so that random states matter; nothing depends on the number of steps.
-COMMON = ("-d", "corpus", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
-          "--lr-scheduler", "constant", "--warmup-steps", 2, "--global-batch-size", 4,
-          "--log-freq", 1, "--eval-freq", 0, "--eval-batches", 1)
+COMMON = (
+    "-d",
+    "corpus",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--lr-scheduler",
+    "constant",
+    "--warmup-steps",
+    2,
+    "--global-batch-size",
+    4,
+    "--log-freq",
+    1,
+    "--eval-freq",
+    0,
+    "--eval-batches",
+    1,
+)
 DROPOUT, PLAIN = ("-m", "dropout"), ("-m", "model")
 EXACT = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
 
@@ -58,23 +77,41 @@ class Server:
         self.root, self._connections = root, root / "connections.txt"
         self._launches: list[Launch] = []
 
-    def start(self, *argv: object, ranks: int = 1, faults: dict[int, Fault] | None = None,
-              clock: int = 0, call: str = "", before: str = "tests.fault_points:disturb",
-              ) -> Launch:
+    def start(
+        self,
+        *argv: object,
+        ranks: int = 1,
+        faults: dict[int, Fault] | None = None,
+        clock: int = 0,
+        call: str = "",
+        before: str = "tests.fault_points:disturb",
+    ) -> Launch:
         """Start stage 04. faults: by rank. clock: seconds by which it is wrong.
 
         call: a function to call instead. before: what prepares a rank for its fault.
         """
         output = self.root / f"output_{len(self._launches):05d}.txt"
         environment = {**os.environ, **forks.CPU, "NETWORK_GUARD_REPORT": str(self._connections)}
-        given = {"clock": clock, "faults": {rank: asdict(fault)
-                                            for rank, fault in (faults or {}).items()}}
+        given = {
+            "clock": clock,
+            "faults": {rank: asdict(fault) for rank, fault in (faults or {}).items()},
+        }
         with output.open("ab") as file:
-            launch = Launch(forks.server("stages").start(
-                str(ROOT / "04_train_fsdp.py"), argv, self.root, environment, file.fileno(),
-                file.fileno(), forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
-                before=before, given=given,
-                **({"call": call} if call else {})), output)
+            launch = Launch(
+                forks.server("stages").start(
+                    str(ROOT / "04_train_fsdp.py"),
+                    argv,
+                    self.root,
+                    environment,
+                    file.fileno(),
+                    file.fileno(),
+                    forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
+                    before=before,
+                    given=given,
+                    **({"call": call} if call else {}),
+                ),
+                output,
+            )
         self._launches.append(launch)
         return launch
 
@@ -118,14 +155,20 @@ class Undisturbed:
 
 def content(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the digests of a checkpoint's files; `.metadata` differs with each save."""
-    return {entry["path"]: entry["digest"] for entry in checkpoint.manifest()["files"]
-            if not entry["path"].endswith(".metadata")}
+    return {
+        entry["path"]: entry["digest"]
+        for entry in checkpoint.manifest()["files"]
+        if not entry["path"].endswith(".metadata")
+    }
 
 
 def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
     """Return the steps of which every byte is as it was written, newest first."""
-    return [c.step for c in commit.scan(outputs / experiment / "checkpoints")
-            if not c.problems() and not c.content_problems(0, 1)]
+    return [
+        c.step
+        for c in commit.scan(outputs / experiment / "checkpoints")
+        if not c.problems() and not c.content_problems(0, 1)
+    ]
 
 
 def events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
@@ -143,11 +186,23 @@ def begun_at(outputs: Path) -> int:
     return [e["step"] for e in events(outputs) if e["event"] in ("start", "resume")][-1]
 
 
-def run_options(outputs: Path, *more: object, experiment: str = "run",
-                steps: int = STEPS) -> tuple[object, ...]:
+def run_options(
+    outputs: Path, *more: object, experiment: str = "run", steps: int = STEPS
+) -> tuple[object, ...]:
     """Return the options of a run under `outputs`, with dropout, saving every second step."""
-    return (*COMMON, *DROPOUT, "-e", experiment, "--save-dir", outputs, "--max-steps", steps,
-            "--ckpt-freq", 2, *more)
+    return (
+        *COMMON,
+        *DROPOUT,
+        "-e",
+        experiment,
+        "--save-dir",
+        outputs,
+        "--max-steps",
+        steps,
+        "--ckpt-freq",
+        2,
+        *more,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -165,27 +220,43 @@ def make_server(prepared: Path, root: Path) -> Server:
     shutil.copytree(prepared, root, dirs_exist_ok=True)
     shutil.copytree(root / "model", root / "dropout")
     (root / "dropout" / "model.safetensors").unlink()
-    save_model(root / "dropout", GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=1, n_head=2,
-        embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2, bos_token_id=0, eos_token_id=1))
+    save_model(
+        root / "dropout",
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            embd_pdrop=0.2,
+            resid_pdrop=0.2,
+            attn_pdrop=0.2,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+    )
     # Both models have the same tokenizer, and so the same tokens.
     run_stage("04_train_fsdp.py", *COMMON, *DROPOUT, "-e", "x", "--prepare-only", cwd=root)
     return Server(root)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory,
-                ) -> Callable[..., Undisturbed]:
+def undisturbed(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Undisturbed]:
     """Return a function that returns the undisturbed run of so many ranks and steps."""
+
     @functools.cache
     def get(ranks: int = 1, steps: int = STEPS) -> Undisturbed:
         outputs = tmp_path_factory.mktemp("undisturbed") / "outputs"
         return run_undisturbed(server, run_options(outputs, steps=steps), outputs, steps, ranks)
+
     return get
 
 
-def run_undisturbed(server: Server, options: tuple[object, ...], outputs: Path, steps: int,
-                    ranks: int = 1) -> Undisturbed:
+def run_undisturbed(
+    server: Server, options: tuple[object, ...], outputs: Path, steps: int, ranks: int = 1
+) -> Undisturbed:
     """Run with these options, saving every step; return what came out."""
     server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", ranks=ranks)
     rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]

@@ -31,23 +31,53 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def _modules(pattern: str) -> list[str]:
-    return [".".join(path.relative_to(ROOT).with_suffix("").parts)
-            for path in sorted(ROOT.glob(pattern)) if not path.stem.startswith("__")]
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(ROOT.glob(pattern))
+        if not path.stem.startswith("__")
+    ]
 
 
 _FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
-_IMPORTS = {"stages": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets",
-                       "matplotlib.backends.backend_agg",
-                       "tensorboard.compat.proto.event_pb2",
-                       "tensorboard.summary.writer.record_writer",
-                       "torch.distributed.checkpoint", "yaml"],
-            "bare": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
-                       "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-                       "torch.distributed.pipelining", "torch.nn.attention.flex_attention",
-                       "PIL.Image", "fsspec", "jinja2", "pandas", "pyarrow.dataset",
-                       "pyarrow.parquet", "requests", "safetensors.torch", "tokenizers", "yaml"],
-            "launch": [*_modules("lib/core/*.py"), *_modules("launch/*.py"),
-                       *_modules("launch/[ik]*/*.py"), *_modules("launch/common/*.py"), "yaml"]}
+_IMPORTS = {
+    "stages": [
+        *_modules("lib/*/*.py"),
+        *_FAMILIES,
+        "datasets",
+        "matplotlib.backends.backend_agg",
+        "tensorboard.compat.proto.event_pb2",
+        "tensorboard.summary.writer.record_writer",
+        "torch.distributed.checkpoint",
+        "yaml",
+    ],
+    "bare": [
+        "torch._dynamo",
+        "torch.onnx",
+        "torch.testing",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
+        "torch.nn.attention.flex_attention",
+        "PIL.Image",
+        "fsspec",
+        "jinja2",
+        "pandas",
+        "pyarrow.dataset",
+        "pyarrow.parquet",
+        "requests",
+        "safetensors.torch",
+        "tokenizers",
+        "yaml",
+    ],
+    "launch": [
+        *_modules("lib/core/*.py"),
+        *_modules("launch/*.py"),
+        *_modules("launch/[ik]*/*.py"),
+        *_modules("launch/common/*.py"),
+        "yaml",
+    ],
+}
 
 
 class Server:
@@ -76,7 +106,7 @@ class Server:
                 for rank in range(len(request["ranks"])):
                     if not self._fork(files[2]):
                         return request, rank, files
-                _tell(files[2], {"pids": list(self._running)[-len(request["ranks"]):]})
+                _tell(files[2], {"pids": list(self._running)[-len(request["ranks"]) :]})
                 for file in files:
                     os.close(file)
 

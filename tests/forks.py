@@ -25,9 +25,11 @@ _AT_FIRST = {**os.environ, **CPU}
 
 # Variables that no package reads while it is imported. Where another one differs from what the
 # server was started with, only a new interpreter gives what a user would see.
-_READ_LATE = re.compile("NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
-                        "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS"
-                        "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK")
+_READ_LATE = re.compile(
+    "NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
+    "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS"
+    "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK"
+)
 _SETTING = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
 _HUB = re.compile("HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SSL_.*|(?i:no_proxy|https?_proxy)")
 # What torchrun gives the others before it kills them is half a minute.
@@ -50,8 +52,10 @@ class Launch:
 
     def poll(self, patience: float = 0.0) -> bool:
         """Tell whether all ranks have ended. patience: seconds to wait for the next one to end."""
-        while len(self._codes) < len(self.pids) and \
-                select.select([self._reports], [], [], patience)[0]:
+        while (
+            len(self._codes) < len(self.pids)
+            and select.select([self._reports], [], [], patience)[0]
+        ):
             ended = json.loads(self._reports.readline())
             self._codes[ended["ended"]] = ended["code"]
             patience = 0.0
@@ -101,29 +105,50 @@ class ForkServer:
         self._environment = {**_AT_FIRST, "PYTHONPATH": _GUARD}
         command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), kind]
         self._process = subprocess.Popen(
-            command, stdin=its, stdout=subprocess.DEVNULL, cwd=ROOT, start_new_session=True,
-            env={**self._environment, "NETWORK_GUARD_REPORT": os.devnull})
+            command,
+            stdin=its,
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**self._environment, "NETWORK_GUARD_REPORT": os.devnull},
+        )
         its.close()
         atexit.register(self.close)
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Tell whether a process forked is like one started in this environment."""
         late = {"launch": [_SETTING]}.get(self._kind, [_READ_LATE, _HUB])
-        differ = {name for name, _ in {"PYTHONPATH": _GUARD, **environment}.items()
-                  ^ self._environment.items()}
+        differ = {
+            name
+            for name, _ in {"PYTHONPATH": _GUARD, **environment}.items() ^ self._environment.items()
+        }
         return all(any(names.fullmatch(name) for names in late) for name in differ)
 
-    def start(self, script: str, argv: Sequence[object], cwd: Path, environment: dict[str, str],
-              out: int, err: int, ranks: Sequence[dict[str, str]] = ({},), **how: Any,
-              ) -> IO[bytes]:
+    def start(
+        self,
+        script: str,
+        argv: Sequence[object],
+        cwd: Path,
+        environment: dict[str, str],
+        out: int,
+        err: int,
+        ranks: Sequence[dict[str, str]] = ({},),
+        **how: Any,
+    ) -> IO[bytes]:
         """Start a script; return what a Launch reads its processes from.
 
         out, err: open files. ranks: the variables of each. how: "call", "before" and "given" of
         a request.
         """
         readable, writable = os.pipe()
-        request = {"script": script, "argv": [str(argument) for argument in argv],
-                   "cwd": str(cwd), "env": environment, "ranks": ranks, **how}
+        request = {
+            "script": script,
+            "argv": [str(argument) for argument in argv],
+            "cwd": str(cwd),
+            "env": environment,
+            "ranks": ranks,
+            **how,
+        }
         socket.send_fds(self._requests, [json.dumps(request).encode()], [out, err, writable])
         os.close(writable)
         return os.fdopen(readable, "rb", buffering=0)
@@ -137,9 +162,14 @@ class ForkServer:
 
 def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:
     """Return what torchrun sets in the environment of each rank of one machine."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
-              "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-              "TORCHELASTIC_RUN_ID": "none"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

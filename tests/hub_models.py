@@ -13,8 +13,14 @@ from tests.hub_server import HubServer, Repo
 SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
 TARGET = Path(".cache/models/org--tiny-llama")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-ELSEWHERE = ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE",
-             "HUGGINGFACE_HUB_CACHE", "SSL_CERT_FILE")  # variables of a login, cache or network
+ELSEWHERE = (
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "SSL_CERT_FILE",
+)  # variables of a login, cache or network
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +36,15 @@ def make_files(where: Path) -> dict[str, bytes]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=320, hidden_size=128, intermediate_size=256,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         max_position_embeddings=128)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(where, max_shard_size="500KB")
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
@@ -46,13 +58,20 @@ def make_files(where: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> Iterator[HubServer]:
+def hub(
+    model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubServer]:
     """Serve the small model and point HF_ENDPOINT at it, away from any real login."""
     with HubServer() as server:
-        server.repos[NAME] = Repo({
-            **model_files, "pytorch_model.bin": b"\x80\x04pickle", "model.py": b"print()",
-            "consolidated.safetensors": b"the same again", "original/params.json": b"{}"})
+        server.repos[NAME] = Repo(
+            {
+                **model_files,
+                "pytorch_model.bin": b"\x80\x04pickle",
+                "model.py": b"print()",
+                "consolidated.safetensors": b"the same again",
+                "original/params.json": b"{}",
+            }
+        )
         for variable in ELSEWHERE:
             monkeypatch.delenv(variable, raising=False)
         for variable, value in reaching(server, tmp_path / "hf_home").items():
@@ -73,10 +92,12 @@ def leftovers(where: Path) -> list[str]:
 
 def holds(where: Path, secret: str) -> list[Path]:
     """Return the files under a directory that contain a secret."""
-    return [path for path in where.rglob("*") if path.is_file()
-            and secret.encode() in path.read_bytes()]
+    return [
+        path for path in where.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+    ]
 
 
 def change_config(repo: Repo, **fields: object) -> None:
     repo.files["config.json"] = json.dumps(
-        {**json.loads(repo.files["config.json"]), **fields}).encode()
+        {**json.loads(repo.files["config.json"]), **fields}
+    ).encode()

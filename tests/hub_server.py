@@ -45,20 +45,33 @@ class Repo:
     undeclared: set[str] = field(default_factory=set)
 
     def info(self, name: str) -> dict:
-        return {"_id": "1", "id": name, "modelId": name, "sha": self.commit, "private": False,
-                "gated": "manual" if self.gated else False, "tags": [], "downloads": 0,
-                "siblings": [self._sibling(path) for path in self.files]}
+        return {
+            "_id": "1",
+            "id": name,
+            "modelId": name,
+            "sha": self.commit,
+            "private": False,
+            "gated": "manual" if self.gated else False,
+            "tags": [],
+            "downloads": 0,
+            "siblings": [self._sibling(path) for path in self.files],
+        }
 
     def tree(self) -> list[dict]:
         folders = {path.rpartition("/")[0] for path in self.files} - {""}
-        entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
-                   for path in sorted(folders)]
+        entries = [
+            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+            for path in sorted(folders)
+        ]
         for path in sorted(self.files):
             known = self._sibling(path)
             entry = {"type": "file", "path": path, "size": known["size"], "oid": known["blobId"]}
             if "lfs" in known:
-                entry["lfs"] = {"oid": known["lfs"]["sha256"], "size": known["size"],
-                                "pointerSize": 134}
+                entry["lfs"] = {
+                    "oid": known["lfs"]["sha256"],
+                    "size": known["size"],
+                    "pointerSize": 134,
+                }
             entries.append(entry)
         return entries
 
@@ -92,16 +105,19 @@ class HubServer:
     def __init__(self, certificate: Path | None = None) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(storage))
-                         for storage in (False, True)]
+        self._servers = [
+            ThreadingHTTPServer(("127.0.0.1", 0), self._handler(storage))
+            for storage in (False, True)
+        ]
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
             for server in self._servers:
                 server.socket = context.wrap_socket(server.socket, server_side=True)
         scheme = "https" if certificate else "http"
-        self.url, self.storage_url = (f"{scheme}://127.0.0.1:{s.server_port}"
-                                      for s in self._servers)
+        self.url, self.storage_url = (
+            f"{scheme}://127.0.0.1:{s.server_port}" for s in self._servers
+        )
 
     def __enter__(self) -> HubServer:
         for server in self._servers:
@@ -124,8 +140,9 @@ class HubServer:
             def do_GET(self) -> None:
                 split = urlsplit(self.path)
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-                request = Request(unquote(split.path), self.headers.get("Range", ""), token,
-                                  storage, split.query)
+                request = Request(
+                    unquote(split.path), self.headers.get("Range", ""), token, storage, split.query
+                )
                 hub.requests.append(request)
                 try:
                     hub.answer(self, request)
@@ -176,8 +193,9 @@ class HubServer:
             link["Link"] = f'<{self.url}{request.path}?recursive=true&cursor={end}>; rel="next"'
         _send(http, json.dumps(entries[start:end]).encode(), link)
 
-    def _begin_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, size: int,
-                    tag: str) -> tuple[int, int]:
+    def _begin_file(
+        self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, size: int, tag: str
+    ) -> tuple[int, int]:
         """Send the head of an answer with a file; return from where to where its content goes."""
         first, _, last = request.range.removeprefix("bytes=").partition("-")
         ranged = bool(request.range) and not repo.no_ranges
@@ -191,16 +209,18 @@ class HubServer:
         http.end_headers()
         return start, stop
 
-    def _send_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo,
-                   file: str) -> None:
+    def _send_file(
+        self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, file: str
+    ) -> None:
         content = repo.served.get(file, repo.files[file])
-        start, stop = self._begin_file(http, request, repo, len(content),
-                                       hashlib.sha256(content).hexdigest())
+        start, stop = self._begin_file(
+            http, request, repo, len(content), hashlib.sha256(content).hexdigest()
+        )
         end = repo.cut.pop(file, stop)
         for at in range(start, end, 1 << 16):
             if file.endswith(LFS_SUFFIXES):
                 time.sleep(repo.slow)
-            http.wfile.write(content[at:min(at + (1 << 16), end)])
+            http.wfile.write(content[at : min(at + (1 << 16), end)])
         http.close_connection = True
 
 
@@ -217,8 +237,9 @@ def _split(path: str) -> tuple[str, str, str, str]:
     return kind, name, revision, file
 
 
-def _send(http: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None,
-          ) -> None:
+def _send(
+    http: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None
+) -> None:
     http.send_response(200)
     http.send_header("Content-Type", "application/json")
     http.send_header("Content-Length", str(len(content)))
@@ -228,8 +249,9 @@ def _send(http: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] 
     http.wfile.write(content)
 
 
-def _refuse(http: BaseHTTPRequestHandler, status: int, code: str,
-            headers: dict[str, str] | None = None) -> None:
+def _refuse(
+    http: BaseHTTPRequestHandler, status: int, code: str, headers: dict[str, str] | None = None
+) -> None:
     http.send_response(status)
     if code:
         http.send_header("X-Error-Code", code)

@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif rest == "latest":
                 self._namespace(method, namespace, query)
                 steps = {s for n, _, s in self.store.slots if n == namespace}
-                self._answer(sorted(steps, reverse=True)[:query["limit"]])
+                self._answer(sorted(steps, reverse=True)[: query["limit"]])
             else:
                 self._slot(method, namespace, *map(int, rest.split("/")), body)
         except KeyError:
@@ -80,8 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _namespace(self, method: str, name: str, query: dict[str, int]) -> Any:
         if method == "POST":
-            self.store.namespaces[name] = {"num_ranks": query["num_ranks"],
-                                           "steps_to_retain_per_rank": query["steps_retained"]}
+            self.store.namespaces[name] = {
+                "num_ranks": query["num_ranks"],
+                "steps_to_retain_per_rank": query["steps_retained"],
+            }
         elif method == "DELETE":
             self.store.drop(name)
             return {}
@@ -131,11 +133,14 @@ def _stand_in(port: int) -> Iterator[None]:
 
 @contextmanager
 def _from_sources(port: int) -> Iterator[None]:
-    code = "import uvicorn; from tests.local_tests.membrain_server import app; " \
-           f"uvicorn.run(app, host='127.0.0.1', port={port}, log_level='warning')"
+    code = (
+        "import uvicorn; from tests.local_tests.membrain_server import app; "
+        f"uvicorn.run(app, host='127.0.0.1', port={port}, log_level='warning')"
+    )
     sources = _SOURCES.partition(os.pathsep)[0]
-    server = subprocess.Popen([sys.executable, "-c", code], cwd=sources,
-                              env=os.environ | {"PYTHONPATH": _SOURCES})
+    server = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=sources, env=os.environ | {"PYTHONPATH": _SOURCES}
+    )
     try:
         deadline = time.monotonic() + 90
         while not _answers(port):

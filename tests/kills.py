@@ -1,5 +1,4 @@
-"""Commands of stages 01, 02, 03 and 05 that are killed, and what must be there then and at the end.
-"""
+"""Commands of stages 01, 02, 03 and 05 to kill, and what must exist then and at the end."""
 
 from __future__ import annotations
 
@@ -24,9 +23,12 @@ from tests.training import SEQ_LENGTH
 SCRIPTS = {int(path.name[:2]): path.name for path in ROOT.glob("0[1-5]_*.py")}
 UNIT_BYTES = 100_000  # of a unit of stage 02; a small file counts as much as 16,000
 # What a user may have beside an artifact, under names like those of unfinished work.
-_OF_USER = {"splits.partial-keepme/a.txt": "mine", "hf_datasets/corpus.old-2025/a.txt": "mine",
-            "hf_datasets/corpus.partial-12345678/a.txt": "mine",
-            ".cache/models/org--tiny-llama.partial-mine/a.txt": "mine"}
+_OF_USER = {
+    "splits.partial-keepme/a.txt": "mine",
+    "hf_datasets/corpus.old-2025/a.txt": "mine",
+    "hf_datasets/corpus.partial-12345678/a.txt": "mine",
+    ".cache/models/org--tiny-llama.partial-mine/a.txt": "mine",
+}
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,18 @@ class Command:
         (elsewhere := project.with_name(f"{project.name}.tmp")).mkdir(exist_ok=True)
         environment |= {**forks.CPU, "TMPDIR": str(elsewhere), **dict(self.environment)}
         with (elsewhere / "output.txt").open("ab") as output:
-            return forks.Launch(forks.server("stages").start(
-                str(ROOT / SCRIPTS[self.stage]), self.argv, project, environment,
-                output.fileno(), output.fileno(), before="tests.kills:prepare",
-                given={"fault": asdict(fault) if fault else None}))
+            return forks.Launch(
+                forks.server("stages").start(
+                    str(ROOT / SCRIPTS[self.stage]),
+                    self.argv,
+                    project,
+                    environment,
+                    output.fileno(),
+                    output.fileno(),
+                    before="tests.kills:prepare",
+                    given={"fault": asdict(fault) if fault else None},
+                )
+            )
 
     def run(self, project: Path, fault: Fault | None = None, expect: int = 0) -> None:
         """Run it to its end and assert the exit code."""
@@ -109,9 +119,10 @@ class Scene:
         """
         now, target = tree(project), self.command.target
         versions = [of(found, target) for found in (self.before, self.after)]
-        assert self._may_change(target) or of(now, target) in versions, \
-            f"{self.command.name}: {target} is neither the old nor the new one: " \
+        assert self._may_change(target) or of(now, target) in versions, (
+            f"{self.command.name}: {target} is neither the old nor the new one: "
             f"{sorted(of(now, target).items() ^ versions[1].items())[:8]}"
+        )
         others = {path: content for path, content in now.items() if not self._is_own(path)}
         before = {path: content for path, content in self.before.items() if not self._is_own(path)}
         assert others == before, f"{self.command.name}: {sorted(others.items() ^ before.items())}"
@@ -119,8 +130,9 @@ class Scene:
     def require_done(self, project: Path) -> None:
         """Assert that all is as if nothing had disturbed the command."""
         now = tree(project)
-        assert now == self.after, \
+        assert now == self.after, (
             f"{self.command.name}: {sorted(now.items() ^ self.after.items())[:8]}\n{said(project)}"
+        )
         shutil.rmtree(project)
         shutil.rmtree(project.with_name(f"{project.name}.tmp"))
 
@@ -128,8 +140,12 @@ class Scene:
         target = self.command.target
         if path in self.before and path not in of(self.before, target):
             return self._may_change(path)
-        return is_below(path, target) or path.startswith(f"{target}.partial-") \
-            or is_below(target, path) or self._may_change(path)
+        return (
+            is_below(path, target)
+            or path.startswith(f"{target}.partial-")
+            or is_below(target, path)
+            or self._may_change(path)
+        )
 
     def _may_change(self, path: str) -> bool:
         return any(fnmatch.fnmatch(path, glob) for glob in self.command.free)
@@ -198,8 +214,9 @@ class Commands:
 
     def of_stage(self, stage: int) -> Iterator[Command]:
         """Yield the commands of a stage."""
-        yield from {1: self._stage_01, 2: self._stage_02, 3: self._stage_03,
-                    5: self._stage_05}[stage]()
+        yield from {1: self._stage_01, 2: self._stage_02, 3: self._stage_03, 5: self._stage_05}[
+            stage
+        ]()
 
     def _project(self, name: str, *parts: str) -> Path:
         """Return a new project with some parts of the prepared one, and a user's own files."""
@@ -220,22 +237,36 @@ class Commands:
         many = self._project("01_many")
         for number in range(1200):  # so many that worker processes place them
             (file := many / f"raw_text/{number % 7}/{number}.txt").parent.mkdir(
-                parents=True, exist_ok=True)
+                parents=True, exist_ok=True
+            )
             file.write_text("x" * (number % 50 + 1))
         yield Command("links by workers", 1, ("--num-dirs", 3, "--num-workers", 2), many, "splits")
 
     def _stage_02(self) -> Iterator[Command]:
         target, parts = "hf_datasets/corpus", "hf_datasets/corpus.parts"
-        options = ("--validation-percent", 15, "--dedup", "exact", "--keep-source",
-                   "--num-workers", 2)
+        options = (
+            "--validation-percent",
+            15,
+            "--dedup",
+            "exact",
+            "--keep-source",
+            "--num-workers",
+            2,
+        )
         new = self._project("02_new", "splits")
         yield Command("new", 2, options, new, target)
         again = self._project("02_again", "splits")
         run_stage(SCRIPTS[2], cwd=again)
         yield Command("replaced", 2, (*options, "--overwrite"), again, target)
         for_merge = self._project("02_merge", "splits")
-        yield Command("parts", 2, (*options, "--only-splits", "0-2"),
-                      self._copy(for_merge, "02_parts"), parts, (f"{parts}*",))
+        yield Command(
+            "parts",
+            2,
+            (*options, "--only-splits", "0-2"),
+            self._copy(for_merge, "02_parts"),
+            parts,
+            (f"{parts}*",),
+        )
         Command("parts", 2, (*options, "--only-splits", "0-2"), for_merge, parts).run(for_merge)
         yield Command("merged", 2, (*options, "--merge"), for_merge, target, (f"{parts}*",))
 
@@ -247,10 +278,17 @@ class Commands:
         later.repos[NAME] = Repo({**self._files, SHARDS[1]: changed}, commit="1" * 40, slow=0.01)
         change_config(later.repos[NAME], initializer_range=0.03)
         hub.repos["org/text"] = Repo(
-            {f"{folder}/{number}.jsonl.gz": bytes([number]) * 70_000
-             for folder in ("en", "de") for number in range(3)}, kind="dataset", slow=0.01)
-        there, then = (tuple(reaching(server, self._folder / "hf_home").items())
-                       for server in self._hubs)
+            {
+                f"{folder}/{number}.jsonl.gz": bytes([number]) * 70_000
+                for folder in ("en", "de")
+                for number in range(3)
+            },
+            kind="dataset",
+            slow=0.01,
+        )
+        there, then = (
+            tuple(reaching(server, self._folder / "hf_home").items()) for server in self._hubs
+        )
         target, fetch = ".cache/models/org--tiny-llama", ("--model-name", NAME)
         yield Command("model", 3, fetch, self._project("03_model"), target, (), there)
         again = self._project("03_again")
@@ -259,27 +297,65 @@ class Commands:
         text = ("--dataset-name", "org/text", "--include")
         more = self._project("03_text")
         run_stage(SCRIPTS[3], *text, "en/*", cwd=more, env=dict(there))
-        yield Command("more of a dataset", 3, (*text, "de/*"), more, "raw_text/org--text/.hub",
-                      ("raw_text/org--text/de", "raw_text/org--text/de/*"), there)
-        scratch = ("--from-scratch", "--model-size", "tiny", "--vocab-size", 400,
-                   "--train-tokenizer", "hf_datasets/corpus")
-        yield Command("from scratch", 3, scratch,
-                      self._copy(self._prepared, "03_scratch", "hf_datasets"),
-                      ".cache/models/scratch-tiny")
+        yield Command(
+            "more of a dataset",
+            3,
+            (*text, "de/*"),
+            more,
+            "raw_text/org--text/.hub",
+            ("raw_text/org--text/de", "raw_text/org--text/de/*"),
+            there,
+        )
+        scratch = (
+            "--from-scratch",
+            "--model-size",
+            "tiny",
+            "--vocab-size",
+            400,
+            "--train-tokenizer",
+            "hf_datasets/corpus",
+        )
+        yield Command(
+            "from scratch",
+            3,
+            scratch,
+            self._copy(self._prepared, "03_scratch", "hf_datasets"),
+            ".cache/models/scratch-tiny",
+        )
 
     def _stage_05(self) -> Iterator[Command]:
         project = self._project("05_new", "hf_datasets", "model")
-        run_stage(SCRIPTS[4], "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
-                  "--max-steps", 2, "--ckpt-freq", 1, "--eval-freq", 0, cwd=project)
+        run_stage(
+            SCRIPTS[4],
+            "-e",
+            "run",
+            "-d",
+            "corpus",
+            "-m",
+            "model",
+            "-s",
+            SEQ_LENGTH,
+            "--max-steps",
+            2,
+            "--ckpt-freq",
+            1,
+            "--eval-freq",
+            0,
+            cwd=project,
+        )
         target, sharded = "outputs/run/export/step_00000002", ("--max-shard-size", "40KB")
         yield Command("new", 5, ("-e", "run", *sharded), project, target)
         again = self._copy(project, "05_again")
         run_stage(SCRIPTS[5], "-e", "run", cwd=again)
-        yield Command("replaced", 5, ("-e", "run", *sharded, "--dtype", "float16", "--overwrite"),
-                      again, target)
+        yield Command(
+            "replaced",
+            5,
+            ("-e", "run", *sharded, "--dtype", "float16", "--overwrite"),
+            again,
+            target,
+        )
 
     def _copy(self, project: Path, name: str, *parts: str) -> Path:
         for part in parts or [""]:
             shutil.copytree(project / part, self._folder / name / part)
         return self._folder / name
-

@@ -16,16 +16,29 @@ from tests.kube_server import Cluster, Object, Server
 
 SCRIPT = ROOT / "launch" / "kubernetes.py"
 PLURALS = {"pytorchjob": "pytorchjobs", "trainjob": "trainjobs", "hyperpod": "hyperpodpytorchjobs"}
-ASKED = ("--job-name", "exp", "--nodes", "2", "--instance-type", "p5.48xlarge",
-         "--image", "registry/train:1")
+ASKED = (
+    "--job-name",
+    "exp",
+    "--nodes",
+    "2",
+    "--instance-type",
+    "p5.48xlarge",
+    "--image",
+    "registry/train:1",
+)
 TRAIN = ("--", "-d", "c4", "-m", "org/model", "--max-steps", "10")
 
 
-def launch(*arguments: object, expect: int | None = 0, env: dict[str, str] | None = None,
-           timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(
+    *arguments: object,
+    expect: int | None = 0,
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
     """Run launch/kubernetes.py, assert its exit code (None: any) and return what it printed."""
-    return run_stage("launch/kubernetes.py", *arguments, cwd=Path.cwd(), expect=expect, env=env,
-                     timeout=timeout)
+    return run_stage(
+        "launch/kubernetes.py", *arguments, cwd=Path.cwd(), expect=expect, env=env, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +46,14 @@ def kube_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return the server that all tests use, each with a cluster of its own."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    told = subprocess.run(["kubectl", "version", "--client", "-o", "json"], capture_output=True,
-                          text=True, check=True).stdout
+    told = subprocess.run(
+        ["kubectl", "version", "--client", "-o", "json"], capture_output=True, text=True, check=True
+    ).stdout
     version = json.loads(told)["clientVersion"]
     if int(version["minor"].rstrip("+")) < 25:
-        pytest.skip(f"needs kubectl 1.25, which can be strict about fields; this is "
-                    f"{version['gitVersion']}")
+        pytest.skip(
+            f"needs kubectl 1.25, which can be strict about fields; this is {version['gitVersion']}"
+        )
     server = Server(Cluster())
     server.home = tmp_path_factory.mktemp("kube")
     yield server
@@ -49,33 +64,66 @@ def kube_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def kube(kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Return a cluster that the kubeconfig of this test leads to, with a volume and two nodes."""
     there = kube_server.serve(Cluster())
-    there.add("persistentvolumeclaims", {"metadata": {"name": "fsx-claim"},
-                                         "status": {"phase": "Bound"}})
+    there.add(
+        "persistentvolumeclaims", {"metadata": {"name": "fsx-claim"}, "status": {"phase": "Bound"}}
+    )
     for number in (1, 2):
-        there.add("nodes", {"metadata": {"name": f"node-{number}", "labels": {
-            "node.kubernetes.io/instance-type": "p5.48xlarge"}}})
+        there.add(
+            "nodes",
+            {
+                "metadata": {
+                    "name": f"node-{number}",
+                    "labels": {"node.kubernetes.io/instance-type": "p5.48xlarge"},
+                }
+            },
+        )
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     return there
 
 
-def pod(job: str, name: str, phase: str = "Running", *, state: Object | None = None,
-        restarts: int = 0, **status: Any) -> Object:
+def pod(
+    job: str,
+    name: str,
+    phase: str = "Running",
+    *,
+    state: Object | None = None,
+    restarts: int = 0,
+    **status: Any,
+) -> Object:
     """Return a pod of a job as its kubelet reports it. state: of its container."""
-    statuses = [] if state is None else [{
-        "name": "pytorch", "restartCount": restarts, "state": state, "started": "running" in state,
-        **({"lastState": status.pop("last_state")} if "last_state" in status else {})}]
-    return {"metadata": {"name": name, "labels": {"app.kubernetes.io/name": "llm-training",
-                                                  "app.kubernetes.io/instance": job}},
-            "spec": {"containers": [{"name": "pytorch", "image": "registry/train:1"}]},
-            "status": {"phase": phase, "containerStatuses": statuses, **status}}
+    statuses = (
+        []
+        if state is None
+        else [
+            {
+                "name": "pytorch",
+                "restartCount": restarts,
+                "state": state,
+                "started": "running" in state,
+                **({"lastState": status.pop("last_state")} if "last_state" in status else {}),
+            }
+        ]
+    )
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {"app.kubernetes.io/name": "llm-training", "app.kubernetes.io/instance": job},
+        },
+        "spec": {"containers": [{"name": "pytorch", "image": "registry/train:1"}]},
+        "status": {"phase": phase, "containerStatuses": statuses, **status},
+    }
 
 
 def condition(type_: str, message: str = "") -> Object:
     """Return a condition that holds."""
-    return {"type": type_, "status": "True", "message": message,
-            "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {
+        "type": type_,
+        "status": "True",
+        "message": message,
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
 
 
 def ended(code: int, reason: str = "Error") -> Object:

@@ -16,18 +16,29 @@ _FILES = {
     "TrainJob": "trainer.kubeflow.org_trainjobs.json",
     "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.json",
 }
-_METADATA = {"type": "object", "additionalProperties": False, "required": ["name"], "properties": {
-    "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
-    "namespace": {"type": "string"}, "uid": {}, "resourceVersion": {}, "creationTimestamp": {},
-    "labels": {"type": "object", "additionalProperties": {"type": "string"}},
-    "annotations": {"type": "object", "additionalProperties": {"type": "string"}}}}
+_METADATA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
+        "namespace": {"type": "string"},
+        "uid": {},
+        "resourceVersion": {},
+        "creationTimestamp": {},
+        "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+        "annotations": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+}
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
     """Return what a cluster would say against a custom resource, as `path: problem`."""
     validator = jsonschema.Draft202012Validator(schema(manifest["kind"]))
-    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
-            for error in sorted(validator.iter_errors(manifest), key=str)]
+    return [
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in sorted(validator.iter_errors(manifest), key=str)
+    ]
 
 
 @functools.cache
@@ -54,8 +65,12 @@ def strict(node: Any) -> Any:
         return [strict(item) for item in node]
     if not isinstance(node, dict):
         return node
-    made = {key: {name: strict(value) for name, value in item.items()}
-            if key == "properties" else strict(copy.deepcopy(item)) for key, item in node.items()}
+    made = {
+        key: {name: strict(value) for name, value in item.items()}
+        if key == "properties"
+        else strict(copy.deepcopy(item))
+        for key, item in node.items()
+    }
     if made.pop("x-kubernetes-int-or-string", False):
         made.pop("type", None)
         made["anyOf"] = [{"type": "integer"}, {"type": "string"}]

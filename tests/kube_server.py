@@ -43,14 +43,18 @@ class Type:
 CUSTOM = (
     Type("kubeflow.org/v1", "pytorchjobs", "PyTorchJob"),
     Type("trainer.kubeflow.org/v1alpha1", "trainjobs", "TrainJob"),
-    Type("trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes", "ClusterTrainingRuntime",
-         False),
+    Type(
+        "trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes", "ClusterTrainingRuntime", False
+    ),
     Type("sagemaker.amazonaws.com/v1", "hyperpodpytorchjobs", "HyperPodPyTorchJob"),
 )
 CORE = (
-    Type("v1", "pods", "Pod"), Type("v1", "events", "Event"), Type("v1", "secrets", "Secret"),
+    Type("v1", "pods", "Pod"),
+    Type("v1", "events", "Event"),
+    Type("v1", "secrets", "Secret"),
     Type("v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
-    Type("v1", "namespaces", "Namespace", False), Type("v1", "nodes", "Node", False),
+    Type("v1", "namespaces", "Namespace", False),
+    Type("v1", "nodes", "Node", False),
     Type("batch/v1", "jobs", "Job"),
 )
 _SHORT = {"persistentvolumeclaims": ["pvc"]}
@@ -89,17 +93,23 @@ class Cluster:
         key = (plural, namespace if kind.namespaced else "", item["metadata"]["name"])
         with self.lock:
             item = {"apiVersion": kind.group_version, "kind": kind.kind, **item}
-            item["metadata"] = {"uid": f"uid-{len(self.requests)}-{key[2]}",
-                                "resourceVersion": str(len(self.requests) + 1),
-                                "creationTimestamp": "2026-01-01T00:00:00Z", **item["metadata"],
-                                **({"namespace": namespace} if kind.namespaced else {})}
+            item["metadata"] = {
+                "uid": f"uid-{len(self.requests)}-{key[2]}",
+                "resourceVersion": str(len(self.requests) + 1),
+                "creationTimestamp": "2026-01-01T00:00:00Z",
+                **item["metadata"],
+                **({"namespace": namespace} if kind.namespaced else {}),
+            }
             self.objects[key] = item
         return item
 
     def pods_of(self, job: str) -> list[Object]:
         """Return the pods with a job's label."""
-        return [item for (plural, _, _), item in self.objects.items() if plural == "pods"
-                and item["metadata"]["labels"]["app.kubernetes.io/instance"] == job]
+        return [
+            item
+            for (plural, _, _), item in self.objects.items()
+            if plural == "pods" and item["metadata"]["labels"]["app.kubernetes.io/instance"] == job
+        ]
 
     def delete_job(self, job: str) -> None:
         """Delete what belongs to a job, as the garbage collector would."""
@@ -132,11 +142,18 @@ class Server:
     def kubeconfig(self, path: Path, context: str = "test") -> Path:
         """Write a kubeconfig whose only context is this cluster."""
         address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        path.write_text(json.dumps({
-            "apiVersion": "v1", "kind": "Config", "current-context": context,
-            "clusters": [{"name": "c", "cluster": {"server": address}}],
-            "users": [{"name": "u", "user": {}}],
-            "contexts": [{"name": context, "context": {"cluster": "c", "user": "u"}}]}))
+        path.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": context,
+                    "clusters": [{"name": "c", "cluster": {"server": address}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "contexts": [{"name": context, "context": {"cluster": "c", "user": "u"}}],
+                }
+            )
+        )
         return path
 
     def close(self) -> None:
@@ -169,9 +186,17 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = self._answer(path.path.strip("/"), query, body)
             self._send(201 if self.command == "POST" else 200, answer)
         except Refused as refused:
-            self._send(refused.code, {
-                "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": refused.code,
-                "reason": refused.reason, "message": str(refused)})
+            self._send(
+                refused.code,
+                {
+                    "kind": "Status",
+                    "apiVersion": "v1",
+                    "status": "Failure",
+                    "code": refused.code,
+                    "reason": refused.reason,
+                    "message": str(refused),
+                },
+            )
 
     do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _handle
 
@@ -213,8 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
             return found
         type_, namespace, name = self._target(path)
         if self.command == "GET":
-            return self._get(type_, namespace, name) if name else self._list(
-                type_, namespace, query)
+            return (
+                self._get(type_, namespace, name) if name else self._list(type_, namespace, query)
+            )
         if self.command == "DELETE":
             return self._delete(type_, namespace, name)
         given = yaml.safe_load(body)
@@ -226,8 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
             given = _merged(self._get(type_, namespace, name), given)
         return self._store(type_, namespace, given, query, is_new)
 
-    def _store(self, type_: Type, namespace: str, item: Object, query: dict[str, str],
-               is_new: bool) -> Object:
+    def _store(
+        self, type_: Type, namespace: str, item: Object, query: dict[str, str], is_new: bool
+    ) -> Object:
         if type_ in CUSTOM:
             _check(type_, item, query.get("fieldValidation"))
         if query.get("dryRun"):
@@ -248,12 +275,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, type_: Type, namespace: str, query: dict[str, str]) -> Object:
         labels = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
         fields = dict(part.split("=") for part in query.get("fieldSelector", "").split(",") if part)
-        items = [item for (plural, there, _), item in sorted(self.cluster.objects.items())
-                 if plural == type_.plural and (not namespace or there == namespace)
-                 and labels.items() <= item["metadata"].get("labels", {}).items()
-                 and all(_field(item, path) == value for path, value in fields.items())]
-        return {"kind": f"{type_.kind}List", "apiVersion": type_.group_version,
-                "metadata": {"resourceVersion": "1"}, "items": items}
+        items = [
+            item
+            for (plural, there, _), item in sorted(self.cluster.objects.items())
+            if plural == type_.plural
+            and (not namespace or there == namespace)
+            and labels.items() <= item["metadata"].get("labels", {}).items()
+            and all(_field(item, path) == value for path, value in fields.items())
+        ]
+        return {
+            "kind": f"{type_.kind}List",
+            "apiVersion": type_.group_version,
+            "metadata": {"resourceVersion": "1"},
+            "items": items,
+        }
 
     def _delete(self, type_: Type, namespace: str, name: str) -> Object:
         self._get(type_, namespace, name)
@@ -278,23 +313,47 @@ class _Handler(BaseHTTPRequestHandler):
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "apis":
             versions = [{"groupVersion": name, "version": name.split("/")[1]} for name in groups]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [
-                {"name": v["groupVersion"].split("/")[0], "versions": [v], "preferredVersion": v}
-                for v in versions]}
+            return {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [
+                    {
+                        "name": v["groupVersion"].split("/")[0],
+                        "versions": [v],
+                        "preferredVersion": v,
+                    }
+                    for v in versions
+                ],
+            }
         if path == "openapi/v3":
-            return {"paths": {t.root: {"serverRelativeURL": f"/openapi/v3/{t.root}"}
-                              for t in self.cluster.types}}
+            return {
+                "paths": {
+                    t.root: {"serverRelativeURL": f"/openapi/v3/{t.root}"}
+                    for t in self.cluster.types
+                }
+            }
         root = path.removeprefix("openapi/v3/")
         types = [t for t in self.cluster.types if t.root == root]
         if path.startswith("openapi/v3/"):
             return _openapi(types)
         if not types:
             return None
-        return {"kind": "APIResourceList", "apiVersion": "v1",
-                "groupVersion": types[0].group_version,
-                "resources": [{"name": t.plural, "singularName": t.kind.lower(), "kind": t.kind,
-                               "namespaced": t.namespaced, "verbs": _VERBS,
-                               "shortNames": _SHORT.get(t.plural, [])} for t in types]}
+        return {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": types[0].group_version,
+            "resources": [
+                {
+                    "name": t.plural,
+                    "singularName": t.kind.lower(),
+                    "kind": t.kind,
+                    "namespaced": t.namespaced,
+                    "verbs": _VERBS,
+                    "shortNames": _SHORT.get(t.plural, []),
+                }
+                for t in types
+            ],
+        }
 
 
 def _openapi(types: list[Type]) -> Object:
@@ -303,12 +362,20 @@ def _openapi(types: list[Type]) -> Object:
     for type_ in types:
         group, _, version = type_.group_version.rpartition("/")
         scope = "namespaces/{namespace}/" if type_.namespaced else ""
-        paths[f"/{type_.root}/{scope}{type_.plural}/{{name}}"] = {"patch": {
-            "parameters": [{"name": "fieldValidation", "in": "query"},
-                           {"name": "dryRun", "in": "query"}],
-            "responses": {"200": {"description": "OK"}},
-            "x-kubernetes-group-version-kind": {"group": group, "version": version,
-                                                "kind": type_.kind}}}
+        paths[f"/{type_.root}/{scope}{type_.plural}/{{name}}"] = {
+            "patch": {
+                "parameters": [
+                    {"name": "fieldValidation", "in": "query"},
+                    {"name": "dryRun", "in": "query"},
+                ],
+                "responses": {"200": {"description": "OK"}},
+                "x-kubernetes-group-version-kind": {
+                    "group": group,
+                    "version": version,
+                    "kind": type_.kind,
+                },
+            }
+        }
     return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1"}, "paths": paths}
 
 
@@ -318,11 +385,17 @@ def _check(type_: Type, item: Object, validation: str | None) -> None:
     for error in validator.iter_errors(item):
         path = ".".join(map(str, error.absolute_path))
         if error.validator != "additionalProperties":
-            raise Refused(422, "Invalid", f'{type_.kind} "{item["metadata"]["name"]}" is invalid: '
-                                          f"{path}: {error.message}")
+            raise Refused(
+                422,
+                "Invalid",
+                f'{type_.kind} "{item["metadata"]["name"]}" is invalid: {path}: {error.message}',
+            )
         if validation == "Strict":
-            raise Refused(400, "BadRequest", f"strict decoding error: unknown field in {path}: "
-                                             f"{error.message}")
+            raise Refused(
+                400,
+                "BadRequest",
+                f"strict decoding error: unknown field in {path}: {error.message}",
+            )
 
 
 def _merged(into: Any, patch: Any) -> Any:

@@ -29,12 +29,27 @@ class Machine:
 
     def start(self, *command: object, output: Path, **how: object) -> subprocess.Popen:
         """Start a command there, its output appended to a file."""
-        inside = ["nsenter", f"--net={self._namespace}", "unshare", "--uts", "--mount", "sh", "-c",
-                  _ENTER, "sh", self.name, self._folder / f"hosts-{self.name}",
-                  self._folder / "nsswitch.conf"]
+        inside = [
+            "nsenter",
+            f"--net={self._namespace}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            _ENTER,
+            "sh",
+            self.name,
+            self._folder / f"hosts-{self.name}",
+            self._folder / "nsswitch.conf",
+        ]
         with output.open("ab") as file:
-            return subprocess.Popen([*map(str, inside), *map(str, command)], stdout=file,
-                                    stderr=subprocess.STDOUT, **how)
+            return subprocess.Popen(
+                [*map(str, inside), *map(str, command)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                **how,
+            )
 
     def processes(self) -> dict[int, str]:
         """Return the command line of each process that is alive there."""
@@ -100,9 +115,13 @@ def machines(number: int, folder: Path) -> Iterator[list[Machine]]:
     mark = f"{os.getpid() % 100_000}"
     bridge, made = f"br{mark}", []
     for own in range(number):  # its own name is a loopback address, as Debian's installer has it
-        (folder / f"hosts-node-{own}").write_text("127.0.0.1 localhost\n" + "".join(
-            f"{'127.0.1.1' if i == own else f'10.77.0.{i + 1}'} node-{i}\n"
-            for i in range(number)))
+        (folder / f"hosts-node-{own}").write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(
+                f"{'127.0.1.1' if i == own else f'10.77.0.{i + 1}'} node-{i}\n"
+                for i in range(number)
+            )
+        )
     (folder / "nsswitch.conf").write_text("hosts: files\n")
     try:
         _ip("netns", "add", bridge)  # the bridge has a namespace too, to stay out of this one
@@ -112,8 +131,20 @@ def machines(number: int, folder: Path) -> Iterator[list[Machine]]:
             link = f"n{i}-{mark}"
             _ip("netns", "add", link)
             made.append(Machine(f"node-{i}", f"10.77.0.{i + 1}", link, bridge, folder))
-            _ip("link", "add", link, "netns", bridge, "type", "veth", "peer", "name", "eth0",
-                "netns", link)
+            _ip(
+                "link",
+                "add",
+                link,
+                "netns",
+                bridge,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                link,
+            )
             _ip("-n", bridge, "link", "set", link, "master", "br0", "up")
             _ip("-n", link, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             _ip("-n", link, "link", "set", "eth0", "up")

@@ -56,17 +56,29 @@ class Life:
             time.sleep(0.002)
 
 
-def lives(expected: Undisturbed, parent: Path, rng: random.Random, finish: Callable[[Life], None],
-          ) -> Iterator[Life]:
+def lives(
+    expected: Undisturbed, parent: Path, rng: random.Random, finish: Callable[[Life], None]
+) -> Iterator[Life]:
     """Yield runs to kill a launch of: the same one until it is complete, then another.
 
     After the last kill, and wherever one is complete, it must have learned what it should.
     """
     for number in count():
         outputs = parent / f"life_{number}" / "outputs"
-        life = Life(outputs, run_options(outputs, "--ckpt-freq", rng.choice([1, 2]),
-                                         "--ckpt-async", rng.choice(["on", "off"]),
-                                         "--ckpt-keep", 2, steps=LONG), expected)
+        life = Life(
+            outputs,
+            run_options(
+                outputs,
+                "--ckpt-freq",
+                rng.choice([1, 2]),
+                "--ckpt-async",
+                rng.choice(["on", "off"]),
+                "--ckpt-keep",
+                2,
+                steps=LONG,
+            ),
+            expected,
+        )
         try:
             while life.newest < LONG:
                 yield life
@@ -83,8 +95,9 @@ def require_no_leftovers(outputs: Path) -> None:
     assert not odd and {path.name for path in outputs.iterdir() if path.is_dir()} == {"run"}, odd
 
 
-def kill_often(server: Server, expected: Undisturbed, parent: Path, kills: int, seed: int = 0,
-               ) -> int:
+def kill_often(
+    server: Server, expected: Undisturbed, parent: Path, kills: int, seed: int = 0
+) -> int:
     """Kill launches at random moments, most of them after the start, until there were so many.
 
     Returns how many there were.
@@ -130,8 +143,11 @@ def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed
         scene = next(scenes)
         project, killed = scene.copy(), True
         while killed and done < kills:
-            fault = Fault(str(project), rng.randint(1, scene.operations),
-                          rng.choice(["kill", "torn"])) if rng.random() < 0.5 else None
+            fault = (
+                Fault(str(project), rng.randint(1, scene.operations), rng.choice(["kill", "torn"]))
+                if rng.random() < 0.5
+                else None
+            )
             launch = scene.command.start(project, fault)
             if fault is None:
                 launch.poll(rng.uniform(0, scene.seconds))
@@ -157,8 +173,9 @@ class Killer:
         self._commands = Commands(prepared, model_files, folder / "commands")
         self._server = faults.make_server(prepared, folder / "server")
         outputs = folder / "undisturbed" / "outputs"
-        self._run = faults.run_undisturbed(self._server, run_options(outputs, steps=LONG), outputs,
-                                           LONG)
+        self._run = faults.run_undisturbed(
+            self._server, run_options(outputs, steps=LONG), outputs, LONG
+        )
 
     def kill(self, stage: int, kills: int, seed: int) -> int:
         """Kill commands of a stage until there were so many kills, and return how many."""
@@ -177,23 +194,31 @@ def main() -> None:
     """Kill, and print how often."""
     parser = argparse.ArgumentParser(description="Kill the stages at random moments.")
     parser.add_argument("--kills", type=int, default=200, help="in all (default: 200)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
-                        help="of the moments (default: another one each time, which is printed)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**6),
+        help="of the moments (default: another one each time, which is printed)",
+    )
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder, total, began = Path(name), 0, time.monotonic()
         for part in ("prepared", "model", "killed"):
             (folder / part).mkdir()
-        killer = Killer(training.prepare(folder / "prepared"), make_files(folder / "model"),
-                        folder / "killed")
+        killer = Killer(
+            training.prepare(folder / "prepared"), make_files(folder / "model"), folder / "killed"
+        )
         try:
             for number, stage in enumerate(STAGES):
                 kills = (given.kills + number) // len(STAGES)
                 total += (done := killer.kill(stage, kills, given.seed))
                 shutil.rmtree(folder / "killed" / f"stage_{stage}")
-                print(f"stage {stage:02}: {done} kills, nothing lost "
-                      f"({time.monotonic() - began:.0f} s so far)", flush=True)
+                print(
+                    f"stage {stage:02}: {done} kills, nothing lost "
+                    f"({time.monotonic() - began:.0f} s so far)",
+                    flush=True,
+                )
         finally:
             killer.close()
     print(f"{total} kills over {len(STAGES)} stages, nothing lost")

@@ -81,16 +81,22 @@ class SlurmCluster:
         names = [f"n{number}" for number in range(1, nodes + 1)]
         ports = _free_ports(1 + nodes)
         host = socket.gethostname()
-        configuration = _CONFIGURATION.format(root=root, host=host, port=ports[0],
-                                              slurmd_timeout=slurmd_timeout)
+        configuration = _CONFIGURATION.format(
+            root=root, host=host, port=ports[0], slurmd_timeout=slurmd_timeout
+        )
         for name, port in zip(names, ports[1:], strict=True):
             configuration += _NODE.format(name=name, host=host, port=port)
         (root / "slurm.conf").write_text(configuration)
         (root / "state").mkdir()
         self.environment = {
-            **os.environ, "SLURM_CONF": str(root / "slurm.conf"), "PYTHON": sys.executable,
+            **os.environ,
+            "SLURM_CONF": str(root / "slurm.conf"),
+            "PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         self._stack = ExitStack()
         self._nodes: dict[str, subprocess.Popen] = {}
         self._pending: dict[tuple[str, str], float] = {}
@@ -108,25 +114,37 @@ class SlurmCluster:
         key = self._root / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid",
-                 "log-file": "munge.log", "seed-file": "munge.seed"}
-        self._start(*_WITH_PARENT, "munged", "--foreground", "--force",
-                    *(f"--{option}={self._root / name}" for option, name in files.items()),
-                    log="munged")
+        files = {
+            "key-file": "munge.key",
+            "socket": "munge.socket",
+            "pid-file": "munge.pid",
+            "log-file": "munge.log",
+            "seed-file": "munge.seed",
+        }
+        self._start(
+            *_WITH_PARENT,
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{option}={self._root / name}" for option, name in files.items()),
+            log="munged",
+        )
         wait_until((self._root / "munge.socket").exists, "munged listens")
 
     def _start(self, *command: str, log: str) -> subprocess.Popen:
         with (self._root / f"{log}.out").open("ab") as output:
-            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                command, env=self.environment, stdout=output, stderr=output, start_new_session=True
+            )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process
 
     def start_node(self, name: str) -> None:
         """Start a node. Its first process is a shell, which also buries what others leave."""
-        self._nodes[name] = self._start(*_AS_NODE, "bash", "-c", 'slurmd -D -N "$0" & wait "$!"',
-                                        name, log=name)
+        self._nodes[name] = self._start(
+            *_AS_NODE, "bash", "-c", 'slurmd -D -N "$0" & wait "$!"', name, log=name
+        )
 
     def kill_node(self, name: str) -> None:
         """End all processes of a node at once."""
@@ -139,8 +157,14 @@ class SlurmCluster:
 
     def run(self, *command: object, cwd: Path | None = None, **environment: str) -> str:
         """Return what a command of Slurm's printed; it must succeed."""
-        done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True,
-                              env={**self.environment, **environment}, timeout=60)
+        done = subprocess.run(
+            [*map(str, command)],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            env={**self.environment, **environment},
+            timeout=60,
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
@@ -162,8 +186,11 @@ class SlurmCluster:
         if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
             since = self._pending.setdefault((job, facts["Restarts"]), time.monotonic())
             if time.monotonic() - since > _SETTLES_S:
-                subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"],
-                               env=self.environment, capture_output=True)
+                subprocess.run(
+                    ["scontrol", "update", f"jobid={job}", "StartTime=now"],
+                    env=self.environment,
+                    capture_output=True,
+                )
         return facts
 
     def ended(self, job: str) -> dict[str, str]:
@@ -179,8 +206,10 @@ class SlurmCluster:
 
     def _wait_until_idle(self) -> None:
         idle = str(len(self._nodes))
-        wait_until(lambda: idle in self.run("sinfo", "-h", "-t", "idle", "-p", "low", "-o", "%D"),
-                   "all nodes are idle")
+        wait_until(
+            lambda: idle in self.run("sinfo", "-h", "-t", "idle", "-p", "low", "-o", "%D"),
+            "all nodes are idle",
+        )
 
 
 def _free_ports(number: int) -> list[int]:

@@ -33,8 +33,16 @@ GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
 
 def check_out(place: Path, **replaced: str) -> Path:
     """Make a repository of one commit from the files here; replaced: name → other content."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others",
-               "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     try:
         listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -61,16 +69,36 @@ def artifacts(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a directory with hf_datasets/corpus, model/ and the tokens of both."""
     place = tmp_path_factory.mktemp("artifacts")
     shutil.copytree(prepared_once, place, dirs_exist_ok=True)
-    run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
-              "--max-steps", 2, "--prepare-only", cwd=place)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        2,
+        "--prepare-only",
+        cwd=place,
+    )
     return place
 
 
-def run(*command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None = None,
-        ) -> subprocess.CompletedProcess:
+def run(
+    *command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """Run a Python script, assert its exit code and return what it printed."""
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True,
-                          text=True, timeout=600, env={**os.environ, **(env or {})})
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **(env or {})},
+    )
     assert done.returncode == expect, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
     return done
@@ -79,10 +107,20 @@ def run(*command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None
 @pytest.fixture
 def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return what packs from the directory of the artifacts into the test's own."""
+
     def run_pack(*options: object, out: str = "bundle", **how: object) -> Path:
-        run(checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / out, "--no-wheels",
-            *options, cwd=artifacts, **how)
+        run(
+            checkout / "launch" / "airgap.py",
+            "pack",
+            "--out",
+            tmp_path / out,
+            "--no-wheels",
+            *options,
+            cwd=artifacts,
+            **how,
+        )
         return tmp_path / out
+
     return run_pack
 
 
@@ -93,14 +131,19 @@ def far(bundle: Path, action: str, *options: object, **how: object) -> subproces
 
 def files(root: Path) -> dict[str, bytes]:
     """Return the content of all files below a directory, but for those of git."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*")
-            if path.is_file() and ".git/" not in path.as_posix()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and ".git/" not in path.as_posix()
+    }
 
 
-def test_everything_chosen_comes_out_as_it_was(pack: Callable[..., Path], checkout: Path,
-                                               artifacts: Path, tmp_path: Path):
-    bundle = pack("--dataset", "corpus", "--model", "model", "--tokens", "corpus",
-                  "--volume-size", "100kB")
+def test_everything_chosen_comes_out_as_it_was(
+    pack: Callable[..., Path], checkout: Path, artifacts: Path, tmp_path: Path
+):
+    bundle = pack(
+        "--dataset", "corpus", "--model", "model", "--tokens", "corpus", "--volume-size", "100kB"
+    )
     volumes = sorted(bundle.glob("volume_*"))
     assert len(volumes) > 3 and any(bundle.glob("volume_*/.parts/**/*"))
     for volume in volumes:
@@ -111,8 +154,11 @@ def test_everything_chosen_comes_out_as_it_was(pack: Callable[..., Path], checko
     said = far(carried, "unpack", "--to", tmp_path / "a project").stdout
     assert "-d hf_datasets/corpus -m .cache/models/model" in said
     expected = files(checkout)
-    for source, to in (("hf_datasets/corpus", "hf_datasets/corpus"),
-                       ("model", ".cache/models/model"), (".cache/tokens", ".cache/tokens")):
+    for source, to in (
+        ("hf_datasets/corpus", "hf_datasets/corpus"),
+        ("model", ".cache/models/model"),
+        (".cache/tokens", ".cache/tokens"),
+    ):
         expected |= {f"{to}/{name}": data for name, data in files(artifacts / source).items()}
     found = files(tmp_path / "a project")
     assert json.loads(found.pop(".bundle.json"))["kind"] == "bundle/1"
@@ -122,7 +168,8 @@ def test_everything_chosen_comes_out_as_it_was(pack: Callable[..., Path], checko
 
 
 def test_everything_that_an_option_of_stage_04_names_is_packed(
-        checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A file, links, a cache of another program, weights of a mixture, stores by every name."""
     place, dataset = tmp_path / "place", "hf_datasets/corpus"
     shutil.copytree(artifacts, place)
@@ -149,18 +196,29 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
     monkeypatch.chdir(place)
     of_tokens = {f".cache/tokens/{name}" for name in (tokens.name, packs.name)}
     for option, name, expected in (
-            ("--dataset", "alone.arrow", {"hf_datasets/alone.arrow"}),
-            ("--dataset", "link.arrow", {"hf_datasets/alone.arrow"}),
-            ("--dataset", "cached", {"hf_datasets/cached"}),
-            ("--dataset", "linked", {dataset}),
-            ("--dataset", "corpus=0.5", {dataset}),
-            ("--dataset", "org/name", {"hf_datasets/org--name"}),
-            ("--model", "./model/", {".cache/models/model"}),
-            ("--model", "org/name", {".cache/models/org--name"}),
-            ("--model", snapshot, {f".cache/models/{'a' * 40}"}),
-            *(("--tokens", name, of_tokens) for name in (
-                "corpus", f"{dataset}/", "linked", "org/name", "org--name", tokens.name, tokens,
-                packs.name, packs)),
+        ("--dataset", "alone.arrow", {"hf_datasets/alone.arrow"}),
+        ("--dataset", "link.arrow", {"hf_datasets/alone.arrow"}),
+        ("--dataset", "cached", {"hf_datasets/cached"}),
+        ("--dataset", "linked", {dataset}),
+        ("--dataset", "corpus=0.5", {dataset}),
+        ("--dataset", "org/name", {"hf_datasets/org--name"}),
+        ("--model", "./model/", {".cache/models/model"}),
+        ("--model", "org/name", {".cache/models/org--name"}),
+        ("--model", snapshot, {f".cache/models/{'a' * 40}"}),
+        *(
+            ("--tokens", name, of_tokens)
+            for name in (
+                "corpus",
+                f"{dataset}/",
+                "linked",
+                "org/name",
+                "org--name",
+                tokens.name,
+                tokens,
+                packs.name,
+                packs,
+            )
+        ),
     ):
         opts = bundle_module.parse(["--out", "out", option, str(name)])
         chosen = bundle_contents.artifacts(opts)
@@ -188,23 +246,35 @@ def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Pa
     pack("--dataset", "corpus", "--model", "model", "--overwrite")
     after = {path: path.stat().st_ino for path in bundle.rglob("*") if path.is_file()}
     own = {bundle / "manifest.json", bundle / "airgap.py"}
-    assert {path: after[path] for path in before.keys() - own} == \
-        {path: before[path] for path in before.keys() - own}  # linked, not copied
+    assert {path: after[path] for path in before.keys() - own} == {
+        path: before[path] for path in before.keys() - own
+    }  # linked, not copied
     assert [path for path in after if path.name == "model.safetensors"]
     far(bundle, "verify")
     assert not list(bundle.parent.glob("bundle.*"))
 
 
-def test_a_killed_pack_goes_on_with_the_files_it_had(checkout: Path, artifacts: Path,
-                                                     tmp_path: Path):
+def test_a_killed_pack_goes_on_with_the_files_it_had(
+    checkout: Path, artifacts: Path, tmp_path: Path
+):
     model = tmp_path / "big"
     shutil.copytree(artifacts / "model", model)
     for number in range(12):
         (model / f"extra_{number:02d}.bin").write_bytes(os.urandom(1 << 20) * 16)
-    command = [checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / "bundle",
-               "--no-wheels", "--model", model, "--num-workers", 1]
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=tmp_path,
-                               stdout=subprocess.DEVNULL)
+    command = [
+        checkout / "launch" / "airgap.py",
+        "pack",
+        "--out",
+        tmp_path / "bundle",
+        "--no-wheels",
+        "--model",
+        model,
+        "--num-workers",
+        1,
+    ]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     models = "bundle.partial-*/content/volume_001/.cache/models"
     while not list(tmp_path.glob(f"{models}/big/extra_03.bin")):
@@ -226,8 +296,10 @@ def test_a_killed_pack_goes_on_with_the_files_it_had(checkout: Path, artifacts: 
 def test_every_damage_is_named_and_nothing_is_unpacked(pack: Callable[..., Path], tmp_path: Path):
     bundle = pack("--dataset", "corpus", "--model", "model", "--volume-size", "200kB")
     code = bundle / "volume_001"
-    flipped, cut, gone, linked = (code / name for name in (
-        "README.md", "Makefile", "01_organize_data.py", "02_build_hf_dataset.py"))
+    flipped, cut, gone, linked = (
+        code / name
+        for name in ("README.md", "Makefile", "01_organize_data.py", "02_build_hf_dataset.py")
+    )
     content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 1
     flipped.write_bytes(content)
@@ -244,10 +316,15 @@ def test_every_damage_is_named_and_nothing_is_unpacked(pack: Callable[..., Path]
     for action in (("verify",), ("unpack", "--to", tmp_path / "project")):
         said = far(bundle, *action, expect=3).stderr
         for path, what in (
-                (flipped, "has other content"), (cut, "holds"), (gone, "is missing"),
-                (linked, "is not a plain file"), (part, "holds 0 bytes"),
-                (code / "torch.py", "is not part of"),
-                (bundle / "stray" / "file", "is not part of"), (bundle / "airgap.py", "holds")):
+            (flipped, "has other content"),
+            (cut, "holds"),
+            (gone, "is missing"),
+            (linked, "is not a plain file"),
+            (part, "holds 0 bytes"),
+            (code / "torch.py", "is not part of"),
+            (bundle / "stray" / "file", "is not part of"),
+            (bundle / "airgap.py", "holds"),
+        ):
             assert f"{path.relative_to(bundle).as_posix()} {what}" in said
         assert "8 problems" in said
     assert not list(tmp_path.glob("project*"))
@@ -263,13 +340,19 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
     path.write_text(json.dumps(content))
     assert "does not say what was written" in far(bundle, "verify", expect=3).stderr
     before = sorted(tmp_path.rglob("*"))
-    for to, why in (("../evil", "leads out"), ("/tmp/evil", "leads out"), ("a\0b", "leads out"),
-                    ("lib/../../evil", "leads out"), ("lib//x", "leads out"),
-                    ("README.md/x", "do not make a file"),
-                    ("README.md", "do not make a file")):
+    for to, why in (
+        ("../evil", "leads out"),
+        ("/tmp/evil", "leads out"),
+        ("a\0b", "leads out"),
+        ("lib/../../evil", "leads out"),
+        ("lib//x", "leads out"),
+        ("README.md/x", "do not make a file"),
+        ("README.md", "do not make a file"),
+    ):
         content["files"][1]["to"] = to
-        content["summary"]["digest"] = unpacking.content_digest(content["files"],
-                                                                content["summary"])
+        content["summary"]["digest"] = unpacking.content_digest(
+            content["files"], content["summary"]
+        )
         path.write_text(json.dumps(content))
         said = far(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
         assert "manifest.json is damaged" in said and why in said, to
@@ -280,8 +363,12 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
-                              monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_where_it_is_unpacked(
+    pack: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
     bundle, project = pack(), tmp_path / "project"
     far(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
@@ -300,8 +387,10 @@ def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
     assert "already" in far(bundle, "unpack", "--to", project).stdout
     assert (project / "README.md").stat().st_mtime_ns == stamp
     (project / ".bundle.json").unlink()
-    assert "was not unpacked from this bundle" in \
-        far(bundle, "unpack", "--to", project, expect=2).stderr
+    assert (
+        "was not unpacked from this bundle"
+        in far(bundle, "unpack", "--to", project, expect=2).stderr
+    )
     no_wheels = far(bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2).stderr
     assert "no wheelhouse" in no_wheels and not (tmp_path / "b").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
@@ -322,8 +411,9 @@ def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path
     assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
     said = run(*command, "--allow-dirty", cwd=artifacts).stdout
     assert "left behind" in said
-    assert (changed / "out" / "volume_001" / "README.md").read_bytes() == \
-        (ROOT / "README.md").read_bytes()
+    assert (changed / "out" / "volume_001" / "README.md").read_bytes() == (
+        ROOT / "README.md"
+    ).read_bytes()
     assert not (changed / "out" / "volume_001" / "lib" / "new file.py").exists()
     summary = json.loads((changed / "out" / "manifest.json").read_text())["summary"]
     assert summary["changed_files_left_behind"] == ["README.md", "lib/new file.py"]
@@ -333,8 +423,17 @@ def test_what_is_damaged_or_missing_is_not_packed(checkout: Path, artifacts: Pat
     place = tmp_path / "artifacts"
     shutil.copytree(artifacts, place)
     command = [checkout / "launch" / "airgap.py", "pack", "--out", "bundle", "--no-wheels"]
-    said = run(*command, "--dataset", "nothing", "--model", "none", "--tokens", "neither",
-               cwd=place, expect=3).stderr
+    said = run(
+        *command,
+        "--dataset",
+        "nothing",
+        "--model",
+        "none",
+        "--tokens",
+        "neither",
+        cwd=place,
+        expect=3,
+    ).stderr
     assert "3 problems" in said and "nothing" in said and "none" in said and "neither" in said
     said = run(*command, "--tokens", "corpus", cwd=place).stdout
     assert "stage 04 needs that too (--dataset)" in said
@@ -348,16 +447,19 @@ def test_what_is_damaged_or_missing_is_not_packed(checkout: Path, artifacts: Pat
     assert not (place / "bundle" / "volume_001" / "hf_datasets").exists()
 
 
-def make_wheel(place: Path, name: str, version: str, *needs: str,
-               tag: str = "py3-none-any") -> None:
+def make_wheel(
+    place: Path, name: str, version: str, *needs: str, tag: str = "py3-none-any"
+) -> None:
     """Write a wheel with one module that holds its version."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
-    members = {f"{module}.py": f"VERSION = {version!r}\n",
-               f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
-               f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
-                                f"Tag: {tag}\n"}
+    members = {
+        f"{module}.py": f"VERSION = {version!r}\n",
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+        f"Tag: {tag}\n",
+    }
     record = "".join(f"{path},,\n" for path in [*members, f"{info}/RECORD"])
     with zipfile.ZipFile(place / f"{module}-{version}-{tag}.whl", "w") as wheel:
         for path, text in {**members, f"{info}/RECORD": record}.items():
@@ -375,15 +477,28 @@ def index(tmp_path: Path) -> dict[str, str]:
     if not own:
         pytest.skip("this Python has no wheel of pip (python3-venv brings it on Debian)")
     shutil.copy(own[0], place)
-    make_wheel(place, "alpha", "1.0", 'before-eleven; python_version < "3.11"',
-               'for-arm; platform_machine == "aarch64"', "compiled")
+    make_wheel(
+        place,
+        "alpha",
+        "1.0",
+        'before-eleven; python_version < "3.11"',
+        'for-arm; platform_machine == "aarch64"',
+        "compiled",
+    )
     make_wheel(place, "before-eleven", "1.0")
     make_wheel(place, "for-arm", "1.0")
-    for tag in ("py3-none-manylinux_2_17_x86_64", "py3-none-manylinux2014_aarch64",
-                "py3-none-manylinux_2_99_x86_64"):
+    for tag in (
+        "py3-none-manylinux_2_17_x86_64",
+        "py3-none-manylinux2014_aarch64",
+        "py3-none-manylinux_2_99_x86_64",
+    ):
         make_wheel(place, "compiled", "2.0" if "99" in tag else "1.0", tag=tag)
-    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(place), "PIP_CONFIG_FILE": os.devnull,
-            "PYTHONPATH": ""}
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(place),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PYTHONPATH": "",
+    }
 
 
 def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
@@ -391,20 +506,36 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
     command = [small / "launch" / "airgap.py", "pack", "--cache-dir", tmp_path / "cache", "--out"]
     bundle = tmp_path / "arm"
-    run(*command, bundle, "--python", "3.10", "--platform", "manylinux_2_28_aarch64",
-        cwd=artifacts, env=index)
+    run(
+        *command,
+        bundle,
+        "--python",
+        "3.10",
+        "--platform",
+        "manylinux_2_28_aarch64",
+        cwd=artifacts,
+        env=index,
+    )
     names = {path.name.partition("-")[0] for path in bundle.rglob("*.whl")}
     assert names == {"alpha", "before_eleven", "for_arm", "compiled", "pip"}
     assert list(bundle.rglob("compiled-1.0-*aarch64.whl"))
     said = far(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
     assert "Python 3.10, aarch64" in said and not (tmp_path / "p").exists()
-    said = run(*command, tmp_path / "none", "--platform", "manylinux_2_5_x86_64", cwd=artifacts,
-               env=index, expect=2).stderr
+    said = run(
+        *command,
+        tmp_path / "none",
+        "--platform",
+        "manylinux_2_5_x86_64",
+        cwd=artifacts,
+        env=index,
+        expect=2,
+    ).stderr
     assert "no complete set of wheels" in said and "compiled" in said
     assert not list(tmp_path.glob("none*"))
     run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
-    said = run(*command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts,
-               expect=2).stderr
+    said = run(
+        *command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts, expect=2
+    ).stderr
     assert "--cuda chooses wheels, which --no-wheels leaves out" in said
 
 
@@ -427,18 +558,25 @@ def build_wheel(place, config_settings=None, metadata_directory=None):
 def make_source(place: Path) -> None:
     """Write a package that comes as source alone, and builds itself."""
     with tarfile.open(place / "source_only-1.0.tar.gz", "w:gz") as archive:
-        for name, text in (("pyproject.toml", "[build-system]\nrequires = []\n"
-                            'build-backend = "backend"\nbackend-path = ["."]\n'),
-                           ("PKG-INFO", "Metadata-Version: 2.1\nName: source-only\n"
-                                        "Version: 1.0\n"), ("backend.py", BACKEND)):
+        for name, text in (
+            (
+                "pyproject.toml",
+                '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+            ),
+            ("PKG-INFO", "Metadata-Version: 2.1\nName: source-only\nVersion: 1.0\n"),
+            ("backend.py", BACKEND),
+        ):
             member = tarfile.TarInfo(f"source_only-1.0/{name}")
             member.size = len(text)
             archive.addfile(member, io.BytesIO(text.encode()))
 
 
 def test_torch_is_a_build_for_the_driver_of_the_far_side(
-        tmp_path: Path, index: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture):
+    tmp_path: Path,
+    index: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
     """Else an older torch with such a build; the list in the wheelhouse names what was taken."""
     for name, value in index.items():
         monkeypatch.setenv(name, value)
@@ -463,8 +601,10 @@ def test_torch_is_a_build_for_the_driver_of_the_far_side(
         make_wheel(wheels, "torch", "2.13.0+cu132")
         shutil.rmtree(tmp_path / "cache")
         prepared("13.0", "")
-    for cuda, driver, why in (("", "470", "runs with driver 470"),
-                              ("13.0", "535", "built for CUDA 13.0 and runs with driver 535")):
+    for cuda, driver, why in (
+        ("", "470", "runs with driver 470"),
+        ("13.0", "535", "built for CUDA 13.0 and runs with driver 535"),
+    ):
         with pytest.raises(UsageError, match=why):
             prepared(cuda, driver)
 
@@ -479,38 +619,67 @@ def with_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("cuda", ["12.6", "12.8", "13.0", ""])
-def test_a_build_without_code_for_blackwell_is_told(cuda: str,
-                                                    caplog: pytest.LogCaptureFixture) -> None:
+def test_a_build_without_code_for_blackwell_is_told(
+    cuda: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pipeline")
     told = bundle_module._torch_facts(Torch("2.11.0", cuda))
-    assert told == {"version": f"2.11.0{Torch('2.11.0', cuda).local}", "cuda": cuda,
-                    "driver": "" if not cuda else "580" if cuda == "13.0" else "525"}
+    assert told == {
+        "version": f"2.11.0{Torch('2.11.0', cuda).local}",
+        "cuda": cuda,
+        "driver": "" if not cuda else "580" if cuda == "13.0" else "525",
+    }
     assert ("Blackwell GPUs (B200, RTX 50), which --cuda cu128" in caplog.text) == (cuda == "12.6")
 
 
 @pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
 def test_a_bundle_says_which_driver_its_torch_needs_and_what_is_optional(
-        artifacts: Path, tmp_path: Path, index: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str]):
+    artifacts: Path,
+    tmp_path: Path,
+    index: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
     make_source(tmp_path / "index")
     for name, needs in (("torch", ('cuda-toolkit==13.0.3; os_name == "nt"',)), ("extra", ())):
         make_wheel(tmp_path / "index", name, "2.13.0", *needs)
-    small = check_out(tmp_path / "small", **{"requirements.txt": "torch==2.13.0\n",
-                                             "requirements-optional.txt": "extra==2.13.0\n"
-                                                                          "source-only==1.0\n"})
+    small = check_out(
+        tmp_path / "small",
+        **{
+            "requirements.txt": "torch==2.13.0\n",
+            "requirements-optional.txt": "extra==2.13.0\nsource-only==1.0\n",
+        },
+    )
     bundle = tmp_path / "bundle"
-    done = run(small / "launch" / "airgap.py", "pack", "--out", bundle, "--optional", "--cache-dir",
-               tmp_path / "cache", "--platform", f"manylinux_2_17_{unpacking.platform.machine()}",
-               cwd=artifacts, env=index)
+    done = run(
+        small / "launch" / "airgap.py",
+        "pack",
+        "--out",
+        bundle,
+        "--optional",
+        "--cache-dir",
+        tmp_path / "cache",
+        "--platform",
+        f"manylinux_2_17_{unpacking.platform.machine()}",
+        cwd=artifacts,
+        env=index,
+    )
     assert "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in done.stdout
     assert "source-only==1.0 comes as source alone: its wheel was built here" in done.stdout
     for name in ("extra-*.whl", "source_only-1.0-py3-none-any.whl", "requirements-optional.txt"):
         assert list((bundle / "volume_001" / "wheelhouse").glob(name)), name
-    assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == \
-        {"version": "2.13.0+cu130", "cuda": "13.0", "driver": "580"}
+    assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == {
+        "version": "2.13.0+cu130",
+        "cuda": "13.0",
+        "driver": "580",
+    }
     words = ["unpack", str(bundle), "--to", str(tmp_path / "p"), "--dry-run"]
-    for driver, how, code in (("535.104.05", ["--install"], 2), ("535.104.05", [], 0),
-                              ("580.65.06", ["--install"], 0), ("", ["--install"], 0)):
+    for driver, how, code in (
+        ("535.104.05", ["--install"], 2),
+        ("535.104.05", [], 0),
+        ("580.65.06", ["--install"], 0),
+        ("", ["--install"], 0),
+    ):
         with_driver(tmp_path / "bin", driver, monkeypatch)
         assert unpacking.main([*words, *how], "") == code, driver
         out, err = capfd.readouterr()
@@ -520,20 +689,36 @@ def test_a_bundle_says_which_driver_its_torch_needs_and_what_is_optional(
 
 @pytest.mark.slow
 @pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
-def test_wheels_are_installed_without_a_network(artifacts: Path, tmp_path: Path,
-                                                index: dict[str, str]):
+def test_wheels_are_installed_without_a_network(
+    artifacts: Path, tmp_path: Path, index: dict[str, str]
+):
     machine = unpacking.platform.machine()
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
     bundle = tmp_path / "bundle"
-    command = [small / "launch" / "airgap.py", "pack", "--out", bundle, "--cache-dir",
-               tmp_path / "cache", "--platform", f"manylinux_2_17_{machine}"]
+    command = [
+        small / "launch" / "airgap.py",
+        "pack",
+        "--out",
+        bundle,
+        "--cache-dir",
+        tmp_path / "cache",
+        "--platform",
+        f"manylinux_2_17_{machine}",
+    ]
     run(*command, cwd=artifacts, env=index)
     shutil.rmtree(tmp_path / "index")
     project = tmp_path / "project"
     far(bundle, "unpack", "--to", project, "--install")
-    done = subprocess.run([project / ".venv" / "bin" / "python", "-c",
-                           "import alpha, compiled; print(alpha.VERSION, compiled.VERSION)"],
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [
+            project / ".venv" / "bin" / "python",
+            "-c",
+            "import alpha, compiled; print(alpha.VERSION, compiled.VERSION)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["1.0", "1.0"]
     assert "installed already" in far(bundle, "unpack", "--to", project, "--install").stdout
     shutil.rmtree(tmp_path / "cache")
@@ -566,15 +751,29 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.long
-def test_a_bundle_installs_and_trains_without_a_network(checkout: Path, artifacts: Path,
-                                                        tmp_path: Path):
+def test_a_bundle_installs_and_trains_without_a_network(
+    checkout: Path, artifacts: Path, tmp_path: Path
+):
     """Everything real: the wheels of requirements.txt, a fresh directory, no interface but lo."""
     alone = isolated()
     done = subprocess.run(
-        [sys.executable, checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / "bundle",
-         "--dataset", "corpus", "--model", "model"], cwd=artifacts,
-        capture_output=True, text=True, timeout=900,
-        env={**os.environ, "PYTHONPATH": ""})  # the one step that may use a network
+        [
+            sys.executable,
+            checkout / "launch" / "airgap.py",
+            "pack",
+            "--out",
+            tmp_path / "bundle",
+            "--dataset",
+            "corpus",
+            "--model",
+            "model",
+        ],
+        cwd=artifacts,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": ""},
+    )  # the one step that may use a network
     if "no complete set of wheels" in done.stderr:
         pytest.skip(f"the wheels of requirements.txt cannot be had here:\n{done.stderr}")
     assert done.returncode == 0, done.stderr
@@ -582,18 +781,50 @@ def test_a_bundle_installs_and_trains_without_a_network(checkout: Path, artifact
     project = tmp_path / "project"
 
     def offline(*command: object) -> str:
-        ended = subprocess.run([*alone, *map(str, command)], capture_output=True, text=True,
-                               timeout=900, cwd=project if project.exists() else tmp_path,
-                               env={"PATH": os.environ["PATH"], "HOME": str(tmp_path),
-                                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"})
+        ended = subprocess.run(
+            [*alone, *map(str, command)],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            cwd=project if project.exists() else tmp_path,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "-1",
+            },
+        )
         assert ended.returncode == 0, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
         return ended.stdout
 
-    offline(sys.executable, tmp_path / "carried" / "airgap.py", "unpack", tmp_path / "carried",
-            "--to", project, "--install")
-    offline(project / ".venv" / "bin" / "torchrun", "--standalone", "--nproc-per-node", 2,
-            "04_train_fsdp.py", "-e", "far", "-d", "corpus", "-m", ".cache/models/model",
-            "-s", SEQ_LENGTH, "--max-steps", 3, "--log-freq", 1)
+    offline(
+        sys.executable,
+        tmp_path / "carried" / "airgap.py",
+        "unpack",
+        tmp_path / "carried",
+        "--to",
+        project,
+        "--install",
+    )
+    offline(
+        project / ".venv" / "bin" / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "04_train_fsdp.py",
+        "-e",
+        "far",
+        "-d",
+        "corpus",
+        "-m",
+        ".cache/models/model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        3,
+        "--log-freq",
+        1,
+    )
     offline(project / ".venv" / "bin" / "python", "05_export_checkpoint.py", "-e", "far")
     state = json.loads((project / "outputs" / "far" / "state.json").read_text())
     assert (state["status"], state["step"]) == ("complete", 3)
@@ -605,21 +836,24 @@ def test_the_digest_of_the_manifest_stands_for_the_bundle(pack: Callable[..., Pa
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     assert digest in far(bundle, "verify").stdout
     entries = json.loads((bundle / "manifest.json").read_text())["files"]
-    assert {f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}"
-            for e in entries} == {e["digest"] for e in entries}
+    assert {
+        f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}" for e in entries
+    } == {e["digest"] for e in entries}
 
 
 def empty_store(place: Path, identity: dict[str, object]) -> Path:
     """Return a token store without files."""
     place.mkdir(parents=True)
-    (place / "manifest.json").write_text(json.dumps(
-        {"kind": store.KIND, "summary": {}, "identity": identity, "files": []}))
+    (place / "manifest.json").write_text(
+        json.dumps({"kind": store.KIND, "summary": {}, "identity": identity, "files": []})
+    )
     return place
 
 
 @pytest.mark.parametrize("identity", [{}, {"inputs": [1]}, {"inputs": {"dataset": [1]}}])
 def test_stores_that_name_no_inputs_are_not_of_the_dataset(
-        tmp_path: Path, identity: dict[str, object]) -> None:
+    tmp_path: Path, identity: dict[str, object]
+) -> None:
     cache = tmp_path / ".cache"
     place = empty_store(cache / "tokens" / "other-1", identity)
     with pytest.raises(ArtifactError, match="no token store called corpus"):
@@ -629,8 +863,9 @@ def test_stores_that_name_no_inputs_are_not_of_the_dataset(
     assert "is of a dataset that is not packed" in line
 
 
-def test_a_store_is_named_by_the_current_directory(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_named_by_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = empty_store(tmp_path / ".cache" / "tokens" / "corpus-1", {"inputs": {}})
     (place / "train").mkdir()
     for directory, name in ((place, "."), (place / "train", "..")):
@@ -639,8 +874,9 @@ def test_a_store_is_named_by_the_current_directory(tmp_path: Path,
         assert found.to == ".cache/tokens/corpus-1"
 
 
-def test_tokens_are_those_of_a_dataset_with_a_weight(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_a_dataset_with_a_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("corpus-1", "a=b-1"):
         empty_store(Path(".cache", "tokens", name), {"inputs": {}})
@@ -650,7 +886,8 @@ def test_tokens_are_those_of_a_dataset_with_a_weight(tmp_path: Path,
 
 
 def test_the_command_for_a_file_of_a_dataset_names_the_new_dataset(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = Path("saved/train/state.json")
     file.parent.mkdir(parents=True)

@@ -12,8 +12,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import run_stage
 
 ANIMALS = ("heron", "otter", "lynx", "toad", "wren", "mole", "ibex", "carp", "newt", "stoat")
-PLACES = ("in the reeds", "by a stream", "on the ridge", "under a stone", "in the hedge",
-          "below the lawn", "above the trees", "in the pond", "near the spring", "in a wall")
+PLACES = (
+    "in the reeds",
+    "by a stream",
+    "on the ridge",
+    "under a stone",
+    "in the hedge",
+    "below the lawn",
+    "above the trees",
+    "in the pond",
+    "near the spring",
+    "in a wall",
+)
 
 
 def ask(animal: str) -> str:
@@ -23,31 +33,75 @@ def ask(animal: str) -> str:
 @pytest.mark.slow
 def test_an_export_answers_as_it_was_trained_to_and_ends(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "animals.jsonl").write_text("".join(json.dumps({"messages": [
-        {"role": "user", "content": ask(animal)},
-        {"role": "assistant", "content": f"The {animal} lives {place}."}]}) + "\n"
-        for animal, place in zip(ANIMALS, PLACES, strict=True)))
-    run_stage("02_build_hf_dataset.py", "--data-folder", "raw", "--save-dir", "chat", "--format",
-              "chat", cwd=tmp_path)
-    words = ["-e", "run", "-d", "chat", "--from-scratch", "--model-size", "1M", "--seq-length",
-             "64"]
-    shown = run_stage("04_train_fsdp.py", *words, "--prepare-only", "--show-samples", "2",
-                      cwd=tmp_path)
+    (tmp_path / "raw" / "animals.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": ask(animal)},
+                        {"role": "assistant", "content": f"The {animal} lives {place}."},
+                    ]
+                }
+            )
+            + "\n"
+            for animal, place in zip(ANIMALS, PLACES, strict=True)
+        )
+    )
+    run_stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        "raw",
+        "--save-dir",
+        "chat",
+        "--format",
+        "chat",
+        cwd=tmp_path,
+    )
+    words = [
+        "-e",
+        "run",
+        "-d",
+        "chat",
+        "--from-scratch",
+        "--model-size",
+        "1M",
+        "--seq-length",
+        "64",
+    ]
+    shown = run_stage(
+        "04_train_fsdp.py", *words, "--prepare-only", "--show-samples", "2", cwd=tmp_path
+    )
     assert "⟦The heron lives in the reeds.<|im_end|>⟧\n" in shown.stdout
     assert f"<|im_start|>user\n{ask('mole')}<|im_end|>\n" in shown.stdout
     assert re.search(r"end in a stop token.*100 %", shown.stdout)
 
-    run_stage("04_train_fsdp.py", *words, "--max-steps", "200", "-b", "5", "--lr", "5e-3",
-              "--warmup-steps", "10", "--precision", "fp32", cwd=tmp_path)
+    run_stage(
+        "04_train_fsdp.py",
+        *words,
+        "--max-steps",
+        "200",
+        "-b",
+        "5",
+        "--lr",
+        "5e-3",
+        "--warmup-steps",
+        "10",
+        "--precision",
+        "fp32",
+        cwd=tmp_path,
+    )
     run_stage("05_export_checkpoint.py", "-e", "run", "--out", "out", cwd=tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == [stop, tokenizer.eos_token_id]
     for animal, place in zip(ANIMALS, PLACES, strict=True):
-        inputs = tokenizer.apply_chat_template([{"role": "user", "content": ask(animal)}],
-                                               add_generation_prompt=True, return_tensors="pt",
-                                               return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": ask(animal)}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
         ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]
-        answer = ids[inputs["input_ids"].shape[1]:]
+        answer = ids[inputs["input_ids"].shape[1] :]
         assert tokenizer.decode(answer) == f"The {animal} lives {place}.<|im_end|>"

@@ -70,27 +70,60 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
 
 def test_the_page_holds_the_table() -> None:
     page = elsewhere.PAGE.read_text(encoding="utf-8")
-    assert page.partition(elsewhere.BEGIN)[2].partition(elsewhere.END)[0] == elsewhere.table(), \
+    assert page.partition(elsewhere.BEGIN)[2].partition(elsewhere.END)[0] == elsewhere.table(), (
         "python -m lib.core.elsewhere writes it anew"
-    assert not [name for name in elsewhere.SYSTEMS.values()
-                if f"\n## {name}\n".lower() not in page.lower()]
+    )
+    assert not [
+        name for name in elsewhere.SYSTEMS.values() if f"\n## {name}\n".lower() not in page.lower()
+    ]
 
 
-FROM_SCRATCH = ["-e", "exp", "-d", "corpus", "--mixed-precision", "--use-flash-attn",
-                "--checkpoint-dir", "ckpt", "--checkpoint-interval", 50, "--log-interval", 5,
-                "--max-lr", 1e-3, "--steps-per-epoch", 100, "--batch-size", 4]
+FROM_SCRATCH = [
+    "-e",
+    "exp",
+    "-d",
+    "corpus",
+    "--mixed-precision",
+    "--use-flash-attn",
+    "--checkpoint-dir",
+    "ckpt",
+    "--checkpoint-interval",
+    50,
+    "--log-interval",
+    5,
+    "--max-lr",
+    1e-3,
+    "--steps-per-epoch",
+    100,
+    "--batch-size",
+    4,
+]
 
 
 def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -> None:
     def train(epochs: int, ranks: int) -> str:
-        words = [*FROM_SCRATCH, "--num-epochs", epochs, "--from-scratch", "--model-size", "1M",
-                 "--vocab-size", 500]
+        words = [
+            *FROM_SCRATCH,
+            "--num-epochs",
+            epochs,
+            "--from-scratch",
+            "--model-size",
+            "1M",
+            "--vocab-size",
+            500,
+        ]
         words[words.index(100)], words[words.index("--batch-size") + 1] = 2, 1
         return run_stage("04_train_fsdp.py", *words, "-s", 32, cwd=project, ranks=ranks).stdout
 
     first = train(1, ranks=2)
-    for told in ("tokenizer: 500 tokens from all", "1M from scratch with a tokenizer trained on",
-                 "flash_attention_2", "attention: sdpa", "step 2/2", "experiment ckpt/exp"):
+    for told in (
+        "tokenizer: 500 tokens from all",
+        "1M from scratch with a tokenizer trained on",
+        "flash_attention_2",
+        "attention: sdpa",
+        "step 2/2",
+        "experiment ckpt/exp",
+    ):
         assert told in first, first
     shutil.rmtree(project / ".cache")  # what is derived of the data is in the run
     again = train(2, ranks=1)
@@ -109,22 +142,49 @@ def test_an_offline_pipeline_is_typed_as_before(project: Path) -> None:
     (refs := snapshot.parents[1] / "refs").mkdir()
     (refs / "main").write_text("0" * 40)
     for data in ("cached/corpus-train.arrow", "cached"):
-        done = run_stage("04_train_fsdp.py", "-e", "exp", "-d", data, "-m", "org/name", "-s", 32,
-                         "--max_steps", 1, "--log_freq", 1, cwd=project,
-                         env={"HF_HOME": str(project / "home")})
+        done = run_stage(
+            "04_train_fsdp.py",
+            "-e",
+            "exp",
+            "-d",
+            data,
+            "-m",
+            "org/name",
+            "-s",
+            32,
+            "--max_steps",
+            1,
+            "--log_freq",
+            1,
+            cwd=project,
+            env={"HF_HOME": str(project / "home")},
+        )
         assert "a snapshot in the Hugging Face cache, taken as it is" in done.stdout
     assert "already done" in done.stdout  # the directory holds the same text under the same name
 
 
 def test_a_7b_from_scratch_is_planned_as_it_is_typed(project: Path) -> None:
-    plan = run_stage("04_train_fsdp.py", "-e", "big", "-d", "corpus", "--from-scratch",
-                     "--model-size", "7B", "--vocab-size", 32000, "--dry-run", cwd=project).stdout
+    plan = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "big",
+        "-d",
+        "corpus",
+        "--from-scratch",
+        "--model-size",
+        "7B",
+        "--vocab-size",
+        32000,
+        "--dry-run",
+        cwd=project,
+    ).stdout
     assert "7B from scratch with a tokenizer trained on the dataset (llama, 6.74B" in plan
     assert "the shapes of Llama 2 7B" in plan and not (project / ".cache").exists()
 
 
-def test_without_a_dataset_each_byte_is_a_token(project: Path, capsys: pytest.CaptureFixture,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_dataset_each_byte_is_a_token(
+    project: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log.setup()
     monkeypatch.chdir(project)
     config = asked("-e", "x", "-d", "raw", "--streaming", "--from-scratch", "--model-size", "1M")
@@ -135,59 +195,129 @@ def test_without_a_dataset_each_byte_is_a_token(project: Path, capsys: pytest.Ca
 
 def test_the_words_of_a_trainer_from_scratch() -> None:
     config = asked(*FROM_SCRATCH, "--hf-model", "org/name", "--num-epochs", 3)
-    assert (config.model_name, config.precision, config.ckpt_freq, config.log_freq) == \
-        ("org/name", None, 50, 5)
+    assert (config.model_name, config.precision, config.ckpt_freq, config.log_freq) == (
+        "org/name",
+        None,
+        50,
+        5,
+    )
     assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "exp")
     assert (config.lr, plan.total_steps(config, 10, 4), plan.epochs(config)) == (1e-3, 300, None)
     assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
 
 
-SAMPLE = ["--max_context_width=4096", "--num_key_value_heads=32", "--intermediate_size=11008",
-          "--hidden_width=4096", "--num_layers=32", "--num_heads=32", "--model_type=llama_v2",
-          "--checkpoint_freq=5000", "--validation_freq=500", "--max_steps=5000", "--epochs=1",
-          "--checkpoint_dir=./checkpoints", "--dataset=allenai/c4", "--dataset_config_name=en",
-          "--resume_from_checkpoint=./checkpoints", "--train_batch_size=1", "--val_batch_size=1",
-          "--sharding_strategy=full", "--offload_activations=1", "--activation_checkpointing=1",
-          "--cpu_offload", "0", "--logging_freq", "1", "--warmup", "0.0032"]
+SAMPLE = [
+    "--max_context_width=4096",
+    "--num_key_value_heads=32",
+    "--intermediate_size=11008",
+    "--hidden_width=4096",
+    "--num_layers=32",
+    "--num_heads=32",
+    "--model_type=llama_v2",
+    "--checkpoint_freq=5000",
+    "--validation_freq=500",
+    "--max_steps=5000",
+    "--epochs=1",
+    "--checkpoint_dir=./checkpoints",
+    "--dataset=allenai/c4",
+    "--dataset_config_name=en",
+    "--resume_from_checkpoint=./checkpoints",
+    "--train_batch_size=1",
+    "--val_batch_size=1",
+    "--sharding_strategy=full",
+    "--offload_activations=1",
+    "--activation_checkpointing=1",
+    "--cpu_offload",
+    "0",
+    "--logging_freq",
+    "1",
+    "--warmup",
+    "0.0032",
+]
 
 
 def test_what_the_sample_is_given_is_told_all_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         asked("-e", "x", "-d", "y", *SAMPLE)
     untaken = [error.problem.split()[2] for error in caught.value.several]
-    assert untaken == [f"--{name}" for name in (
-        "num-key-value-heads", "intermediate-size", "hidden-width", "num-layers", "num-heads",
-        "model-type", "dataset", "dataset-config-name", "resume-from-checkpoint", "val-batch-size",
-        "sharding-strategy", "offload-activations", "warmup")]
+    assert untaken == [
+        f"--{name}"
+        for name in (
+            "num-key-value-heads",
+            "intermediate-size",
+            "hidden-width",
+            "num-layers",
+            "num-heads",
+            "model-type",
+            "dataset",
+            "dataset-config-name",
+            "resume-from-checkpoint",
+            "val-batch-size",
+            "sharding-strategy",
+            "offload-activations",
+            "warmup",
+        )
+    ]
     assert all(error.hint for error in caught.value.several) and "--help" in caught.value.run
-    taken = asked("-d", "y", *(word for word in SAMPLE if word.split("=")[0].replace("_", "-")
-                               not in {*untaken, "0.0032"}))
-    assert (taken.seq_length, taken.ckpt_freq, taken.eval_freq, taken.batch_size) == \
-        (4096, 5000, 500, 1)
+    taken = asked(
+        "-d",
+        "y",
+        *(
+            word
+            for word in SAMPLE
+            if word.split("=")[0].replace("_", "-") not in {*untaken, "0.0032"}
+        ),
+    )
+    assert (taken.seq_length, taken.ckpt_freq, taken.eval_freq, taken.batch_size) == (
+        4096,
+        5000,
+        500,
+        1,
+    )
     assert (taken.activation_checkpointing, taken.cpu_offload, taken.log_freq) == ("full", False, 1)
     assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
 
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
-    keys = {"base_model": "org/name", "micro_batch_size": 2, "gradient_accumulation_steps": 4,
-            "sequence_len": 2048, "learning_rate": 2e-5, "num_epochs": 1, "save_steps": 100,
-            "output_dir": "./out/run", "logging_steps": 1, "gradient_checkpointing": True}
+    keys = {
+        "base_model": "org/name",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "sequence_len": 2048,
+        "learning_rate": 2e-5,
+        "num_epochs": 1,
+        "save_steps": 100,
+        "output_dir": "./out/run",
+        "logging_steps": 1,
+        "gradient_checkpointing": True,
+    }
     (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(keys))
     config = asked("--config", tmp_path / "axolotl.yaml", "-d", "corpus")
-    assert (config.model_name, config.batch_size, config.grad_accum_steps, config.seq_length) == \
-        ("org/name", 2, 4, 2048)
-    assert (config.save_dir / config.experiment_name, config.activation_checkpointing) == \
-        (Path("out/run"), "full")
+    assert (config.model_name, config.batch_size, config.grad_accum_steps, config.seq_length) == (
+        "org/name",
+        2,
+        4,
+        2048,
+    )
+    assert (config.save_dir / config.experiment_name, config.activation_checkpointing) == (
+        Path("out/run"),
+        "full",
+    )
     (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\nsample_packing: true\n")
     with pytest.raises(UsageError, match=r"(?s)--warmup-steps N.*--packing documents"):
         asked("--config", tmp_path / "axolotl.yaml")
 
 
-@pytest.mark.parametrize(("words", "kind"), [
-    ([], "auto"), (["--gradient_checkpointing"], "full"),
-    (["--gradient_checkpointing=False"], "none"),
-    (["--activation-checkpointing", "selective"], "selective"),
-    (["--activation_checkpointing", "0"], "none")])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], "auto"),
+        (["--gradient_checkpointing"], "full"),
+        (["--gradient_checkpointing=False"], "none"),
+        (["--activation-checkpointing", "selective"], "selective"),
+        (["--activation_checkpointing", "0"], "none"),
+    ],
+)
 def test_recomputation_is_a_flag_or_has_a_value(words: list[str], kind: str) -> None:
     assert asked(*words).activation_checkpointing == kind
 
@@ -199,18 +329,27 @@ def test_launchers_tell_the_same() -> None:
     assert caught.value.hint.startswith("--warmup-steps N, a number of steps and not a share")
 
 
-@pytest.mark.parametrize(("words", "precision"), [
-    ([], None), (["--mixed-precision"], None), (["--mixed-precision", "bf16"], "bf16"),
-    (["--mixed_precision=float16"], "fp16"), (["--mixed-precision", "no"], "fp32"),
-    (["--mixed-precision", "-e", "x"], None), (["--precision", "fp32"], "fp32")])
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ([], None),
+        (["--mixed-precision"], None),
+        (["--mixed-precision", "bf16"], "bf16"),
+        (["--mixed_precision=float16"], "fp16"),
+        (["--mixed-precision", "no"], "fp32"),
+        (["--mixed-precision", "-e", "x"], None),
+        (["--precision", "fp32"], "fp32"),
+    ],
+)
 def test_mixed_precision_is_a_flag_or_has_a_value(words: list[str], precision: str | None) -> None:
     assert asked(*words).precision == precision
 
 
 @pytest.mark.parametrize(("value", "precision"), [(True, None), ("bf16", "bf16"), (False, "fp32")])
 def test_mixed_precision_in_a_file(tmp_path: Path, value: object, precision: str | None) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"mixed_precision": value,
-                                                       "use_flash_attn": True}))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"mixed_precision": value, "use_flash_attn": True})
+    )
     assert asked("--config", tmp_path / "run.yaml").precision == precision
     with pytest.raises(UsageError, match="invalid choice: 'int8'"):
         asked("--mixed-precision", "int8")

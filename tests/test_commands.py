@@ -17,15 +17,33 @@ from lib.core.errors import UsageError
 from lib.train.config import Config
 from tests.test_repository import ROOT, STAGES, load, name_of
 
-TOOLS = [ROOT / "lib/checkpoints/__main__.py", ROOT / "launch/bundling/bundle.py",
-         *(path for path in sorted((ROOT / "launch").glob("*.py"))
-           if path.stem not in ("__init__", "install_wheels", "torchrun"))]  # torch's own options
+TOOLS = [
+    ROOT / "lib/checkpoints/__main__.py",
+    ROOT / "launch/bundling/bundle.py",
+    *(
+        path
+        for path in sorted((ROOT / "launch").glob("*.py"))
+        if path.stem not in ("__init__", "install_wheels", "torchrun")
+    ),
+]  # torch's own options
 COMMANDS = [*STAGES, *TOOLS]
 # What a parser of its own reads before the others.
 READ_FIRST = {"config", "values", "checkpoint_dir"}
 # What a namespace of options is called, out of launch/.
-NAMES = {"opts", "_opts", "options", "wanted", "arguments", "given", "asked", "config", "_config",
-         "build", "_patience", "patience"}
+NAMES = {
+    "opts",
+    "_opts",
+    "options",
+    "wanted",
+    "arguments",
+    "given",
+    "asked",
+    "config",
+    "_config",
+    "build",
+    "_patience",
+    "patience",
+}
 
 
 class Made(Exception):
@@ -34,8 +52,10 @@ class Made(Exception):
 
 def parser_of(path: Path) -> argparse.ArgumentParser:
     """Return the parser of a command."""
+
     def hand_out(self: argparse.ArgumentParser, *ignored: object) -> None:
         raise Made(self)
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
         patch.setattr(options.Parser, "parse", hand_out)
         patch.setattr(argparse.ArgumentParser, "parse_args", hand_out)
@@ -59,10 +79,16 @@ def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def test_every_option_has_help_that_ends_with_its_default(path: Path) -> None:
     actions = actions_of(parser_of(path))
     assert actions and not [action.dest for action in actions if not (action.help or "").strip()]
-    told = {action.option_strings[0]: help_text.with_default(action)
-            for action in actions if action.option_strings}
-    assert not {flag: text for flag, text in told.items()
-                if not re.search(r"\((default: .+|needed.*)\)$", text)}
+    told = {
+        action.option_strings[0]: help_text.with_default(action)
+        for action in actions
+        if action.option_strings
+    }
+    assert not {
+        flag: text
+        for flag, text in told.items()
+        if not re.search(r"\((default: .+|needed.*)\)$", text)
+    }
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=name_of)
@@ -119,39 +145,63 @@ def reads(path: Path) -> set[str]:
     What the options are called differs in launch/: there an attribute of anything counts.
     """
     nodes = list(ast.walk(tree_of(path)))
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and (
-        "launch" in path.parts or ast.unparse(node.value).split(".")[-1] in NAMES)}
-    return attributes | {node.value for node in nodes
-                         if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    attributes = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and ("launch" in path.parts or ast.unparse(node.value).split(".")[-1] in NAMES)
+    }
+    return attributes | {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=name_of)
 def test_every_option_is_read_somewhere(path: Path) -> None:
-    read = {name for file in imported(path) - {ROOT / "lib/core/options.py"}
-            for name in reads(file)}
+    read = {
+        name for file in imported(path) - {ROOT / "lib/core/options.py"} for name in reads(file)
+    }
     assert not {action.dest for action in actions_of(parser_of(path))} - read - READ_FIRST
 
 
 # What a Config is called, in the modules that import it or what has one.
-CONFIG = {"config", "plan.config", "run.config", "self.config", "self.plan.config",
-          "self._plan.config"}
+CONFIG = {
+    "config",
+    "plan.config",
+    "run.config",
+    "self.config",
+    "self.plan.config",
+    "self._plan.config",
+}
 HOLDERS = {"Config", "Plan", "TrainState"}
 
 
 def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> None:
     fields = {field.name: field.metadata for field in declared.fields(Config)}
     assert not [name for name, about in fields.items() if about["role"] is None]
-    assert not [name for name, about in fields.items()
-                if about["quiet"] and about["role"] is not declared.Role.RESULT]
+    assert not [
+        name
+        for name, about in fields.items()
+        if about["quiet"] and about["role"] is not declared.Role.RESULT
+    ]
     read, named = set(), set()
     for path in (STAGES[3], ROOT / "launch/common/stage_04.py", *(ROOT / "lib/train").glob("*.py")):
         nodes = list(ast.walk(tree_of(path)))
-        if path.name == "config.py" or not any(isinstance(node, ast.alias) and node.name in HOLDERS
-                                               for node in nodes):
+        if path.name == "config.py" or not any(
+            isinstance(node, ast.alias) and node.name in HOLDERS for node in nodes
+        ):
             continue
-        read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)
-                 and ast.unparse(node.value) in CONFIG}
-        named |= {node.value for node in nodes
-                  if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        read |= {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in CONFIG
+        }
+        named |= {
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
     assert not fields.keys() - read - named - READ_FIRST
     assert not read - set(dir(Config)) - Config.__dataclass_fields__.keys()

@@ -35,8 +35,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(*words: object, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -56,8 +57,27 @@ def test_an_optimizer(copy: Path) -> None:
         file.write("\n\n" + row)
     (copy / "lib/optim/signs.py").write_text(module)
     prepare(copy)
-    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--precision", "fp32",
-             "--optimizer", "signs", "-s", 64, "-b", 2, "--ckpt-freq", 2, "--eval-freq", 0)
+    train = (
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "--precision",
+        "fp32",
+        "--optimizer",
+        "signs",
+        "-s",
+        64,
+        "-b",
+        2,
+        "--ckpt-freq",
+        2,
+        "--eval-freq",
+        0,
+    )
     run(*train, "--max-steps", 2, cwd=copy)
     assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
@@ -68,7 +88,10 @@ def test_an_adapter(copy: Path) -> None:
     with (copy / "lib/models/adapters.py").open("a") as file:
         file.write("\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
-    assert run("-c", """
+    assert (
+        run(
+            "-c",
+            """
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from lib.models import adapters
@@ -86,4 +109,8 @@ plain.load_state_dict({name: adapters.fold(asked, plain, name, tensor, extra)
 tokens = torch.arange(24).reshape(2, 12)
 torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
 print(said)
-""", cwd=copy) == "['2 layers scaled']\n"
+""",
+            cwd=copy,
+        )
+        == "['2 layers scaled']\n"
+    )

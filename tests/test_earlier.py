@@ -31,8 +31,10 @@ def test_prepared_text_is_already_there(project: Path) -> None:
 def test_a_run_goes_on(project: Path, name: str) -> None:
     """From the checkpoint, with the tokens and packs that are there: the losses are the same."""
     ranks, options = RUNS[name]
-    expected = {int(step): loss for step, loss in
-                json.loads((project / "losses.json").read_text())[name].items()}
+    expected = {
+        int(step): loss
+        for step, loss in json.loads((project / "losses.json").read_text())[name].items()
+    }
     done = run_stage("04_train_fsdp.py", *options, "--max-steps", 6, cwd=project, ranks=ranks)
     assert "tokenising" not in done.stdout
     assert "resumed from" in done.stdout and "step_00000004" in done.stdout

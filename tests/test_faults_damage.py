@@ -24,8 +24,15 @@ from tests.fault_points import Fault
 from tests.faults import Server, Undisturbed, begun_at, events, run_options, valid_steps
 
 NEWEST, BEFORE = 10, 8
-FILES = ("dcp/__0_0.distcp", "dcp/__0_optimizer_0.distcp", "dcp/.metadata", "train_state.json",
-         "rng.safetensors", "manifest.json", "COMMIT.json")
+FILES = (
+    "dcp/__0_0.distcp",
+    "dcp/__0_optimizer_0.distcp",
+    "dcp/.metadata",
+    "train_state.json",
+    "rng.safetensors",
+    "manifest.json",
+    "COMMIT.json",
+)
 PAGE = 4096
 
 
@@ -33,8 +40,11 @@ PAGE = 4096
 def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return outputs/ of a run that was killed when it began to save its last step."""
     outputs = tmp_path_factory.mktemp("stopped") / "outputs"
-    server.run(*run_options(outputs), expect=-9, faults={0: Fault(
-        str(outputs), 1, kinds=("mkdir",), match="step_00000012")})
+    server.run(
+        *run_options(outputs),
+        expect=-9,
+        faults={0: Fault(str(outputs), 1, kinds=("mkdir",), match="step_00000012")},
+    )
     assert valid_steps(outputs) == [NEWEST, BEFORE, 6]
     names = {p.relative_to(step(outputs)).as_posix() for p in step(outputs).rglob("*")}
     assert names == {*FILES, "dcp"}
@@ -77,26 +87,42 @@ def damage(path: Path, how: str) -> None:
 def seal(checkpoint: Path) -> None:
     """Make manifest and COMMIT fit the files there, as one who means harm would."""
     content = json.loads((checkpoint / commit.COMMIT).read_text())
-    files = [manifest.file_entry(checkpoint, path) for path in sorted(checkpoint.rglob("*"))
-             if path.is_file() and path.name not in (commit.COMMIT, commit.MANIFEST)]
+    files = [
+        manifest.file_entry(checkpoint, path)
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name not in (commit.COMMIT, commit.MANIFEST)
+    ]
     attempt = checkpoint.rename(checkpoint.with_name("attempt"))
-    facts = {key: value for key, value in content.items()
-             if key not in ("step", "manifest", "world_size", "identity", "digest")}
+    facts = {
+        key: value
+        for key, value in content.items()
+        if key not in ("step", "manifest", "world_size", "identity", "digest")
+    }
     commit.commit(attempt, content["step"], files, content["identity"], 1, facts)
     assert Checkpoint(checkpoint, content["step"]).problems() == []
 
 
-PAIRS = list(zip(FILES, ("flipped bit", "zeroed page", "missing", "cut", "flipped bit", "empty",
-                         "missing"), strict=True))
+PAIRS = list(
+    zip(
+        FILES,
+        ("flipped bit", "zeroed page", "missing", "cut", "flipped bit", "empty", "missing"),
+        strict=True,
+    )
+)
 HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.long)
-    for name in FILES for how in HOWS])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.long)
+        for name in FILES
+        for how in HOWS
+    ],
+)
 def test_a_damaged_file_is_told_and_the_one_before_is_taken(
-        server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str,
-        how: str):
+    server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, how: str
+):
     damage(step(outputs) / name, how)
     done = server.run(*run_options(outputs))
     assert begun_at(outputs) == BEFORE and "is set aside in" in done.output
@@ -143,12 +169,18 @@ class Malicious:
 
 
 @pytest.mark.parametrize("where", ["metadata", "bytes entry"])
-@pytest.mark.parametrize("sealed", [
-    pytest.param(True, id="sealed"),
-    pytest.param(False, id="as found", marks=pytest.mark.long)])
-def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path: Path, where: str,
-                                         sealed: bool,
-                                         undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    "sealed",
+    [pytest.param(True, id="sealed"), pytest.param(False, id="as found", marks=pytest.mark.long)],
+)
+def test_a_malicious_pickle_runs_nothing(
+    server: Server,
+    outputs: Path,
+    tmp_path: Path,
+    where: str,
+    sealed: bool,
+    undisturbed: Callable[..., Undisturbed],
+):
     """One that was put into a checkpoint and fits all digests ends the run; another is damage."""
     harm = Malicious(f"touch {tmp_path / 'ran'}")
     tensors = step(outputs) / "dcp"
@@ -156,8 +188,11 @@ def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path
         (tensors / ".metadata").write_bytes(pickle.dumps(harm))
     else:
         shutil.rmtree(tensors)
-        dcp.save({"model.x": torch.zeros(1), "model.y": harm}, no_dist=True,
-                 storage_writer=HashingWriter(tensors))
+        dcp.save(
+            {"model.x": torch.zeros(1), "model.y": harm},
+            no_dist=True,
+            storage_writer=HashingWriter(tensors),
+        )
         (tmp_path / "ran").unlink(missing_ok=True)  # what is saved may be copied, and so unpickled
     if sealed:
         seal(step(outputs))
@@ -170,30 +205,42 @@ def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path
         undisturbed().require_same(outputs)
 
 
-@pytest.mark.parametrize("content", [
-    pytest.param(b'{"status": "comp', id="torn"),
-    pytest.param(b"", id="empty", marks=pytest.mark.long),
-    pytest.param(bytes(PAGE), id="zeros", marks=pytest.mark.long),
-    pytest.param(b"\xff\xfe[1]", id="no text", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"status": "comp', id="torn"),
+        pytest.param(b"", id="empty", marks=pytest.mark.long),
+        pytest.param(bytes(PAGE), id="zeros", marks=pytest.mark.long),
+        pytest.param(b"\xff\xfe[1]", id="no text", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", "metrics.jsonl", "events.jsonl"])
-def test_bookkeeping_may_be_torn(server: Server, undisturbed: Callable[..., Undisturbed],
-                                 outputs: Path, name: str, content: bytes):
+def test_bookkeeping_may_be_torn(
+    server: Server,
+    undisturbed: Callable[..., Undisturbed],
+    outputs: Path,
+    name: str,
+    content: bytes,
+):
     """The checkpoints are the truth; what was in the figures before is lost, and no more."""
     (outputs / "run" / name).write_bytes(content)
     server.run(*run_options(outputs))
     undisturbed().require_same(outputs, since=NEWEST)
     assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "complete"
     told = (outputs / "run" / "events.jsonl").read_text(errors="replace").splitlines()
-    rows = [json.loads(line) for line in told[name == "events.jsonl" and bool(content):]]
-    assert [row["event"] for row in rows[-2:]] == ["save", "complete"] or \
-        [row["event"] for row in rows[-3:]] == ["save", "prune", "complete"]
-    assert {"event": "resume", "step": NEWEST}.items() <= \
-        [row for row in rows if row["event"] == "resume"][-1].items()
+    rows = [json.loads(line) for line in told[name == "events.jsonl" and bool(content) :]]
+    assert [row["event"] for row in rows[-2:]] == ["save", "complete"] or [
+        row["event"] for row in rows[-3:]
+    ] == ["save", "prune", "complete"]
+    assert {"event": "resume", "step": NEWEST}.items() <= [
+        row for row in rows if row["event"] == "resume"
+    ][-1].items()
 
 
 @pytest.mark.parametrize("days", [-1, 1])
-def test_clock_and_file_times_decide_nothing(server: Server, outputs: Path, days: int,
-                                             undisturbed: Callable[..., Undisturbed]):
+def test_clock_and_file_times_decide_nothing(
+    server: Server, outputs: Path, days: int, undisturbed: Callable[..., Undisturbed]
+):
     rng = random.Random(days)
     for path in outputs.rglob("*"):
         moment = rng.uniform(0, 4e9)
@@ -204,8 +251,9 @@ def test_clock_and_file_times_decide_nothing(server: Server, outputs: Path, days
     assert valid_steps(outputs) == [12, 10, 8]
 
 
-def test_what_is_no_checkpoint_is_not_taken_for_one(server: Server, outputs: Path,
-                                                    undisturbed: Callable[..., Undisturbed]):
+def test_what_is_no_checkpoint_is_not_taken_for_one(
+    server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]
+):
     checkpoints = outputs / "run" / "checkpoints"
     shutil.copytree(step(outputs), checkpoints / "step_00000011.tmp-1")
     shutil.copytree(step(outputs, 6), checkpoints / ".trash-step_00000004-1")
@@ -219,17 +267,27 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(server: Server, outputs: Pat
     undisturbed().require_same(outputs)
     assert valid_steps(outputs) == [12, 10, 8]
     assert {p.name for p in checkpoints.iterdir()} == {
-        "step_00000012", "step_00000010", "step_00000008", "step_latest", "step_00000097",
-        "quarantine", "step_00000011.tmp-1", ".trash-step_00000004-1"}
+        "step_00000012",
+        "step_00000010",
+        "step_00000008",
+        "step_latest",
+        "step_00000097",
+        "quarantine",
+        "step_00000011.tmp-1",
+        ".trash-step_00000004-1",
+    }
     assert {p.name.partition("-")[0] for p in commit.quarantined(checkpoints)} == {
-        "step_00000098", "step_00000099"}
+        "step_00000098",
+        "step_00000099",
+    }
 
 
 def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
     """For good, on one rank: all stop, and nothing is moved. For a moment: tried again."""
     names = sorted(p.name for p in step(outputs).parent.iterdir())
-    fault = Fault(str(outputs), 1, "ESTALE", times=10**6, kinds=("read",),
-                  match="step_00000010/dcp")
+    fault = Fault(
+        str(outputs), 1, "ESTALE", times=10**6, kinds=("read",), match="step_00000010/dcp"
+    )
     done = server.run(*run_options(outputs), ranks=2, faults={1: fault}, expect=1)
     assert done.wait() == [1, 1] and "that does not mean that it is damaged" in done.output
     assert "Traceback" not in done.output
@@ -240,14 +298,24 @@ def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
 
 
 def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
-        server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]):
+    server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]
+):
     """As versions left them that took an error of reading for damage; one of them is damaged."""
     checkpoints = outputs / "run" / "checkpoints"
     with (outputs / "run" / "events.jsonl").open("a") as file:
         for checkpoint in commit.scan(checkpoints):
             commit.quarantine(checkpoint, "")
-            file.write(json.dumps({"time": "", "event": "quarantine", "step": checkpoint.step,
-                                   "reason": "[Errno 116] Stale file handle: 'x'"}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "time": "",
+                        "event": "quarantine",
+                        "step": checkpoint.step,
+                        "reason": "[Errno 116] Stale file handle: 'x'",
+                    }
+                )
+                + "\n"
+            )
     [newest] = (checkpoints / "quarantine").glob(f"step_{NEWEST:08d}-*")
     damage(newest / FILES[0], "flipped bit")
     done = server.run(*run_options(outputs), expect=3)

@@ -13,15 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lib.checkpoints import commit
 from tests.fault_points import Fault
-from tests.faults import (
-    STEPS,
-    Server,
-    Undisturbed,
-    begun_at,
-    events,
-    run_options,
-    valid_steps,
-)
+from tests.faults import STEPS, Server, Undisturbed, begun_at, events, run_options, valid_steps
 from tests.training import steps_saved
 
 KIB = 1024
@@ -34,12 +26,16 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     def mount(kib: int) -> Path:
         (path := tmp_path / "disk").mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", path],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", path],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
         mounted.append(path)
         return path
+
     yield mount
     for path in mounted:
         subprocess.run(["umount", "--lazy", path], check=True)
@@ -53,44 +49,74 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in one.path.rglob("*") if p.is_file()) // KIB
 
 
-@pytest.mark.parametrize("keep", [
-    ("--ckpt-keep", 0), pytest.param(("--ckpt-keep", 50), marks=pytest.mark.long),
-    pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        ("--ckpt-keep", 0),
+        pytest.param(("--ckpt-keep", 50), marks=pytest.mark.long),
+        pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long),
+    ],
+)
 def test_a_small_disk_loses_nothing_that_is_to_be_kept(
-        server: Server, disk: Callable[[int], Path], tmp_path: Path,
-        undisturbed: Callable[..., Undisturbed], keep: tuple[object, ...]):
+    server: Server,
+    disk: Callable[[int], Path],
+    tmp_path: Path,
+    undisturbed: Callable[..., Undisturbed],
+    keep: tuple[object, ...],
+):
     """There is room for three and a half: what comes then is skipped, told, and ends the run.
 
     With fewer to keep the same run goes on, and each deletion is an event.
     """
     outputs = disk(int(3.5 * size_of_one(server, tmp_path)) + 256) / "outputs"
-    server.run(*run_options(outputs, *keep), expect=-9, faults={0: Fault(
-        str(outputs), 2, kinds=("write",), match="step_00000004.tmp-")})
+    server.run(
+        *run_options(outputs, *keep),
+        expect=-9,
+        faults={0: Fault(str(outputs), 2, kinds=("write",), match="step_00000004.tmp-")},
+    )
     [left] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
     done = server.run(*run_options(outputs, *keep), expect=4)
     assert done.output.count("NOT SAVED") == 2 and "--ckpt-keep" in done.output
     assert valid_steps(outputs) == [6, 4, 2]
     assert [(e["event"], e["step"]) for e in events(outputs)] == [
-        ("start", 0), ("save", 2), ("clean", 0), ("resume", 2), ("save", 4), ("save", 6),
-        ("disk_full", 8), ("disk_full", 10), ("disk_full", 12)]
+        ("start", 0),
+        ("save", 2),
+        ("clean", 0),
+        ("resume", 2),
+        ("save", 4),
+        ("save", 6),
+        ("disk_full", 8),
+        ("disk_full", 10),
+        ("disk_full", 12),
+    ]
     assert [e["paths"] for e in events(outputs) if e["event"] == "clean"] == [[left]]
     server.run(*run_options(outputs, "--ckpt-keep", 2))
     assert begun_at(outputs) == 6 and valid_steps(outputs) == [12, 10]
-    assert [step for e in events(outputs) if e["event"] == "prune" for step in e["steps"]] \
-        == [2, 4, 6, 8]
+    assert [step for e in events(outputs) if e["event"] == "prune" for step in e["steps"]] == [
+        2,
+        4,
+        6,
+        8,
+    ]
     undisturbed().require_same(outputs)
 
 
-@pytest.mark.parametrize("asynchronous", [
-    "on", pytest.param("off", marks=pytest.mark.long)])
+@pytest.mark.parametrize("asynchronous", ["on", pytest.param("off", marks=pytest.mark.long)])
 def test_a_full_disk_skips_saves_and_then_ends_the_run(
-        server: Server, disk: Callable[[int], Path], tmp_path: Path, asynchronous: str,
-        undisturbed: Callable[..., Undisturbed]):
+    server: Server,
+    disk: Callable[[int], Path],
+    tmp_path: Path,
+    asynchronous: str,
+    undisturbed: Callable[..., Undisturbed],
+):
     size = size_of_one(server, tmp_path)
     outputs = disk(4 * size + 512) / "outputs"
     options = run_options(outputs, "--ckpt-async", asynchronous)
-    server.run(*options, expect=-9, faults={0: Fault(str(outputs), 1, kinds=("mkdir",),
-                                                     match="step_00000004")})
+    server.run(
+        *options,
+        expect=-9,
+        faults={0: Fault(str(outputs), 1, kinds=("mkdir",), match="step_00000004")},
+    )
     ballast = outputs.parent / "ballast"
     free = os.statvfs(outputs).f_bavail * os.statvfs(outputs).f_bsize
     ballast.write_bytes(bytes(free - size * KIB // 2))
@@ -107,38 +133,58 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
-def test_one_rank_without_room(server: Server, tmp_path: Path, asynchronous: str,
-                               undisturbed: Callable[..., Undisturbed]):
+def test_one_rank_without_room(
+    server: Server, tmp_path: Path, asynchronous: str, undisturbed: Callable[..., Undisturbed]
+):
     """The others learn of it, nobody hangs, and the saves after it are whole."""
     outputs = tmp_path / "outputs"
     fault = Fault(str(outputs), 3, "ENOSPC", times=30, kinds=("write",), match="step_00000006")
-    done = server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous),
-                      ranks=2, faults={1: fault})
+    done = server.run(
+        *run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous),
+        ranks=2,
+        faults={1: fault},
+    )
     assert done.wait() == [0, 0] and "step 6 is NOT SAVED" in done.output
     assert steps_saved(tmp_path, "run") == [2, 4, 8, 10, 12]
     undisturbed(ranks=2).require_same(outputs)
 
 
-@pytest.mark.parametrize(("kind", "asynchronous"), [("write", "on"), ("fsync", "off"), *(
-    pytest.param(*pair, marks=pytest.mark.long) for pair in
-    (("write", "off"), ("fsync", "on"), ("rename", "on"), ("rename", "off")))])
-def test_an_error_of_the_disk_ends_the_run(server: Server, tmp_path: Path, asynchronous: str,
-                                           kind: str, undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"),
+    [
+        ("write", "on"),
+        ("fsync", "off"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in (("write", "off"), ("fsync", "on"), ("rename", "on"), ("rename", "off"))
+        ),
+    ],
+)
+def test_an_error_of_the_disk_ends_the_run(
+    server: Server,
+    tmp_path: Path,
+    asynchronous: str,
+    kind: str,
+    undisturbed: Callable[..., Undisturbed],
+):
     """Not in silence, and not with a half-written checkpoint; the same command goes on."""
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--ckpt-async", asynchronous)
     fault = Fault(str(outputs), 2, "EIO", kinds=(kind,), match="step_00000006")
     done = server.run(*options, expect=None, faults={0: fault})
     assert done.wait() != [0] and "Input/output error" in done.output
-    assert [p.name for p in sorted((outputs / "run" / "checkpoints").iterdir())] \
-        == ["step_00000002", "step_00000004"]
+    assert [p.name for p in sorted((outputs / "run" / "checkpoints").iterdir())] == [
+        "step_00000002",
+        "step_00000004",
+    ]
     server.run(*options)
     assert begun_at(outputs) == 4
     undisturbed().require_same(outputs)
 
 
-def test_a_read_only_disk(server: Server, disk: Callable[[int], Path],
-                          undisturbed: Callable[..., Undisturbed]):
+def test_a_read_only_disk(
+    server: Server, disk: Callable[[int], Path], undisturbed: Callable[..., Undisturbed]
+):
     """Told before anything is begun when it is so from the start, and by the save if later."""
     outputs = disk(64 * KIB) / "outputs"
     fault = Fault(str(outputs), 1, "EROFS", times=10**6, match="step_00000006")
@@ -155,15 +201,31 @@ def test_a_read_only_disk(server: Server, disk: Callable[[int], Path],
     assert max(valid_steps(outputs)) == STEPS
 
 
-def test_figures_and_logs_may_fail_at_any_time(server: Server, tmp_path: Path,
-                                               undisturbed: Callable[..., Undisturbed]):
+def test_figures_and_logs_may_fail_at_any_time(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     """No room, from before the first step to some later one: told once, and nothing is lost."""
     outputs = tmp_path / "outputs"
-    done = server.run(*run_options(outputs, "--ckpt-freq", 6), faults={0: Fault(
-        str(outputs), 1, "ENOSPC", times=40, kinds=("write", "mkdir"),
-        match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb")})
-    for name in ("metrics.jsonl", "events.jsonl", "state.json", "rank_00000.log",
-                 "TensorBoard's file"):
+    done = server.run(
+        *run_options(outputs, "--ckpt-freq", 6),
+        faults={
+            0: Fault(
+                str(outputs),
+                1,
+                "ENOSPC",
+                times=40,
+                kinds=("write", "mkdir"),
+                match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb",
+            )
+        },
+    )
+    for name in (
+        "metrics.jsonl",
+        "events.jsonl",
+        "state.json",
+        "rank_00000.log",
+        "TensorBoard's file",
+    ):
         [told] = [line for line in done.output.splitlines() if f"{name} cannot be written" in line]
         assert "No space left" in told and f"{name} can be written again" in done.output
     undisturbed().require_same(outputs)
@@ -173,8 +235,18 @@ def test_figures_and_logs_may_fail_at_any_time(server: Server, tmp_path: Path,
     board = EventAccumulator(str(outputs / "run" / "tb"))
     board.Reload()
     assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, STEPS + 1))
-    done = server.run(*run_options(tmp_path / "never", "--profile", "3:3"), faults={0: Fault(
-        str(tmp_path / "never"), 1, "EROFS", times=10**6, kinds=("write", "mkdir"),
-        match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb|/profile")})
+    done = server.run(
+        *run_options(tmp_path / "never", "--profile", "3:3"),
+        faults={
+            0: Fault(
+                str(tmp_path / "never"),
+                1,
+                "EROFS",
+                times=10**6,
+                kinds=("write", "mkdir"),
+                match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb|/profile",
+            )
+        },
+    )
     assert "run/profile cannot be written: Read-only file system" in done.output
     assert valid_steps(tmp_path / "never")[0] == STEPS

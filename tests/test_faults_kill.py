@@ -23,8 +23,9 @@ def test_a_few_kills(server: Server, undisturbed: Callable[..., Undisturbed], tm
 
 
 @pytest.mark.slow
-def test_a_sample_of_make_test_faults(prepared_once: Path, model_files: dict[str, bytes],
-                                      tmp_path: Path):
+def test_a_sample_of_make_test_faults(
+    prepared_once: Path, model_files: dict[str, bytes], tmp_path: Path
+):
     killer = Killer(prepared_once, model_files, tmp_path)
     try:
         assert sum(killer.kill(stage, kills=2, seed=0) for stage in STAGES) == 10
@@ -38,8 +39,9 @@ def test_many_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp
 
 
 @pytest.mark.slow
-def test_kills_of_the_command_itself(server: Server, undisturbed: Callable[..., Undisturbed],
-                                     tmp_path: Path):
+def test_kills_of_the_command_itself(
+    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
+):
     """As the others, but each launch is a command of its own, as a person types it."""
     rng, kills = random.Random(0), 12
     runs = lives(undisturbed(steps=LONG), tmp_path, rng, lambda life: server.run(*life.options))
@@ -47,9 +49,13 @@ def test_kills_of_the_command_itself(server: Server, undisturbed: Callable[..., 
         life = next(runs)
         before = life.launches()
         process = subprocess.Popen(
-            stage_command("04_train_fsdp.py", *life.options), cwd=server.root, preexec_fn=pinned(),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"})
+            stage_command("04_train_fsdp.py", *life.options),
+            cwd=server.root,
+            preexec_fn=pinned(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+        )
         life.until_begun(before, lambda: process.poll() is not None)  # noqa: B023
         time.sleep(rng.uniform(0, 0.2))
         process.kill()

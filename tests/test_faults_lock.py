@@ -14,19 +14,39 @@ from tests.fault_points import Fault, operations
 from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
 
 
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow, id="new"),
-                                   pytest.param(False, id="going on")])
-def test_of_four_at_once_one_trains(server: Server, tmp_path: Path, first: bool,
-                                    undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(True, marks=pytest.mark.slow, id="new"), pytest.param(False, id="going on")],
+)
+def test_of_four_at_once_one_trains(
+    server: Server, tmp_path: Path, first: bool, undisturbed: Callable[..., Undisturbed]
+):
     """The others say who has it, and change nothing."""
     outputs = tmp_path / "outputs"
     if not first:
-        server.run(*run_options(outputs), expect=-9, faults={0: Fault(
-            str(outputs), 1, kinds=("mkdir",), match="step_00000006")})
+        server.run(
+            *run_options(outputs),
+            expect=-9,
+            faults={0: Fault(str(outputs), 1, kinds=("mkdir",), match="step_00000006")},
+        )
     # Each save takes a while, so that none is complete before the last has begun.
-    launches = [server.start(*run_options(outputs, "--ckpt-async", "off"), faults={0: Fault(
-        str(outputs), 1, "pause", times=10**6, seconds=0.3, kinds=("mkdir",), match="step_")})
-        for _ in range(4)]
+    launches = [
+        server.start(
+            *run_options(outputs, "--ckpt-async", "off"),
+            faults={
+                0: Fault(
+                    str(outputs),
+                    1,
+                    "pause",
+                    times=10**6,
+                    seconds=0.3,
+                    kinds=("mkdir",),
+                    match="step_",
+                )
+            },
+        )
+        for _ in range(4)
+    ]
     codes = [launch.wait()[0] for launch in launches]
     assert sorted(codes) == [0, 2, 2, 2]
     for launch, code in zip(launches, codes, strict=True):
@@ -35,12 +55,19 @@ def test_of_four_at_once_one_trains(server: Server, tmp_path: Path, first: bool,
     assert max(valid_steps(outputs)) == STEPS
 
 
-def test_a_lock_of_a_process_that_is_gone(server: Server, tmp_path: Path,
-                                          undisturbed: Callable[..., Undisturbed]):
+def test_a_lock_of_a_process_that_is_gone(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     """Killed, and its number given to another process: taken over at once."""
     outputs, report = tmp_path / "outputs", tmp_path / "report"
-    launch = server.start(*run_options(outputs), faults={0: Fault(
-        str(outputs), 1, "pause", seconds=60, match="step_00000006", report=str(report))})
+    launch = server.start(
+        *run_options(outputs),
+        faults={
+            0: Fault(
+                str(outputs), 1, "pause", seconds=60, match="step_00000006", report=str(report)
+            )
+        },
+    )
     launch.until(lambda: bool(operations(report)))
     busy = server.run(*run_options(outputs), expect=2)
     assert "another launch is training" in busy.output

@@ -1,5 +1,4 @@
-"""A process killed at every single file operation of a save, and a machine that loses power there.
-"""
+"""Kill a process at each file operation of a save, and cut a machine's power there."""
 
 from __future__ import annotations
 
@@ -11,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_points import Fault, operations
-from tests.faults import (
-    STEPS,
-    Server,
-    Undisturbed,
-    begun_at,
-    run_options,
-    valid_steps,
-)
+from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
 
 SAVE, LOAD = "tests.checkpoint_harness:save", "tests.checkpoint_harness:load_each"
 
@@ -27,8 +19,10 @@ SAVE, LOAD = "tests.checkpoint_harness:save", "tests.checkpoint_harness:load_eac
 def saved(server: Server, tmp_path: Path) -> Path:
     """Return a directory with the checkpoints of steps 2 and 3."""
     server.run(tmp_path / "saved", 1, 3, call=SAVE)
-    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) \
-        == ["step_00000002", "step_00000003"]
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [
+        "step_00000002",
+        "step_00000003",
+    ]
     return tmp_path / "saved"
 
 
@@ -38,8 +32,15 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     shutil.copytree(saved, copy)
     server.run(copy, 4, 4, call=SAVE, faults={0: Fault(str(copy), report=str(report))})
     found = operations(report)
-    assert {kind for kind, _ in found} == \
-        {"create", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
+    assert {kind for kind, _ in found} == {
+        "create",
+        "write",
+        "fsync",
+        "rename",
+        "mkdir",
+        "unlink",
+        "rmdir",
+    }
     return found
 
 
@@ -49,12 +50,14 @@ def disturb(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> di
     for number in numbers:
         directory = scene / f"{number:05d}"
         shutil.copytree(saved, directory)
-        launch = server.run(directory, 4, 4, call=SAVE, expect=None,
-                            faults={0: Fault(str(directory), number, act)})
+        launch = server.run(
+            directory, 4, 4, call=SAVE, expect=None, faults={0: Fault(str(directory), number, act)}
+        )
         assert launch.codes == [-9]
     loaded = server.run(scene, call=LOAD).output.splitlines()
-    return {int(line.split()[1]): int(line.split()[2]) for line in loaded
-            if line.startswith("loaded ")}
+    return {
+        int(line.split()[1]): int(line.split()[2]) for line in loaded if line.startswith("loaded ")
+    }
 
 
 @pytest.mark.long
@@ -63,8 +66,11 @@ def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
     """The old state until the rename, the new one after it (a power cut: after its fsync)."""
     found = points(server, saved)
     kinds = [kind for kind, _ in found]
-    published = next(number for number, (kind, path) in enumerate(found, 1)
-                     if kind == "rename" and Path(path).name.startswith("step_00000004.tmp-"))
+    published = next(
+        number
+        for number, (kind, path) in enumerate(found, 1)
+        if kind == "rename" and Path(path).name.startswith("step_00000004.tmp-")
+    )
     durable = kinds.index("fsync", published) + 1
     numbers = [number for number, kind in enumerate(kinds, 1) if act != "torn" or kind == "write"]
     assert len(numbers) > 50 and published < durable < len(found)
@@ -75,25 +81,34 @@ def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
-def test_a_run_killed_at_its_files(server: Server, undisturbed: Callable[..., Undisturbed],
-                                   tmp_path: Path, asynchronous: str):
+def test_a_run_killed_at_its_files(
+    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path, asynchronous: str
+):
     """Stage 04 goes on from step 4, and is killed where it renames, syncs or deletes something."""
     options = ("--ckpt-async", asynchronous, "--ckpt-keep", 2)
     kinds = ("fsync", "rename", "mkdir", "unlink", "rmdir")
     first, report = tmp_path / "first" / "outputs", tmp_path / "report"
-    server.run(*run_options(first, *options), expect=-9, faults={0: Fault(
-        str(first), 1, kinds=("mkdir",), match="step_00000006")})
+    server.run(
+        *run_options(first, *options),
+        expect=-9,
+        faults={0: Fault(str(first), 1, kinds=("mkdir",), match="step_00000006")},
+    )
     assert valid_steps(first) == [4, 2]
     shutil.copytree(first, tmp_path / "counted" / "outputs")
-    server.run(*run_options(tmp_path / "counted" / "outputs", *options), faults={0: Fault(
-        str(tmp_path / "counted"), report=str(report), kinds=kinds)})
+    server.run(
+        *run_options(tmp_path / "counted" / "outputs", *options),
+        faults={0: Fault(str(tmp_path / "counted"), report=str(report), kinds=kinds)},
+    )
     total = len(operations(report)) * 9 // 10  # threads do not do as many in the same order
     for number in random.Random(asynchronous).sample(range(1, total), 14):
         outputs = tmp_path / f"killed_{number:04d}" / "outputs"
         shutil.copytree(first, outputs)
         act = ("kill", "power")[number % 2]
-        server.run(*run_options(outputs, *options), expect=-9, faults={0: Fault(
-            str(outputs), number, act, kinds=kinds)})
+        server.run(
+            *run_options(outputs, *options),
+            expect=-9,
+            faults={0: Fault(str(outputs), number, act, kinds=kinds)},
+        )
         newest = max(valid_steps(outputs))
         server.run(*run_options(outputs, *options))
         assert newest == STEPS or begun_at(outputs) == newest

@@ -35,11 +35,16 @@ LONG = 40  # steps
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_bit_for_bit(server: Server, tmp_path: Path,
-                                     undisturbed: Callable[..., Undisturbed]):
+def test_two_ranks_go_on_bit_for_bit(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     outputs = tmp_path / "outputs"
-    server.run(*run_options(outputs, steps=30), ranks=2, expect=None, faults={0: Fault(
-        str(outputs), 1, kinds=("rename",), match="step_00000012")})
+    server.run(
+        *run_options(outputs, steps=30),
+        ranks=2,
+        expect=None,
+        faults={0: Fault(str(outputs), 1, kinds=("rename",), match="step_00000012")},
+    )
     server.run(*run_options(outputs, steps=30), ranks=2)
     assert begun_at(outputs) == 10  # 20 steps follow
     undisturbed(ranks=2, steps=30).require_same(outputs)
@@ -48,8 +53,10 @@ def test_two_ranks_go_on_bit_for_bit(server: Server, tmp_path: Path,
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all that a checkpoint holds, not sharded."""
     reader = StrictReader(checkpoint / commit.TENSORS)
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-             for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
@@ -57,39 +64,67 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
     """2 → 1 → 3 → 2: the same samples in the same steps, and no bit of the state changes."""
+
     def options(experiment: str, steps: int) -> tuple[object, ...]:
-        return (*COMMON, *PLAIN, "-e", experiment, "--save-dir", tmp_path / "outputs",
-                "--global-batch-size", 6, "--ckpt-freq", 100, "--ckpt-keep", 0, "--max-steps",
-                steps)
+        return (
+            *COMMON,
+            *PLAIN,
+            "-e",
+            experiment,
+            "--save-dir",
+            tmp_path / "outputs",
+            "--global-batch-size",
+            6,
+            "--ckpt-freq",
+            100,
+            "--ckpt-keep",
+            0,
+            "--max-steps",
+            steps,
+        )
+
     server.run(*options("one", 12))
     for ranks, steps in ((2, 3), (1, 6), (3, 9), (2, 12)):
         server.run(*options("run", steps), ranks=ranks)
     assert losses(tmp_path, "run") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)
-    assert [row["train/tokens_seen"] for row in metrics(tmp_path, "run")] \
-        == [row["train/tokens_seen"] for row in metrics(tmp_path, "one")]
+    assert [row["train/tokens_seen"] for row in metrics(tmp_path, "run")] == [
+        row["train/tokens_seen"] for row in metrics(tmp_path, "one")
+    ]
     assert [e["step"] for e in events(tmp_path / "outputs") if e["event"] == "resume"] == [3, 6, 9]
     step = tmp_path / "outputs" / "run" / "checkpoints" / "step_00000003"
     expected = tensors(step)
     for number, ranks in enumerate((2, 1, 3, 2)):
         copy = tmp_path / f"copy_{number}"
-        server.run(server.root / "model", step, copy, ranks=ranks,
-                   call="tests.checkpoint_harness:load_and_save")
-        step, = copy.iterdir()
+        server.run(
+            server.root / "model",
+            step,
+            copy,
+            ranks=ranks,
+            call="tests.checkpoint_harness:load_and_save",
+        )
+        (step,) = copy.iterdir()
         found = tensors(step)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("number", [
-    2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))])
-def test_one_of_two_is_killed_during_a_save(server: Server, tmp_path: Path, rank: int,
-                                            number: int,
-                                            undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    "number", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))]
+)
+def test_one_of_two_is_killed_during_a_save(
+    server: Server, tmp_path: Path, rank: int, number: int, undisturbed: Callable[..., Undisturbed]
+):
     """The other ends by itself, and not with a checkpoint of half the shards."""
     outputs = tmp_path / "outputs"
-    done = server.run(*run_options(outputs), ranks=2, expect=None, faults={rank: Fault(
-        str(outputs), number, "torn", kinds=("write",), match="step_00000006.tmp-")})
+    done = server.run(
+        *run_options(outputs),
+        ranks=2,
+        expect=None,
+        faults={
+            rank: Fault(str(outputs), number, "torn", kinds=("write",), match="step_00000006.tmp-")
+        },
+    )
     codes = done.wait()
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] > 0
     assert valid_steps(outputs)[0] == 4
@@ -98,11 +133,19 @@ def test_one_of_two_is_killed_during_a_save(server: Server, tmp_path: Path, rank
     undisturbed(ranks=2).require_same(outputs)
 
 
-def test_a_rank_that_is_stopped_for_a_while(server: Server, tmp_path: Path,
-                                            undisturbed: Callable[..., Undisturbed]):
+def test_a_rank_that_is_stopped_for_a_while(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     outputs, report = tmp_path / "outputs", tmp_path / "report"
-    launch = server.start(*run_options(outputs), ranks=2, faults={1: Fault(
-        str(outputs), 1, "pause", seconds=0.5, match="step_00000006", report=str(report))})
+    launch = server.start(
+        *run_options(outputs),
+        ranks=2,
+        faults={
+            1: Fault(
+                str(outputs), 1, "pause", seconds=0.5, match="step_00000006", report=str(report)
+            )
+        },
+    )
     launch.until(lambda: bool(operations(report)))
     launch.signal(signal.SIGSTOP, rank=1)
     time.sleep(1.5)
@@ -113,37 +156,62 @@ def test_a_rank_that_is_stopped_for_a_while(server: Server, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_saves_that_overlap_wait_for_each_other(server: Server, tmp_path: Path,
-                                                undisturbed: Callable[..., Undisturbed]):
+def test_saves_that_overlap_wait_for_each_other(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     """A save for every step, each slower than many steps: no two are written at a time."""
     outputs, report = tmp_path / "outputs", tmp_path / "report"
-    server.run(*run_options(outputs, "--ckpt-freq", 1, "--ckpt-keep", 0), ranks=2, faults={
-        rank: Fault(str(outputs), 1, "pause", times=10**6, seconds=0.02, kinds=("fsync",),
-                    match="/checkpoints/step_", report=f"{report}{rank}") for rank in range(2)})
+    server.run(
+        *run_options(outputs, "--ckpt-freq", 1, "--ckpt-keep", 0),
+        ranks=2,
+        faults={
+            rank: Fault(
+                str(outputs),
+                1,
+                "pause",
+                times=10**6,
+                seconds=0.02,
+                kinds=("fsync",),
+                match="/checkpoints/step_",
+                report=f"{report}{rank}",
+            )
+            for rank in range(2)
+        },
+    )
     assert valid_steps(outputs) == list(range(STEPS, 0, -1))
     undisturbed(ranks=2).require_same(outputs)
     for rank in range(2):
-        synced = [int(path.split("step_")[1][:8]) for _, path in operations(
-            report.with_name(f"report{rank}"))]
+        synced = [
+            int(path.split("step_")[1][:8])
+            for _, path in operations(report.with_name(f"report{rank}"))
+        ]
         assert synced == sorted(synced) and len(set(synced)) == STEPS
 
 
 @pytest.mark.slow
-def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
-                                            undisturbed: Callable[..., Undisturbed]):
+def test_torchrun_starts_killed_ranks_again(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     """kill -9 of a rank, twice: plain torchrun starts all again, and they go on."""
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--overwrite", steps=LONG)  # which the restarts do not repeat
     command = stage_command("04_train_fsdp.py", *options, ranks=2)
     command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=2")
-    process = subprocess.Popen(command, cwd=server.root, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, preexec_fn=pinned(),
-                               env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"})
+    process = subprocess.Popen(
+        command,
+        cwd=server.root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=pinned(),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+    )
     deadline = time.monotonic() + 240
     try:
         for number in range(2):
-            while len([e for e in events(outputs) if e["event"] in ("start", "resume")]) <= number \
-                    or max(valid_steps(outputs), default=0) < 2:
+            while (
+                len([e for e in events(outputs) if e["event"] in ("start", "resume")]) <= number
+                or max(valid_steps(outputs), default=0) < 2
+            ):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
             os.kill(rank_of(process, number % 2), signal.SIGKILL)

@@ -25,6 +25,7 @@ def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -
         resume.roll_back = roll_back
         Fault(**faults[str(rank)]).install()
         roll_back(*parts)
+
     disturb(rank, {}, clock)
     resume.roll_back = begin
 
@@ -35,40 +36,59 @@ class Rollback:
     def __init__(self, project: Path) -> None:
         held = tokens_of_steps(windows(project))
         token, (self.told, _, _) = next(
-            (t, found) for t in sorted(set.union(*held)) if t not in held[0]
+            (t, found)
+            for t in sorted(set.union(*held))
+            if t not in held[0]
             and len((found := expected([t in tokens for tokens in held], freq=1))[0]) == 1
-            and found[0][0]["step"] > 4 and found[0][0]["diverged_at"] < STEPS - 4)
+            and found[0][0]["step"] > 4
+            and found[0][0]["diverged_at"] < STEPS - 4
+        )
         poison(project, token)
         self.server = Server(project)
-        self.expected = run_undisturbed(self.server, self._options(project / "outputs"),
-                                        project / "outputs", STEPS)
+        self.expected = run_undisturbed(
+            self.server, self._options(project / "outputs"), project / "outputs", STEPS
+        )
         assert self._rollbacks(project / "outputs") == self.told
 
     def _options(self, outputs: Path) -> tuple[object, ...]:
         return (*ROLLBACK, "--ckpt-freq", 1, "--save-dir", outputs)
 
     def _rollbacks(self, outputs: Path) -> list[dict[str, int]]:
-        return [{key: event[key] for key in self.told[0]} for event in events(outputs)
-                if event["event"] == "rollback"]
+        return [
+            {key: event[key] for key in self.told[0]}
+            for event in events(outputs)
+            if event["event"] == "rollback"
+        ]
 
     def operations(self, parent: Path) -> list[tuple[str, str]]:
         """Return what a rollback does up to the first save after it."""
         report = parent / "operations.txt"
-        self.server.run(*self._options(parent / "outputs"), before=f"{__name__}:disturb_rollback",
-                        faults={0: Fault(str(parent), report=str(report))})
+        self.server.run(
+            *self._options(parent / "outputs"),
+            before=f"{__name__}:disturb_rollback",
+            faults={0: Fault(str(parent), report=str(report))},
+        )
         found = operations(report)
-        saving = next(number for number, (kind, path) in enumerate(found) if kind == "mkdir"
-                      and Path(path).name.startswith("step_"))
+        saving = next(
+            number
+            for number, (kind, path) in enumerate(found)
+            if kind == "mkdir" and Path(path).name.startswith("step_")
+        )
         assert {"rename", "mkdir", "write"} <= {kind for kind, _ in found[:saving]}
-        assert [Path(path).name for kind, path in found[:saving] if kind == "rename"
-                and "step_" in path], "a checkpoint is set aside"
+        assert [
+            Path(path).name for kind, path in found[:saving] if kind == "rename" and "step_" in path
+        ], "a checkpoint is set aside"
         return found[:saving]
 
     def kill_at(self, number: int, act: str, outputs: Path) -> None:
         """Kill it at an operation of its rollback, and run it again."""
         options = self._options(outputs)
-        self.server.run(*options, expect=-9, before=f"{__name__}:disturb_rollback",
-                        faults={0: Fault(str(outputs), number, act)})
+        self.server.run(
+            *options,
+            expect=-9,
+            before=f"{__name__}:disturb_rollback",
+            faults={0: Fault(str(outputs), number, act)},
+        )
         assert max(valid_steps(outputs)) >= self.told[0]["step"]  # the one to go back to is there
         self.server.run(*options)
         Undisturbed.require_same(self.expected, outputs)

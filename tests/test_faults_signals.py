@@ -1,5 +1,4 @@
-"""Signals at bad moments: during a save, twice, to torchrun, and saves longer than it would wait.
-"""
+"""Signals at bad moments: during a save, twice, to torchrun, and saves that outlast its wait."""
 
 from __future__ import annotations
 
@@ -16,15 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, kill_all, stage_command
 from tests.fault_points import Fault, operations
-from tests.faults import (
-    Server,
-    Undisturbed,
-    begun_at,
-    events,
-    pinned,
-    run_options,
-    valid_steps,
-)
+from tests.faults import Server, Undisturbed, begun_at, events, pinned, run_options, valid_steps
 
 LONG = 40  # steps
 ONE, THREE = (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -34,18 +25,40 @@ def state(outputs: Path) -> dict:
     return json.loads((outputs / "run" / "state.json").read_text())
 
 
-@pytest.mark.parametrize(("signals", "asynchronous"), [
-    (THREE, "on"), pytest.param(ONE, "off", marks=pytest.mark.slow),
-    pytest.param(ONE, "on", marks=pytest.mark.long),
-    pytest.param(THREE, "off", marks=pytest.mark.long)])
-def test_during_a_save(server: Server, tmp_path: Path, asynchronous: str,
-                       signals: Iterable[int], undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    ("signals", "asynchronous"),
+    [
+        (THREE, "on"),
+        pytest.param(ONE, "off", marks=pytest.mark.slow),
+        pytest.param(ONE, "on", marks=pytest.mark.long),
+        pytest.param(THREE, "off", marks=pytest.mark.long),
+    ],
+)
+def test_during_a_save(
+    server: Server,
+    tmp_path: Path,
+    asynchronous: str,
+    signals: Iterable[int],
+    undisturbed: Callable[..., Undisturbed],
+):
     """The save goes on, the step is finished, and is saved too."""
     outputs, report = tmp_path / "outputs", tmp_path / "report"
     options = run_options(outputs, "--ckpt-async", asynchronous)
-    launch = server.start(*options, ranks=2, faults={0: Fault(
-        str(outputs), 1, "pause", seconds=1.0, kinds=("fsync",), match="step_00000004",
-        report=str(report))})
+    launch = server.start(
+        *options,
+        ranks=2,
+        faults={
+            0: Fault(
+                str(outputs),
+                1,
+                "pause",
+                seconds=1.0,
+                kinds=("fsync",),
+                match="step_00000004",
+                report=str(report),
+            )
+        },
+    )
     launch.until(lambda: bool(operations(report)))
     for number in signals:
         launch.signal(number)
@@ -59,8 +72,9 @@ def test_during_a_save(server: Server, tmp_path: Path, asynchronous: str,
     undisturbed(ranks=2).require_same(outputs)
 
 
-def test_during_an_evaluation(server: Server, tmp_path: Path,
-                              undisturbed: Callable[..., Undisturbed]):
+def test_during_an_evaluation(
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+):
     """It is finished first; evaluations change nothing in what follows."""
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--eval-freq", 1, "--eval-batches", 30)
@@ -71,35 +85,64 @@ def test_during_an_evaluation(server: Server, tmp_path: Path,
     server.run(*options)
     assert begun_at(outputs) == max(e["step"] for e in events(outputs) if e["event"] == "signal")
     rows = [json.loads(line) for line in (outputs / "run" / "metrics.jsonl").open()]
-    assert [row["train/loss"] for row in rows] == [
-        row["train/loss"] for row in undisturbed().rows]
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in undisturbed().rows]
 
 
-def torchrun(server: Server, outputs: Path, *options: object, fault: Fault | None = None,
-             ) -> subprocess.Popen:
+def torchrun(
+    server: Server, outputs: Path, *options: object, fault: Fault | None = None
+) -> subprocess.Popen:
     """Start two ranks as the README says, each process with the fault."""
-    command = stage_command("04_train_fsdp.py", *run_options(outputs, *options, steps=LONG),
-                            ranks=2)
+    command = stage_command(
+        "04_train_fsdp.py", *run_options(outputs, *options, steps=LONG), ranks=2
+    )
     script = command.index(str(ROOT / "04_train_fsdp.py"))
-    command[script:script] = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1",
-                              "--shutdown-timeout", "120"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1",
-                   "PYTHONPATH": str(ROOT / "tests" / "fault_site")}
+    command[script:script] = [
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGUSR1",
+        "--shutdown-timeout",
+        "120",
+    ]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "PYTHONPATH": str(ROOT / "tests" / "fault_site"),
+    }
     if fault is not None:
         environment["FAULT"] = json.dumps(asdict(fault))
-    return subprocess.Popen(command, cwd=server.root, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env=environment, preexec_fn=pinned())
+    return subprocess.Popen(
+        command,
+        cwd=server.root,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        preexec_fn=pinned(),
+    )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "pause_s"), [(signal.SIGTERM, 0.3), (signal.SIGUSR1, 35.0)],
-                         ids=["SIGTERM", "SIGUSR1 and a save of 35 s"])
-def test_torchrun_passes_it_on_and_waits(server: Server, tmp_path: Path, number: int,
-                                         pause_s: float,
-                                         undisturbed: Callable[..., Undisturbed]):
+@pytest.mark.parametrize(
+    ("number", "pause_s"),
+    [(signal.SIGTERM, 0.3), (signal.SIGUSR1, 35.0)],
+    ids=["SIGTERM", "SIGUSR1 and a save of 35 s"],
+)
+def test_torchrun_passes_it_on_and_waits(
+    server: Server,
+    tmp_path: Path,
+    number: int,
+    pause_s: float,
+    undisturbed: Callable[..., Undisturbed],
+):
     outputs, report = tmp_path / "outputs", tmp_path / "report"
-    fault = Fault(str(outputs), 1, "pause", seconds=pause_s, kinds=("fsync",), report=str(report),
-                  match="step_00000004.tmp-")
+    fault = Fault(
+        str(outputs),
+        1,
+        "pause",
+        seconds=pause_s,
+        kinds=("fsync",),
+        report=str(report),
+        match="step_00000004.tmp-",
+    )
     process = torchrun(server, outputs, fault=fault)
     try:
         deadline = time.monotonic() + 120

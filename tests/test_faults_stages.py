@@ -17,8 +17,9 @@ LAST = range(8)
 
 
 @pytest.fixture(scope="module")
-def commands(prepared_once: Path, model_files: dict[str, bytes],
-             tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def commands(
+    prepared_once: Path, model_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Commands]:
     """Return what makes the commands."""
     made = Commands(prepared_once, model_files, tmp_path_factory.mktemp("commands"))
     yield made
@@ -37,8 +38,9 @@ def kill_at(scene: Scene, numbers: list[int], act: str = "kill") -> None:
         scene.require_done(project)
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow)
-                                        for stage in (2, 3, 5))])
+@pytest.mark.parametrize(
+    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3, 5))]
+)
 def test_killed_while_it_is_published(commands: Commands, tmp_path: Path, stage: int):
     """The input and the artifact before stay, the bytes are those of an undisturbed run."""
     for number, command in enumerate(commands.of_stage(stage)):

@@ -10,12 +10,17 @@ from lib.planning.saving import Saving, useful_share
 HOUR = 3600.0
 
 
-@pytest.mark.parametrize(("saving", "mtbf", "restart"), [
-    (Saving(600, 60), 3 * HOUR, 300.0),
-    (Saving(600, 2, lag=100), 3 * HOUR, 300.0),
-    (Saving(120, 0.5, lag=110), 1.8 * HOUR, 600.0),
-    (Saving(3000, 300), 5000.0, 600.0),
-    (Saving(3000, 300), 5000.0, 0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("saving", "mtbf", "restart"),
+    [
+        (Saving(600, 60), 3 * HOUR, 300.0),
+        (Saving(600, 2, lag=100), 3 * HOUR, 300.0),
+        (Saving(120, 0.5, lag=110), 1.8 * HOUR, 600.0),
+        (Saving(3000, 300), 5000.0, 600.0),
+        (Saving(3000, 300), 5000.0, 0.0),
+    ],
+    ids=str,
+)
 def test_simulated_failures_agree_with_the_closed_form(saving: Saving, mtbf: float, restart: float):
     run = simulate(saving, mtbf, restart, failures=6000)
     assert run.useful / run.total == pytest.approx(useful_share(saving, mtbf, restart), rel=0.02)
@@ -29,6 +34,7 @@ def test_two_tiers_lie_between_their_limits():
     def share(survives: float) -> float:
         run = simulate(shared, 3 * HOUR, 300, 6000, local=local, survives=survives)
         return run.useful / run.total
+
     never, sometimes, always = share(0.0), share(0.5), share(1.0)
     alone, near = (useful_share(saving, 3 * HOUR, 300) for saving in (shared, local))
     assert never == pytest.approx(alone, rel=0.02)

@@ -24,15 +24,33 @@ from lib.train import earlier, journal
 from tests.conftest import ROOT
 from tests.training import prepared_once, project, save_model  # noqa: F401  (fixtures)
 
-VALUES = [None, -1, 10**30, "x", "../../x", [], {}, True, 1.5, ["a", 5], {"a": {"b": 1}},
-          "\ud800\0", "\x1b[2J"]
+VALUES = [
+    None,
+    -1,
+    10**30,
+    "x",
+    "../../x",
+    [],
+    {},
+    True,
+    1.5,
+    ["a", 5],
+    {"a": {"b": 1}},
+    "\ud800\0",
+    "\x1b[2J",
+]
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Yield where a value stands in a record, of lists the first two."""
     yield path
-    children = value.items() if isinstance(value, dict) else \
-        enumerate(value[:2]) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:2])
+        if isinstance(value, list)
+        else ()
+    )
     for key, child in children:
         yield from places(child, (*path, key))
 
@@ -58,8 +76,9 @@ def attack(path: Path, read: Any, most: int = 150) -> None:
         try:
             read()
         except StageError as error:
-            error.render().encode(errors="surrogateescape" if "\udc80" in error.problem else
-                                  "backslashreplace")
+            error.render().encode(
+                errors="surrogateescape" if "\udc80" in error.problem else "backslashreplace"
+            )
         except Exception as error:
             pytest.fail(f"{path.name} with {value!r} at {place}: {error!r}")
     path.write_text(json.dumps(content))
@@ -89,11 +108,21 @@ def test_records_of_tokens(tmp_path: Path):
     path.mkdir()
     for name in ("train.tokens.bin", "train.ends.bin"):
         (path / name).write_bytes(bytes(16))
-    manifest.write(path, kind=store.KIND, stage="04_train_fsdp.py", options={},
-                   identity={"options": {}, "inputs": {}},
-                   files=[manifest.file_entry(path, file) for file in sorted(path.iterdir())],
-                   summary={"dtype": "uint16", "vocab_size": 9, "bos": None, "eos": None,
-                            "splits": {"train": {"tokens": 8, "documents": 2}}})
+    manifest.write(
+        path,
+        kind=store.KIND,
+        stage="04_train_fsdp.py",
+        options={},
+        identity={"options": {}, "inputs": {}},
+        files=[manifest.file_entry(path, file) for file in sorted(path.iterdir())],
+        summary={
+            "dtype": "uint16",
+            "vocab_size": 9,
+            "bos": None,
+            "eos": None,
+            "splits": {"train": {"tokens": 8, "documents": 2}},
+        },
+    )
     attack(path / "manifest.json", lambda: store.open_store(path))
 
 
@@ -101,16 +130,31 @@ def test_records_of_a_run(tmp_path: Path):
     run = Experiment(tmp_path, "run")
     step = run.checkpoints / "step_00000001"
     step.mkdir(parents=True)
-    whole = {"step": 1, "tokens": 5, "seed": 0, "loss_scale": {"scale": 1.0, "good_steps": 0},
-             "model_files": {"config.json": "sha256:0"}, "cursors": [{"epoch": 0, "place": None}]}
+    whole = {
+        "step": 1,
+        "tokens": 5,
+        "seed": 0,
+        "loss_scale": {"scale": 1.0, "good_steps": 0},
+        "model_files": {"config.json": "sha256:0"},
+        "cursors": [{"epoch": 0, "place": None}],
+    }
     (step / "train_state.json").write_text(json.dumps(whole))
     assert contents.read(step / "train_state.json") == whole
     attack(step / "train_state.json", lambda: Checkpoint(step, 1).record())
     (step / "COMMIT.json").write_text(json.dumps({"step": 1, "manifest": "x", "digest": "y"}))
     attack(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())
-    run.config.write_text(json.dumps({
-        "launch": "1f", "run": "1f", "options": {"lr": 1}, "model_dir": "m", "versions": {},
-        "identity": {"options": {"lr": 1}, "inputs": {"model": "x"}}}))
+    run.config.write_text(
+        json.dumps(
+            {
+                "launch": "1f",
+                "run": "1f",
+                "options": {"lr": 1},
+                "model_dir": "m",
+                "versions": {},
+                "identity": {"options": {"lr": 1}, "inputs": {"model": "x"}},
+            }
+        )
+    )
     attack(run.config, lambda: earlier.read(run).get("identity", {}).get("options", {}).get("lr"))
     run.config.write_text(json.dumps({"run": "../../x", "options": {}}))  # names a directory
     assert journal.read_config(run) == {}
@@ -123,6 +167,7 @@ def test_records_of_a_run(tmp_path: Path):
         parser.add_argument("--src", type=Path)
         options.add_config(parser, "plan")
         parser.parse(["--config", str(run.config)])
+
     attack(run.config, parse)
 
 

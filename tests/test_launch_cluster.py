@@ -24,19 +24,29 @@ from tests import kube_server
 from tests.conftest import run_stage
 from tests.kube_server import CORE, CUSTOM, Cluster, Refused, Server, Type
 
-TYPES = [*CORE, *CUSTOM, Type("v1", "resourcequotas", "ResourceQuota"),
-         Type("v1", "serviceaccounts", "ServiceAccount"),
-         Type("apps/v1", "deployments", "Deployment"),
-         Type("authorization.k8s.io/v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview",
-              False),
-         Type("storage.k8s.io/v1", "storageclasses", "StorageClass", False),
-         Type("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition",
-              False)]
-KINDS = {"pytorchjob": ("pytorchjobs.kubeflow.org", "v1", "training-operator"),
-         "trainjob": ("trainjobs.trainer.kubeflow.org", "v1alpha1",
-                      "kubeflow-trainer-controller-manager"),
-         "hyperpod": ("hyperpodpytorchjobs.sagemaker.amazonaws.com", "v1",
-                      "hp-training-operator-hp-training-controller-manager")}
+TYPES = [
+    *CORE,
+    *CUSTOM,
+    Type("v1", "resourcequotas", "ResourceQuota"),
+    Type("v1", "serviceaccounts", "ServiceAccount"),
+    Type("apps/v1", "deployments", "Deployment"),
+    Type("authorization.k8s.io/v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False),
+    Type("storage.k8s.io/v1", "storageclasses", "StorageClass", False),
+    Type("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition", False),
+]
+KINDS = {
+    "pytorchjob": ("pytorchjobs.kubeflow.org", "v1", "training-operator"),
+    "trainjob": (
+        "trainjobs.trainer.kubeflow.org",
+        "v1alpha1",
+        "kubeflow-trainer-controller-manager",
+    ),
+    "hyperpod": (
+        "hyperpodpytorchjobs.sagemaker.amazonaws.com",
+        "v1",
+        "hp-training-operator-hp-training-controller-manager",
+    ),
+}
 P5 = ("--instance-type", "p5.48xlarge", "--nodes", 2)
 
 
@@ -64,14 +74,26 @@ class _Answers(kube_server._Handler):
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
     """Return a healthy p5 node, or one that differs."""
-    has = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi",
-           **changes.get("allocatable", {})}
-    return {"metadata": {"name": name, "labels": {
-                "node.kubernetes.io/instance-type": "p5.48xlarge", **changes.get("labels", {})}},
-            "spec": changes.get("spec", {}),
-            "status": {"allocatable": {key: value for key, value in has.items() if value},
-                       "conditions": changes.get("conditions",
-                                                 [{"type": "Ready", "status": "True"}])}}
+    has = {
+        "nvidia.com/gpu": "8",
+        "vpc.amazonaws.com/efa": "32",
+        "hugepages-2Mi": "5120Mi",
+        **changes.get("allocatable", {}),
+    }
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {
+                "node.kubernetes.io/instance-type": "p5.48xlarge",
+                **changes.get("labels", {}),
+            },
+        },
+        "spec": changes.get("spec", {}),
+        "status": {
+            "allocatable": {key: value for key, value in has.items() if value},
+            "conditions": changes.get("conditions", [{"type": "Ready", "status": "True"}]),
+        },
+    }
 
 
 @pytest.fixture
@@ -81,16 +103,26 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[There]:
         pytest.skip("kubectl is not installed (Debian: kubernetes-client)")
     made = There()
     for crd, version, controller in KINDS.values():
-        made.add("customresourcedefinitions", {"metadata": {"name": crd}, "spec": {
-            "versions": [{"name": version, "served": True}]}})
-        made.add("deployments", {"metadata": {"name": controller},
-                                 "status": {"availableReplicas": 1}}, "operators")
+        made.add(
+            "customresourcedefinitions",
+            {"metadata": {"name": crd}, "spec": {"versions": [{"name": version, "served": True}]}},
+        )
+        made.add(
+            "deployments",
+            {"metadata": {"name": controller}, "status": {"availableReplicas": 1}},
+            "operators",
+        )
     for name in ("default", "operators"):
         made.add("namespaces", {"metadata": {"name": name}})
     made.add("storageclasses", {"metadata": {"name": "fsx-sc"}, "provisioner": "fsx.csi.aws.com"})
-    made.add("persistentvolumeclaims", {
-        "metadata": {"name": "fsx-claim"}, "spec": {"accessModes": ["ReadWriteMany"]},
-        "status": {"phase": "Bound", "capacity": {"storage": "1200Gi"}}})
+    made.add(
+        "persistentvolumeclaims",
+        {
+            "metadata": {"name": "fsx-claim"},
+            "spec": {"accessModes": ["ReadWriteMany"]},
+            "status": {"phase": "Bound", "capacity": {"storage": "1200Gi"}},
+        },
+    )
     for number in (1, 2):
         made.add("nodes", node(f"node-{number}"))
     monkeypatch.setattr(kube_server, "_Handler", _Answers)
@@ -113,11 +145,25 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
     path = tmp_path / "kubeconfig"
     config = yaml.safe_load(path.read_text())
     for name, named in more:
-        config["contexts"].append({"name": name, "context": {
-            "cluster": named, "user": config["contexts"][0]["context"].get("user", "")}})
-        config["clusters"].append({"name": named, "cluster": {
-            "server": "http://127.0.0.1:9" if named != ARN else
-            config["clusters"][0]["cluster"]["server"]}})
+        config["contexts"].append(
+            {
+                "name": name,
+                "context": {
+                    "cluster": named,
+                    "user": config["contexts"][0]["context"].get("user", ""),
+                },
+            }
+        )
+        config["clusters"].append(
+            {
+                "name": named,
+                "cluster": {
+                    "server": "http://127.0.0.1:9"
+                    if named != ARN
+                    else config["clusters"][0]["cluster"]["server"]
+                },
+            }
+        )
     path.write_text(yaml.safe_dump(config))
 
 
@@ -128,8 +174,10 @@ def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path:
     assert not [finding for finding in found if finding.severity == "error"]
     found, _ = check(tmp_path, *P5, "--cluster-name", "b", expect=6)
     assert only(found, "API server").severity == "error"
-    refused = [("--cluster-name", "c", "the kubeconfig has no cluster c"),
-               ("--cluster-name", "b", "--context", "prod", "is of the cluster my-eks")]
+    refused = [
+        ("--cluster-name", "c", "the kubeconfig has no cluster c"),
+        ("--cluster-name", "b", "--context", "prod", "is of the cluster my-eks"),
+    ]
     for *words, says in refused:
         done = run_stage("launch/cluster.py", *P5, *words, cwd=tmp_path, expect=2)
         assert says in done.stderr and "Traceback" not in done.stderr
@@ -139,28 +187,63 @@ def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path:
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert not [finding for finding in found if finding.severity == "error"]
     job = ("--job-name", "exp", "--image", "r/i:1")
-    done = run_stage("launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run",
-                     cwd=tmp_path)
+    done = run_stage(
+        "launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run", cwd=tmp_path
+    )
     assert "--context b " in done.stdout
 
 
 def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
-    job = ("--job-name", "exp", "--image", "r/i:1", "--nodes", 1, "--instance-type", "p5.48xlarge",
-           "--cluster-name", "far", "--dry-run")
+    job = (
+        "--job-name",
+        "exp",
+        "--image",
+        "r/i:1",
+        "--nodes",
+        1,
+        "--instance-type",
+        "p5.48xlarge",
+        "--cluster-name",
+        "far",
+        "--dry-run",
+    )
     (tmp_path / "kubeconfig").write_text("{}")
     for place in (str(tmp_path), no_aws(tmp_path)):
         env = {"PATH": place, "KUBECONFIG": str(tmp_path / "kubeconfig")}
         for command in ("render", "deploy"):
-            done = run_stage("launch/kubernetes.py", command, *job, "--", "-e", "exp", "-d", "c4",
-                             "-m", "org/model", cwd=tmp_path, env=env)
+            done = run_stage(
+                "launch/kubernetes.py",
+                command,
+                *job,
+                "--",
+                "-e",
+                "exp",
+                "-d",
+                "c4",
+                "-m",
+                "org/model",
+                cwd=tmp_path,
+                env=env,
+            )
             assert "kind: " in done.stdout and "cluster: far" in done.stderr
         run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
 
 
 def test_make_asks_the_cluster(there: There, tmp_path: Path) -> None:
     """The options of the job are those of `make run`, the ones that no check needs among them."""
-    job = ("--kind", "pytorchjob", "--job-name", "exp", *P5, "--image", "r/i:1", "--max-restarts",
-           "3", "--token-secret", "hub")
+    job = (
+        "--kind",
+        "pytorchjob",
+        "--job-name",
+        "exp",
+        *P5,
+        "--image",
+        "r/i:1",
+        "--max-restarts",
+        "3",
+        "--token-secret",
+        "hub",
+    )
     done = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
     assert "this cluster is ready" in done.stdout
     there.objects = {key: item for key, item in there.objects.items() if key[0] != "nodes"}
@@ -178,12 +261,14 @@ def no_aws(root: Path) -> str:
     return str(folder)
 
 
-def check(tmp_path: Path, *arguments: object, expect: int = 0,
-          ) -> tuple[list[Finding], subprocess.CompletedProcess]:
+def check(
+    tmp_path: Path, *arguments: object, expect: int = 0
+) -> tuple[list[Finding], subprocess.CompletedProcess]:
     """Run `cluster.py validate` and return what it found."""
     file = tmp_path / "found.json"
-    done = run_stage("launch/cluster.py", "validate", *arguments, "--json", file, cwd=tmp_path,
-                     expect=expect)
+    done = run_stage(
+        "launch/cluster.py", "validate", *arguments, "--json", file, cwd=tmp_path, expect=expect
+    )
     return [Finding(**f) for f in json.loads(file.read_text())["findings"]], done
 
 
@@ -198,9 +283,16 @@ def only(found: list[Finding], check: str) -> Finding:
 def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
     if kind == "hyperpod":  # whose types have a prefix, which is added
         for number in (1, 2):
-            there.add("nodes", node(f"node-{number}", labels={
-                "node.kubernetes.io/instance-type": "ml.p5.48xlarge",
-                "sagemaker.amazonaws.com/node-health-status": "Schedulable"}))
+            there.add(
+                "nodes",
+                node(
+                    f"node-{number}",
+                    labels={
+                        "node.kubernetes.io/instance-type": "ml.p5.48xlarge",
+                        "sagemaker.amazonaws.com/node-health-status": "Schedulable",
+                    },
+                ),
+            )
     found, done = check(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
     assert {finding.severity for finding in found} == {"info"}
     assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
@@ -208,19 +300,23 @@ def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
     assert "this cluster is ready" in done.stdout
     assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
     assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
-        "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"}
+        "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    }
 
 
 def test_everything_that_is_missing_is_told_at_once(there: There, tmp_path: Path):
-    for key in [key for key in there.objects if key[0] in (
-            "customresourcedefinitions", "persistentvolumeclaims", "nodes")]:
+    for key in [
+        key
+        for key in there.objects
+        if key[0] in ("customresourcedefinitions", "persistentvolumeclaims", "nodes")
+    ]:
         del there.objects[key]
     there.denied.add("create pytorchjobs")
-    found, done = check(tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull",
-                        expect=6)
+    found, done = check(
+        tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
+    )
     errors = {finding.check for finding in found if finding.severity == "error"}
-    assert errors == {"namespace", "rights", "operator", "capacity", "storage",
-                      "image pull secret"}
+    assert errors == {"namespace", "rights", "operator", "capacity", "storage", "image pull secret"}
     assert all(finding.remedy for finding in found if finding.severity == "error")
     assert "fsx-sc" in only(found, "storage").text
     assert "not ready: 6 errors" in done.stderr and "Traceback" not in done.stderr
@@ -234,15 +330,31 @@ def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     return list(cluster_nodes.judge(cluster_nodes.read([*nodes], []), wanted, grows))
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"conditions": [{"type": "Ready", "status": "Unknown"}]}, "not ready"),
-    ({"spec": {"unschedulable": True}}, "cordoned"),
-    ({"spec": {"taints": [{"key": "team", "effect": "NoSchedule"}]}}, "taint team"),
-    ({"conditions": [{"type": "Ready", "status": "True"},
-                     {"type": "DiskPressure", "status": "True"}]}, "DiskPressure"),
-    ({"labels": {"sagemaker.amazonaws.com/node-health-status": "UnschedulablePendingReboot"}},
-     "UnschedulablePendingReboot"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"conditions": [{"type": "Ready", "status": "Unknown"}]}, "not ready"),
+        ({"spec": {"unschedulable": True}}, "cordoned"),
+        ({"spec": {"taints": [{"key": "team", "effect": "NoSchedule"}]}}, "taint team"),
+        (
+            {
+                "conditions": [
+                    {"type": "Ready", "status": "True"},
+                    {"type": "DiskPressure", "status": "True"},
+                ]
+            },
+            "DiskPressure",
+        ),
+        (
+            {
+                "labels": {
+                    "sagemaker.amazonaws.com/node-health-status": "UnschedulablePendingReboot"
+                }
+            },
+            "UnschedulablePendingReboot",
+        ),
+    ],
+)
 def test_a_node_that_takes_no_pods(change: dict[str, Any], why: str):
     found = judged(node("node-1"), node("node-2", **change))
     assert why in only(found, "nodes").text and "node-2" in only(found, "nodes").text
@@ -252,8 +364,10 @@ def test_a_node_that_takes_no_pods(change: dict[str, Any], why: str):
 
 def test_an_autoscaler_may_add_nodes(there: There, tmp_path: Path):
     del there.objects["nodes", "", "node-2"]
-    there.add("customresourcedefinitions", {"metadata": {"name": "nodepools.karpenter.sh"},
-                                            "spec": {"versions": []}})
+    there.add(
+        "customresourcedefinitions",
+        {"metadata": {"name": "nodepools.karpenter.sh"}, "spec": {"versions": []}},
+    )
     found, _ = check(tmp_path, *P5)
     assert only(found, "capacity").severity == "warning"
     check(tmp_path, *P5, "--fail-on", "warning", expect=5)
@@ -264,8 +378,9 @@ def test_the_taint_of_gpu_nodes_is_tolerated():
     assert only(judged(node("node-1"), tainted), "capacity").severity == "info"
 
 
-@pytest.mark.parametrize(("lacking", "of"), [
-    ("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")])
+@pytest.mark.parametrize(
+    ("lacking", "of"), [("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")]
+)
 def test_a_node_without_its_devices(lacking: str, of: str):
     found = judged(node("node-1"), node("node-2", allocatable={lacking: ""}))
     assert only(found, of).severity == "error"
@@ -278,9 +393,14 @@ def test_missing_huge_pages_are_a_warning():
 
 
 def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]:
-    return {"metadata": {"name": name, "labels": {}}, "status": {"phase": phase},
-            "spec": {"nodeName": on, "containers": [
-                {"name": "c", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}}
+    return {
+        "metadata": {"name": name, "labels": {}},
+        "status": {"phase": phase},
+        "spec": {
+            "nodeName": on,
+            "containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}],
+        },
+    }
 
 
 def test_gpus_in_use_are_counted_where_pods_may_be_seen(there: There, tmp_path: Path):
@@ -294,14 +414,28 @@ def test_gpus_in_use_are_counted_where_pods_may_be_seen(there: There, tmp_path: 
 
 
 def test_quota_storage_and_secret(there: There, tmp_path: Path):
-    there.add("resourcequotas", {"metadata": {"name": "team"}, "status": {
-        "hard": {"requests.nvidia.com/gpu": "16", "pods": "50"},
-        "used": {"requests.nvidia.com/gpu": "8", "pods": "3"}}})
-    there.add("persistentvolumeclaims", {
-        "metadata": {"name": "ebs"}, "spec": {"accessModes": ["ReadWriteOnce"]},
-        "status": {"phase": "Bound"}})
-    there.add("secrets", {"metadata": {"name": "pull"}, "type": "Opaque",
-                          "data": {"x": "c2VjcmV0LXZhbHVl"}})
+    there.add(
+        "resourcequotas",
+        {
+            "metadata": {"name": "team"},
+            "status": {
+                "hard": {"requests.nvidia.com/gpu": "16", "pods": "50"},
+                "used": {"requests.nvidia.com/gpu": "8", "pods": "3"},
+            },
+        },
+    )
+    there.add(
+        "persistentvolumeclaims",
+        {
+            "metadata": {"name": "ebs"},
+            "spec": {"accessModes": ["ReadWriteOnce"]},
+            "status": {"phase": "Bound"},
+        },
+    )
+    there.add(
+        "secrets",
+        {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
+    )
     found, done = check(tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6)
     assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(found, "quota").text
     assert "ReadWriteOnce" in only(found, "storage").text
@@ -310,21 +444,36 @@ def test_quota_storage_and_secret(there: There, tmp_path: Path):
 
 
 def test_an_operator_that_is_down_or_serves_another_version(there: There, tmp_path: Path):
-    there.add("deployments", {"metadata": {"name": "training-operator"},
-                              "status": {"availableReplicas": 0}}, "operators")
+    there.add(
+        "deployments",
+        {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
+        "operators",
+    )
     found, _ = check(tmp_path, *P5, expect=6)
     assert "no available replica" in only(found, "operator").text
-    there.add("customresourcedefinitions", {
-        "metadata": {"name": KINDS["trainjob"][0]},
-        "spec": {"versions": [{"name": "v2", "served": True}]}})
+    there.add(
+        "customresourcedefinitions",
+        {
+            "metadata": {"name": KINDS["trainjob"][0]},
+            "spec": {"versions": [{"name": "v2", "served": True}]},
+        },
+    )
     found, _ = check(tmp_path, "--kind", "trainjob", *P5, expect=6)
     assert any("served as v2, not v1alpha1" in finding.text for finding in found)
 
 
 def test_a_driver_too_old_for_the_torch_of_the_image(there: There, tmp_path: Path):
-    there.add("nodes", node("node-2", labels={
-        "nvidia.com/cuda.driver.major": "550", "nvidia.com/cuda.driver.minor": "54",
-        "nvidia.com/cuda.driver.rev": "15"}))
+    there.add(
+        "nodes",
+        node(
+            "node-2",
+            labels={
+                "nvidia.com/cuda.driver.major": "550",
+                "nvidia.com/cuda.driver.minor": "54",
+                "nvidia.com/cuda.driver.rev": "15",
+            },
+        ),
+    )
     found, _ = check(tmp_path, *P5, expect=6)
     assert "driver 550.54.15 is too old" in only(found, "driver").text
     assert "--driver-version 550.54.15" in only(found, "driver").remedy
@@ -334,14 +483,19 @@ def test_what_may_not_be_asked_is_not_checked(there: There, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
     found, _ = check(tmp_path, *P5)
     assert {finding.check for finding in found if "not allowed" in finding.text} == {
-        "quota", "operator", "nodes"}
+        "quota",
+        "operator",
+        "nodes",
+    }
 
 
 def test_describe(there: There, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     done = run_stage("launch/cluster.py", "describe", cwd=tmp_path)
-    assert ("p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
-            "64 vpc.amazonaws.com/efa") in done.stdout
+    assert (
+        "p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
+        "64 vpc.amazonaws.com/efa"
+    ) in done.stdout
     for shown in ("pytorchjobs.kubeflow.org (v1)", "fsx-sc", "fsx-claim: Bound"):
         assert shown in done.stdout
 
@@ -360,8 +514,16 @@ def test_without_kubectl_and_dry(tmp_path: Path):
     done = run_stage("launch/cluster.py", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)})
     assert "kubectl is not installed" in done.stderr
     run_stage("launch/cluster.py", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
-    done = run_stage("launch/cluster.py", "--cluster-name", "foo", "--context", "bar", cwd=tmp_path,
-                     expect=2, env={"PATH": str(tmp_path)})
+    done = run_stage(
+        "launch/cluster.py",
+        "--cluster-name",
+        "foo",
+        "--context",
+        "bar",
+        cwd=tmp_path,
+        expect=2,
+        env={"PATH": str(tmp_path)},
+    )
     assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
     done = run_stage("launch/cluster.py", "validat", cwd=tmp_path, expect=2)
     assert "validate" in done.stderr
@@ -426,8 +588,10 @@ def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pyt
     assert ("namespaces", "", "team") in there.objects
 
 
-@pytest.mark.parametrize(("text", "number"), [
-    ("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)],
+)
 def test_quantities(text: str, number: int):
     assert cluster_nodes.quantity(text) == number
 

@@ -50,29 +50,43 @@ TOKEN = "hf_abcdefghij"
 
 def gpu_node(name: str, kind: str = "ml.g5.8xlarge", gpus: int = 1, efa: int = 1) -> Object:
     """Return a node of a cluster, with what its device plugins tell."""
-    return {"metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": kind}},
-            "spec": {}, "status": {"allocatable": {"nvidia.com/gpu": str(gpus),
-                                                   "vpc.amazonaws.com/efa": str(efa)},
-                                   "conditions": [{"type": "Ready", "status": "True"}]}}
+    return {
+        "metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": kind}},
+        "spec": {},
+        "status": {
+            "allocatable": {"nvidia.com/gpu": str(gpus), "vpc.amazonaws.com/efa": str(efa)},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
 
 
 @pytest.fixture
-def eks(kube: Cluster, kube_server: Server, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def eks(
+    kube: Cluster, kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Cluster:
     """Return the EKS cluster `c` of four ml.g5.8xlarge, with docker and aws on the PATH."""
     machine = Machine(tmp_path)
     (machine.bin / "aws").write_text(AWS)
-    for name, value in {"PATH": f"{machine.bin}:{os.environ['PATH']}", "CALLS": machine.log,
-                        "FAILURES": machine.failures, "AWS_CALLS": tmp_path / "aws-calls"}.items():
+    for name, value in {
+        "PATH": f"{machine.bin}:{os.environ['PATH']}",
+        "CALLS": machine.log,
+        "FAILURES": machine.failures,
+        "AWS_CALLS": tmp_path / "aws-calls",
+    }.items():
         monkeypatch.setenv(name, str(value))
     arn = "arn:aws:eks:us-west-2:1:cluster/c"
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
     monkeypatch.chdir(tmp_path)
     for key in [key for key in kube.objects if key[0] == "nodes"]:
         del kube.objects[key]
-    kube.add("persistentvolumeclaims", {
-        "metadata": {"name": "fsx-claim"}, "spec": {"accessModes": ["ReadWriteMany"]},
-        "status": {"phase": "Bound"}})
+    kube.add(
+        "persistentvolumeclaims",
+        {
+            "metadata": {"name": "fsx-claim"},
+            "spec": {"accessModes": ["ReadWriteMany"]},
+            "status": {"phase": "Bound"},
+        },
+    )
     for number in range(4):
         kube.add("nodes", gpu_node(f"node-{number}"))
     kube.on_create = partial(complete, seconds=0.2)
@@ -88,63 +102,111 @@ def worker(cluster: Cluster) -> tuple[Object, dict[str, Any]]:
 
 
 def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
-        eks: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    eks: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pipeline")
-    assert build_docker_image(dockerfile="Dockerfile", context=str(ROOT), tag="auto", auto_fix=True,
-                              max_attempts=3, base_image=None).startswith("llm-training:")
+    assert build_docker_image(
+        dockerfile="Dockerfile",
+        context=str(ROOT),
+        tag="auto",
+        auto_fix=True,
+        max_attempts=3,
+        base_image=None,
+    ).startswith("llm-training:")
     image = build_docker_image(auto_fix=True)
     deploy_training_job(cluster_name="c", num_nodes=4, job_name="j")
     item, container = worker(eks)
     spec = item["template"]["spec"]
     assert item["replicas"] == 4 and container["image"] == image
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.g5.8xlarge"}
-    assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": 1,
-                                                        "vpc.amazonaws.com/efa": 1}.items()
+    assert (
+        container["resources"]["limits"].items()
+        >= {"nvidia.com/gpu": 1, "vpc.amazonaws.com/efa": 1}.items()
+    )
     asked = stage_04.parse(container["args"])
     assert (asked.model_name, asked.dataset_name, asked.experiment_name, asked.batch_size) == (
-        "scratch-1B", ["c4"], "j", 2)
-    for words in ("the last that was built", "was not pushed", "recipes/scratch-1b-g5.yaml",
-                  "asked of the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node"):
+        "scratch-1B",
+        ["c4"],
+        "j",
+        2,
+    )
+    for words in (
+        "the last that was built",
+        "was not pushed",
+        "recipes/scratch-1b-g5.yaml",
+        "asked of the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node",
+    ):
         assert words in caplog.text
 
 
 def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> None:
-    deploy_training_job(cluster_name="c", num_nodes=4, job_name="j", image_uri=f"{ECR}/fsdp:1",
-                        gpu_per_node=2, instance_type="ml.g5.12xlarge", max_steps=1000,
-                        monitor=True)
+    deploy_training_job(
+        cluster_name="c",
+        num_nodes=4,
+        job_name="j",
+        image_uri=f"{ECR}/fsdp:1",
+        gpu_per_node=2,
+        instance_type="ml.g5.12xlarge",
+        max_steps=1000,
+        monitor=True,
+    )
     item, container = worker(eks)
-    assert container["image"] == f"{ECR}/fsdp:1" and container["resources"]["limits"][
-        "nvidia.com/gpu"] == 2 and "--nproc-per-node=2" in container["command"]
+    assert (
+        container["image"] == f"{ECR}/fsdp:1"
+        and container["resources"]["limits"]["nvidia.com/gpu"] == 2
+        and "--nproc-per-node=2" in container["command"]
+    )
     assert item["template"]["spec"]["nodeSelector"] == {
-        "node.kubernetes.io/instance-type": "ml.g5.12xlarge"}
+        "node.kubernetes.io/instance-type": "ml.g5.12xlarge"
+    }
     assert stage_04.parse(container["args"]).max_steps == 1000
 
 
 def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
-        eks: Cluster, capfd: pytest.CaptureFixture[str],
-        caplog: pytest.LogCaptureFixture) -> None:
+    eks: Cluster, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pipeline")
     last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
-    deploy_training_job(cluster_name="c", num_nodes=4, job_name="j", hf_token=TOKEN,
-                        tokenizer="meta-llama/Llama-3.2-1B", instance_type="g5.8xlarge")
+    deploy_training_job(
+        cluster_name="c",
+        num_nodes=4,
+        job_name="j",
+        hf_token=TOKEN,
+        tokenizer="meta-llama/Llama-3.2-1B",
+        instance_type="g5.8xlarge",
+    )
     item, container = worker(eks)
     asked = stage_04.parse(container["args"])
     assert (asked.from_scratch, asked.model_size, asked.model_name) == (True, "1B", None)
     assert asked.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
     assert item["template"]["spec"]["nodeSelector"] == {  # as the nodes of HyperPod bear it
-        "node.kubernetes.io/instance-type": "ml.g5.8xlarge"}
+        "node.kubernetes.io/instance-type": "ml.g5.8xlarge"
+    }
     secret = eks.objects.pop(("secrets", "default", "j-hub-token"))
     assert secret["stringData"] == {"token": TOKEN}
     assert TOKEN not in json.dumps([*eks.objects.values()]) + caplog.text + "".join(
-        capfd.readouterr())
-    assert not [path for path in Path().rglob("*") if path.is_file() and
-                TOKEN in path.read_text(errors="replace") and "kube-cache" not in str(path)]
+        capfd.readouterr()
+    )
+    assert not [
+        path
+        for path in Path().rglob("*")
+        if path.is_file()
+        and TOKEN in path.read_text(errors="replace")
+        and "kube-cache" not in str(path)
+    ]
 
 
 def test_a_cluster_is_managed(eks: Cluster) -> None:
-    found = manage_eks_cluster(cluster_name="c", region="us-west-2", validate_components=True,
-                               auto_fix=True, create_if_missing=True, num_nodes=4,
-                               instance_type="ml.g5.8xlarge", gpu_per_node=1)
+    found = manage_eks_cluster(
+        cluster_name="c",
+        region="us-west-2",
+        validate_components=True,
+        auto_fix=True,
+        create_if_missing=True,
+        num_nodes=4,
+        instance_type="ml.g5.8xlarge",
+        gpu_per_node=1,
+    )
     assert ("namespaces", "", "default") in eks.objects
     assert "4 ml.g5.8xlarge are free" in " ".join(finding.text for finding in found)
     assert "eks update-kubeconfig --name c " in Path("aws-calls").read_text()
@@ -155,23 +217,26 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
     assert "eksctl create cluster --name other" in caught.value.hint
 
 
-LINES = ("prepare --cluster_name c --job_name j",
-         "deploy --cluster_name c --num_nodes 4 --job_name j",
-         f"deploy --job_name j --image_uri {ECR}/fsdp:1 --num_nodes 4 --gpu_per_node 1 "
-         f"--instance_type ml.g5.8xlarge --cluster_name c --monitor --hf_token {TOKEN} "
-         "--max_steps 1000 --tokenizer meta-llama/Llama-3.2-1B",
-         "render --cluster_name c --num_nodes 2 --job_name j --max_steps 1000",
-         "render --kind hyperpod --job-name j --image i:1 --instance-type ml.p5.48xlarge "
-         "--node-count 4 --accelerators 8 --service-account-name training --max-retry 3 -- "
-         "-d c4 -m org/model --lr=1e-4")
+LINES = (
+    "prepare --cluster_name c --job_name j",
+    "deploy --cluster_name c --num_nodes 4 --job_name j",
+    f"deploy --job_name j --image_uri {ECR}/fsdp:1 --num_nodes 4 --gpu_per_node 1 "
+    f"--instance_type ml.g5.8xlarge --cluster_name c --monitor --hf_token {TOKEN} "
+    "--max_steps 1000 --tokenizer meta-llama/Llama-3.2-1B",
+    "render --cluster_name c --num_nodes 2 --job_name j --max_steps 1000",
+    "render --kind hyperpod --job-name j --image i:1 --instance-type ml.p5.48xlarge "
+    "--node-count 4 --accelerators 8 --service-account-name training --max-retry 3 -- "
+    "-d c4 -m org/model --lr=1e-4",
+)
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
     command, *words = shlex.split(line)
-    done = run_stage("launch/kubernetes.py", command, "--poll_seconds", "0.05", *words,
-                     cwd=tmp_path)
+    done = run_stage(
+        "launch/kubernetes.py", command, "--poll_seconds", "0.05", *words, cwd=tmp_path
+    )
     said = done.stdout + done.stderr
     assert TOKEN not in said and "Traceback" not in said
     if line.startswith("render"):
@@ -188,34 +253,56 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
 
 
 def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
-    run_stage("launch/build_image.py", "--dockerfile", "Dockerfile", "--tag", "llama32-1b-v1",
-              "--auto_fix", "true", "--max_attempts", "3", cwd=tmp_path)
+    run_stage(
+        "launch/build_image.py",
+        "--dockerfile",
+        "Dockerfile",
+        "--tag",
+        "llama32-1b-v1",
+        "--auto_fix",
+        "true",
+        "--max_attempts",
+        "3",
+        cwd=tmp_path,
+    )
     assert last.find() == last.Built("llama32-1b-v1", is_pushed=False)
-    run_stage("launch/build_image.py", "--auto_fix", "--push", f"{ECR}/fsdp", "--tag", "x:2",
-              cwd=tmp_path)
+    run_stage(
+        "launch/build_image.py", "--auto_fix", "--push", f"{ECR}/fsdp", "--tag", "x:2", cwd=tmp_path
+    )
     assert last.find() == last.Built(f"{ECR}/fsdp:2", is_pushed=True)
-    run_stage("launch/cluster.py", "--cluster_name", "c", "--validate_components", "--auto_fix",
-              "--namespace", "default", cwd=tmp_path)
+    run_stage(
+        "launch/cluster.py",
+        "--cluster_name",
+        "c",
+        "--validate_components",
+        "--auto_fix",
+        "--namespace",
+        "default",
+        cwd=tmp_path,
+    )
     assert ("namespaces", "", "default") in eks.objects
 
 
-@pytest.mark.parametrize(("asked", "says"), [
-    ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
-    ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
-    ({"sharding_strategy": "full"}, "FSDP2 is always on"),
-    ({"torchrun_path": "/opt/conda/bin/torchrun"}, "started by the Python of the image"),
-    ({"use_hyperpod_cli": True}, "--kind hyperpod"),
-    ({"num_nodes": 4, "nodes": 2}, "nodes=2 contradicts 4"),
-    ({"max_lr": 1e-3, "lr": 1e-4}, "lr=0.0001 contradicts 0.001"),
-    ({"num_nodes": 0}, "--nodes: expected a whole number above 0, got '0'"),
-    ({"context": "other"}, "--cluster-name c and --context other both name a cluster"),
-    ({"cluster_name": "d"}, "the kubeconfig has no cluster d"),
-    ({"job_name": None}, "--job-name is missing"),
-    ({"image_uri": None}, "no image was built in this directory"),
-    ({"bucket_pvc": "none"}, "--bucket-pvc: no claim none"),
-    ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
-    ({"model_name": "org/model"}, "no dataset is named"),
-])
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
+        ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
+        ({"sharding_strategy": "full"}, "FSDP2 is always on"),
+        ({"torchrun_path": "/opt/conda/bin/torchrun"}, "started by the Python of the image"),
+        ({"use_hyperpod_cli": True}, "--kind hyperpod"),
+        ({"num_nodes": 4, "nodes": 2}, "nodes=2 contradicts 4"),
+        ({"max_lr": 1e-3, "lr": 1e-4}, "lr=0.0001 contradicts 0.001"),
+        ({"num_nodes": 0}, "--nodes: expected a whole number above 0, got '0'"),
+        ({"context": "other"}, "--cluster-name c and --context other both name a cluster"),
+        ({"cluster_name": "d"}, "the kubeconfig has no cluster d"),
+        ({"job_name": None}, "--job-name is missing"),
+        ({"image_uri": None}, "no image was built in this directory"),
+        ({"bucket_pvc": "none"}, "--bucket-pvc: no claim none"),
+        ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
+        ({"model_name": "org/model"}, "no dataset is named"),
+    ],
+)
 def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -> None:
     given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1", **asked}
     with pytest.raises(UsageError) as caught:
@@ -224,7 +311,8 @@ def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -
 
 
 def test_a_choice_that_the_cluster_leaves_is_a_question(
-        eks: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    eks: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
         job = declared.made(JobOptions, job_name="j", image="registry/train:1", **asked)
         found = kubernetes.completed(job, Kubectl("default"))
@@ -253,27 +341,70 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(
 
 def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
     def prepared(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        return run_stage("launch/kubernetes.py", "prepare", "--job-name", "j", "--image", "i:1",
-                         "--dry-run", *words, cwd=tmp_path, expect=expect)
-    done = prepared("--data", "/bucket/raw", "--bucket-pvc", "training-data", "--token-secret",
-                    "hub", "--service-account", "training", "--fields", "text", "--num-nodes", "4",
-                    "--kind", "hyperpod", "--spares", "1", "--", "-d", "mine", "-m", "org/model")
+        return run_stage(
+            "launch/kubernetes.py",
+            "prepare",
+            "--job-name",
+            "j",
+            "--image",
+            "i:1",
+            "--dry-run",
+            *words,
+            cwd=tmp_path,
+            expect=expect,
+        )
+
+    done = prepared(
+        "--data",
+        "/bucket/raw",
+        "--bucket-pvc",
+        "training-data",
+        "--token-secret",
+        "hub",
+        "--service-account",
+        "training",
+        "--fields",
+        "text",
+        "--num-nodes",
+        "4",
+        "--kind",
+        "hyperpod",
+        "--spares",
+        "1",
+        "--",
+        "-d",
+        "mine",
+        "-m",
+        "org/model",
+    )
     item = yaml.safe_load(done.stdout)
     kubernetes_validate.validate(item, "1.34", strict=True)
     [container] = item["spec"]["template"]["spec"]["containers"]
     assert item["metadata"]["name"] == "j-prepare" and "resources" in container
     assert "nvidia.com/gpu" not in json.dumps(container["resources"])
-    assert container["command"][2:] == ["--data=/bucket/raw", "--fields=text", "--format=text",
-                                        "--validation-percent=1.0", "--"]
-    assert container["args"] == ["--experiment-name=j", "--device=cpu", "-d", "mine", "-m",
-                                 "org/model"]
+    assert container["command"][2:] == [
+        "--data=/bucket/raw",
+        "--fields=text",
+        "--format=text",
+        "--validation-percent=1.0",
+        "--",
+    ]
+    assert container["args"] == [
+        "--experiment-name=j",
+        "--device=cpu",
+        "-d",
+        "mine",
+        "-m",
+        "org/model",
+    ]
     assert "--bucket-pvc NAME" in prepared("--data", "/bucket/raw", expect=2).stderr
     assert "cannot name a job" in prepared("--job-name", "J", expect=2).stderr
 
 
 @pytest.fixture
-def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-          ) -> Callable[..., list[str]]:
+def steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[..., list[str]]:
     """Return a function that returns the commands which launch/prepare.py would run."""
     monkeypatch.chdir(tmp_path)
 
@@ -282,6 +413,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
         caplog.clear()
         prepare.main(["--dry-run", *words])
         return [text.removeprefix("$ python ") for text in caplog.messages if text[0] == "$"]
+
     return of
 
 
@@ -293,12 +425,17 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
     assert "--model-size 1B --vocab-size 32000 --train-tokenizer hf_datasets/c4" in model
     assert tokens.startswith("04_train_fsdp.py") and tokens.endswith("--prepare-only")
     assert "03_download_model.py --model-name meta-llama/Llama-3.2-1B" in steps(
-        "--", "--tokenizer", "meta-llama/Llama-3.2-1B")
+        "--", "--tokenizer", "meta-llama/Llama-3.2-1B"
+    )
     assert steps("--", "-d", "c4", "-m", "org/model")[3].endswith("--model-name org/model")
     organize = steps("--data", "/bucket/raw", "--", "-d", "mine", "-m", "scratch-1M")[0]
     assert organize.endswith("--src-dir /bucket/raw --dst-root splits/mine --mode symlink")
-    assert " --format chat " in steps("--data", "/bucket/raw", "--format", "chat", "--", "-d",
-                                      "mine", "-m", "scratch-1M")[1]
+    assert (
+        " --format chat "
+        in steps(
+            "--data", "/bucket/raw", "--format", "chat", "--", "-d", "mine", "-m", "scratch-1M"
+        )[1]
+    )
     (tmp_path / "hf_datasets" / "c4").mkdir(parents=True)
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
     with pytest.raises(UsageError, match="hf_datasets/mine is not there, and no --data says"):
@@ -309,12 +446,28 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
 
 @pytest.mark.slow
 def test_a_run_is_prepared_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
-    rows = b"".join(json.dumps({"text": f"The quick brown fox jumps. {n} " * 20}).encode() + b"\n"
-                    for n in range(300))
-    hub.repos["org/text"] = Repo({"en/train.json.gz": gzip.compress(rows), "de/a.gz": b"not this"},
-                                 kind="dataset")
-    words = ("--data", "org/text", "--include", "en/*.json.gz", "--fields", "text", "--", "-d",
-             "mine", "-m", "org/tiny-llama", "-s", "64")
+    rows = b"".join(
+        json.dumps({"text": f"The quick brown fox jumps. {n} " * 20}).encode() + b"\n"
+        for n in range(300)
+    )
+    hub.repos["org/text"] = Repo(
+        {"en/train.json.gz": gzip.compress(rows), "de/a.gz": b"not this"}, kind="dataset"
+    )
+    words = (
+        "--data",
+        "org/text",
+        "--include",
+        "en/*.json.gz",
+        "--fields",
+        "text",
+        "--",
+        "-d",
+        "mine",
+        "-m",
+        "org/tiny-llama",
+        "-s",
+        "64",
+    )
     run_stage("launch/prepare.py", *words, cwd=tmp_path)
     assert (tmp_path / ".cache/models/org--tiny-llama/manifest.json").is_file()
     assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]

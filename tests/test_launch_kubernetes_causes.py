@@ -22,8 +22,19 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 def unscheduled(message: str) -> dict[str, Any]:
     """Return a pod that the scheduler finds no node for."""
-    return pod("exp", HEAD, "Pending", conditions=[
-        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}])
+    return pod(
+        "exp",
+        HEAD,
+        "Pending",
+        conditions=[
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": message,
+            }
+        ],
+    )
 
 
 def failed(code: int, reason: str = "Error") -> dict[str, Any]:
@@ -36,12 +47,22 @@ def starting(reason: str, message: str) -> dict[str, Any]:
 
 
 def event(name: str, reason: str, message: str) -> dict[str, Any]:
-    return {"metadata": {"name": f"{name}.1"}, "involvedObject": {"name": name},
-            "type": "Warning", "reason": reason, "message": message}
+    return {
+        "metadata": {"name": f"{name}.1"},
+        "involvedObject": {"name": name},
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+    }
 
 
-def find(cluster: Cluster, *, events: list[dict[str, Any]] | None = None,
-         log: str | None = None, pods: list[dict[str, Any]]) -> Cause | None:
+def find(
+    cluster: Cluster,
+    *,
+    events: list[dict[str, Any]] | None = None,
+    log: str | None = None,
+    pods: list[dict[str, Any]],
+) -> Cause | None:
     """Return the cause that is found with kubectl in a cluster with these pods."""
     for item in pods:
         cluster.add("pods", item)
@@ -55,7 +76,7 @@ def find(cluster: Cluster, *, events: list[dict[str, Any]] | None = None,
     return cluster_state.find_cause(kubectl, "exp", found)
 
 
-PULL = "Failed to pull image \"registry/train:1\": "
+PULL = 'Failed to pull image "registry/train:1": '
 STARTING = [
     ("image missing", "ErrImagePull", PULL + "manifest unknown: no such tag"),
     ("image missing", "InvalidImageName", "couldn't parse image reference"),
@@ -63,8 +84,12 @@ STARTING = [
     ("image forbidden", "ImagePullBackOff", PULL + "401 Unauthorized"),
     ("registry out of reach", "ErrImagePull", PULL + "dial tcp 10.0.0.9:443: i/o timeout"),
     ("registry out of reach", "ErrImagePull", PULL + "429 Too Many Requests"),
-    ("driver mismatch", "RunContainerError", "OCI runtime create failed: nvidia-container-cli: "
-     "requirement error: unsatisfied condition: cuda>=13.0, please update your driver"),
+    (
+        "driver mismatch",
+        "RunContainerError",
+        "OCI runtime create failed: nvidia-container-cli: "
+        "requirement error: unsatisfied condition: cuda>=13.0, please update your driver",
+    ),
     ("wrong image", "CreateContainerError", 'exec: "python3": executable file not found in $PATH'),
     ("missing secret", "CreateContainerConfigError", 'configmap "settings" not found'),
 ]
@@ -80,8 +105,12 @@ SCHEDULING = [
 LOGS = [
     ("driver mismatch", 1, "RuntimeError: CUDA driver version is insufficient for CUDA runtime"),
     ("driver mismatch", 1, "UserWarning: The NVIDIA driver on your system is too old (11040)"),
-    ("driver mismatch", 2, "error: torch cannot use the GPUs of this machine: driver 535.104.05 is "
-     "too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer"),
+    (
+        "driver mismatch",
+        2,
+        "error: torch cannot use the GPUs of this machine: driver 535.104.05 is "
+        "too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
+    ),
     ("missing token", 2, "error: Access to model meta-llama/Llama-3.1-8B is restricted"),
     ("missing token", 1, "huggingface_hub.errors.GatedRepoError: 401 Client Error. gated repo"),
     ("out of GPU memory", 2, "error: out of memory\n  found:    CUDA out of memory. Tried to …"),
@@ -120,8 +149,14 @@ def test_what_a_log_says(kube: Cluster, name: str, code: int, text: str):
 
 
 def test_a_crash_loop_is_read_from_the_log_before(kube: Cluster):
-    looping = pod("exp", HEAD, "Running", state=waiting("CrashLoopBackOff", "back-off 5m0s"),
-                  restarts=4, last_state=ended(1))
+    looping = pod(
+        "exp",
+        HEAD,
+        "Running",
+        state=waiting("CrashLoopBackOff", "back-off 5m0s"),
+        restarts=4,
+        last_state=ended(1),
+    )
     cause = find(kube, pods=[looping], log="Segmentation fault")
     assert cause.name == "crash loop" and "Segmentation fault" in cause.evidence
     assert any("previous=true" in request for request in kube.requests)
@@ -129,8 +164,9 @@ def test_a_crash_loop_is_read_from_the_log_before(kube: Cluster):
 
 def test_a_missing_token_is_told_from_another_secret(kube: Cluster):
     item = starting("CreateContainerConfigError", 'secret "hub" not found')
-    item["spec"]["containers"][0]["env"] = [{"name": "HF_TOKEN", "valueFrom": {
-        "secretKeyRef": {"name": "hub", "key": "token"}}}]
+    item["spec"]["containers"][0]["env"] = [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    ]
     assert find(kube, pods=[item]).name == "missing token"
 
 
@@ -156,9 +192,13 @@ def test_a_volume_that_cannot_be_mounted(kube: Cluster):
     assert cause.name == "storage" and "MountVolume" in cause.evidence
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("quota", 'pods "exp-worker-0" is forbidden: exceeded quota: gpus'),
-    ("pods refused", "admission webhook denied the request: no such service account")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quota", 'pods "exp-worker-0" is forbidden: exceeded quota: gpus'),
+        ("pods refused", "admission webhook denied the request: no such service account"),
+    ],
+)
 def test_a_job_without_pods(kube: Cluster, name: str, message: str):
     cause = find(kube, pods=[], events=[event("exp", "FailedCreatePod", message)])
     assert cause.name == name
@@ -167,9 +207,15 @@ def test_a_job_without_pods(kube: Cluster, name: str, message: str):
 def test_the_first_thing_that_explains_the_rest(kube: Cluster):
     """One pod waits for an image, the others for it: that is the cause, whatever NCCL says."""
     kube.logs["exp-worker-0"] = ["NCCL WARN timeout"]
-    cause = find(kube, pods=[
-        pod("exp", "exp-worker-0", "Failed", state=ended(1)),
-        pod("exp", "exp-worker-1", "Pending", state=waiting("ErrImagePull", "manifest unknown"))])
+    cause = find(
+        kube,
+        pods=[
+            pod("exp", "exp-worker-0", "Failed", state=ended(1)),
+            pod(
+                "exp", "exp-worker-1", "Pending", state=waiting("ErrImagePull", "manifest unknown")
+            ),
+        ],
+    )
     assert (cause.name, cause.pod) == ("image missing", "exp-worker-1")
 
 
@@ -178,6 +224,7 @@ def test_the_pod_that_ended_first_is_asked(kube: Cluster):
         state = ended(code)
         state["terminated"]["finishedAt"] = f"2026-01-01T00:00:{second:02d}Z"
         return pod("exp", name, "Failed", state=state)
+
     kube.logs["exp-worker-0"] = ["ncclRemoteError: the connection broke"]
     kube.logs["exp-worker-1"] = ["error: c4 is damaged"]
     cause = find(kube, pods=[died("exp-worker-0", 1, 9), died("exp-worker-1", 3, 5)])
@@ -185,8 +232,10 @@ def test_the_pod_that_ended_first_is_asked(kube: Cluster):
 
 
 def test_pods_that_were_replaced_do_not_count(kube: Cluster):
-    for day, name, state in ((1, "exp-node-0-0-aaaaa", ended(143)), (2, "exp-node-0-0-bbbbb",
-                                                                     {"running": {}})):
+    for day, name, state in (
+        (1, "exp-node-0-0-aaaaa", ended(143)),
+        (2, "exp-node-0-0-bbbbb", {"running": {}}),
+    ):
         item = pod("exp", name, state=state)
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
         item["metadata"]["creationTimestamp"] = f"2026-01-0{day}T00:00:00Z"
@@ -196,8 +245,9 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
 
 
 def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
-    running = pod("exp", HEAD, state={"running": {}},
-                  conditions=[{"type": "PodScheduled", "status": "True"}])
+    running = pod(
+        "exp", HEAD, state={"running": {}}, conditions=[{"type": "PodScheduled", "status": "True"}]
+    )
     other = event("other-worker-0", "FailedMount", "not ours")
     assert find(kube, pods=[running], events=[other]) is None
 
@@ -207,11 +257,23 @@ def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):
         kube.add("pods", pod("exp", name))
     found = cluster_state.pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert [item["metadata"]["name"] for item in found] == [
-        "exp-worker-0", "exp-worker-2", "exp-worker-10"]
+        "exp-worker-0",
+        "exp-worker-2",
+        "exp-worker-10",
+    ]
 
 
 def test_every_cause_has_a_remedy_and_a_test():
     named = {name for name, *_ in (*STARTING, *SCHEDULING, *LOGS)} | {
-        "crash loop", "missing token", "out of memory", "node lost", "evicted", "storage", "quota",
-        "pods refused", "operator missing", "deleted"}  # the last two: in the tests of deploy
+        "crash loop",
+        "missing token",
+        "out of memory",
+        "node lost",
+        "evicted",
+        "storage",
+        "quota",
+        "pods refused",
+        "operator missing",
+        "deleted",
+    }  # the last two: in the tests of deploy
     assert named == set(REMEDIES) and all(REMEDIES.values())

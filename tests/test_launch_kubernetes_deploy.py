@@ -25,18 +25,34 @@ from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, 
 from tests.kube_server import CORE, Cluster, Object, Server
 
 QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1")
-QUICK_KIND = ["pytorchjob", *(pytest.param(kind, marks=pytest.mark.long)
-                              for kind in ("trainjob", "hyperpod"))]
+QUICK_KIND = [
+    "pytorchjob",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("trainjob", "hyperpod")),
+]
 RUNNING: Object = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
 SCHEDULED = [{"type": "PodScheduled", "status": "True"}]
-NAMES = {"PyTorchJob": "{}-worker-{}", "TrainJob": "{}-node-0-{}",
-         "HyperPodPyTorchJob": "{}-pod-{}", "Job": "{}-{}"}
-SUCCESS = {"PyTorchJob": "Succeeded", "TrainJob": "Complete", "HyperPodPyTorchJob": "Completed",
-           "Job": "Complete"}
+NAMES = {
+    "PyTorchJob": "{}-worker-{}",
+    "TrainJob": "{}-node-0-{}",
+    "HyperPodPyTorchJob": "{}-pod-{}",
+    "Job": "{}-{}",
+}
+SUCCESS = {
+    "PyTorchJob": "Succeeded",
+    "TrainJob": "Complete",
+    "HyperPodPyTorchJob": "Completed",
+    "Job": "Complete",
+}
 
 
-def add_pods(cluster: Cluster, item: Object, phase: str = "Running", log: tuple[str, ...] = (),
-             nodes: int = 2, **how: Any) -> list[str]:
+def add_pods(
+    cluster: Cluster,
+    item: Object,
+    phase: str = "Running",
+    log: tuple[str, ...] = (),
+    nodes: int = 2,
+    **how: Any,
+) -> list[str]:
     """Give a job pods, and return their names."""
     name = item["metadata"]["name"]
     names = [NAMES[item["kind"]].format(name, number) for number in range(nodes)]
@@ -56,6 +72,7 @@ def later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
     def run() -> None:
         with cluster.lock:
             do()
+
     threading.Timer(seconds, run).start()
 
 
@@ -71,6 +88,7 @@ def complete(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
             cluster.logs[name].append("done: 10 steps")
         cluster.following -= set(names)
         state(item, SUCCESS[item["kind"]])
+
     later(cluster, seconds, end)
 
 
@@ -80,13 +98,15 @@ def fail(cluster: Cluster, item: Object, code: int, *log: str) -> None:
     state(item, "Failed", "a pod failed")
 
 
-def one_after_the_other(*operators: Callable[[Cluster, Object], None],
-                        ) -> Callable[[Cluster, Object], None]:
+def one_after_the_other(
+    *operators: Callable[[Cluster, Object], None],
+) -> Callable[[Cluster, Object], None]:
     """Return an operator that treats each submission differently, the last like those after it."""
     left = list(operators)
 
     def run(cluster: Cluster, item: Object) -> None:
         (left.pop(0) if len(left) > 1 else left[0])(cluster, item)
+
     return run
 
 
@@ -95,8 +115,9 @@ def jobs(cluster: Cluster, kind: str = "pytorchjob") -> list[Object]:
 
 
 def submissions(cluster: Cluster) -> int:
-    return sum(request.startswith("POST") and "/pytorchjobs" in request
-               for request in cluster.requests)
+    return sum(
+        request.startswith("POST") and "/pytorchjobs" in request for request in cluster.requests
+    )
 
 
 @pytest.mark.parametrize("kind", QUICK_KIND)
@@ -147,8 +168,12 @@ def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:
 def test_the_cluster_refuses_what_it_does_not_know(kube: Cluster) -> None:
     from launch.kube.kubectl import Kubectl, KubectlError
 
-    wrong = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "x"},
-             "spec": {"pytorchReplicaSpecs": {}, "replicas": 2}}
+    wrong = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": "x"},
+        "spec": {"pytorchReplicaSpecs": {}, "replicas": 2},
+    }
     with pytest.raises(KubectlError, match="failed") as caught:
         Kubectl("default").apply(json.dumps(wrong))
     assert "unknown field" in caught.value.text and not caught.value.is_transient
@@ -168,7 +193,8 @@ def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(
         lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
         lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
-        complete)
+        complete,
+    )
     none = ("--activation-checkpointing", "none")
     said = launch("deploy", *ASKED, *QUICK, *TRAIN, *none).stdout
     assert "cure: --activation-checkpointing selective instead of none" in said
@@ -188,12 +214,17 @@ def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("code", "log", "says"), [
-    (2, "error: --lr must be above 0", "bad input"),
-    (3, "error: c4 is not finished", "damaged artifact"),
-    (4, "error: no room to write", "disk full")])
-def test_what_is_not_retried_ends_with_the_code_of_the_run(kube: Cluster, code: int, log: str,
-                                                           says: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "log", "says"),
+    [
+        (2, "error: --lr must be above 0", "bad input"),
+        (3, "error: c4 is not finished", "damaged artifact"),
+        (4, "error: no room to write", "disk full"),
+    ],
+)
+def test_what_is_not_retried_ends_with_the_code_of_the_run(
+    kube: Cluster, code: int, log: str, says: str
+) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
     done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=code)
     assert f"failed at the first attempt: {says}" in done.stderr and log in done.stderr
@@ -202,8 +233,13 @@ def test_what_is_not_retried_ends_with_the_code_of_the_run(kube: Cluster, code: 
 
 def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
-        add_pods(cluster, item, "Pending", state={"waiting": {
-            "reason": "ImagePullBackOff", "message": "manifest unknown"}})
+        add_pods(
+            cluster,
+            item,
+            "Pending",
+            state={"waiting": {"reason": "ImagePullBackOff", "message": "manifest unknown"}},
+        )
+
     kube.on_create = operator
     done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
     assert "image missing" in done.stderr and "build_image.py" in done.stderr
@@ -219,8 +255,15 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
         if worker.get("imagePullSecrets") == [{"name": "ours"}]:
             complete(cluster, item)
         else:
-            add_pods(cluster, item, "Pending", state={"waiting": {
-                "reason": "ErrImagePull", "message": "no basic auth credentials"}})
+            add_pods(
+                cluster,
+                item,
+                "Pending",
+                state={
+                    "waiting": {"reason": "ErrImagePull", "message": "no basic auth credentials"}
+                },
+            )
+
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert "cure: the image is pulled with the secret ours" in said and "is complete" in said
@@ -231,14 +274,26 @@ def test_huge_pages_and_interfaces_are_left_out_where_they_hinder(kube: Cluster)
     def operator(cluster: Cluster, item: Object) -> None:
         text = json.dumps(item)
         if "hugepages" in text:
-            add_pods(cluster, item, "Pending", conditions=[{
-                "type": "PodScheduled", "status": "False",
-                "message": "0/2 nodes are available: 2 Insufficient hugepages-2Mi."}])
-        elif "NCCL_SOCKET_IFNAME" in text.partition('"annotations"')[2].partition("spec")[2] \
-                or '"name": "NCCL_SOCKET_IFNAME"' in text:
+            add_pods(
+                cluster,
+                item,
+                "Pending",
+                conditions=[
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "message": "0/2 nodes are available: 2 Insufficient hugepages-2Mi.",
+                    }
+                ],
+            )
+        elif (
+            "NCCL_SOCKET_IFNAME" in text.partition('"annotations"')[2].partition("spec")[2]
+            or '"name": "NCCL_SOCKET_IFNAME"' in text
+        ):
             fail(cluster, item, 1, "NCCL WARN Bootstrap : no socket interface found")
         else:
             complete(cluster, item)
+
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert "cause: no huge pages" in said and "cause: network interface" in said
@@ -266,13 +321,19 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
     message = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
     def operator(cluster: Cluster, item: Object) -> None:
-        add_pods(cluster, item, "Pending", conditions=[
-            {"type": "PodScheduled", "status": "False", "message": message}])
+        add_pods(
+            cluster,
+            item,
+            "Pending",
+            conditions=[{"type": "PodScheduled", "status": "False", "message": message}],
+        )
 
         def found() -> None:
             cluster.delete_job("exp")
             complete(cluster, item, 0.5)
+
         later(cluster, 3.0, found)
+
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert said.count("waits: no capacity") == 1 and "is complete" in said
@@ -283,11 +344,23 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
 @pytest.mark.long
 def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
-        add_pods(cluster, item, "Pending", conditions=[
-            {"type": "PodScheduled", "status": "False", "message": "Insufficient nvidia.com/gpu"}])
+        add_pods(
+            cluster,
+            item,
+            "Pending",
+            conditions=[
+                {
+                    "type": "PodScheduled",
+                    "status": "False",
+                    "message": "Insufficient nvidia.com/gpu",
+                }
+            ],
+        )
+
     kube.on_create = operator
-    done = launch("deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, "--attempts", 2, *TRAIN,
-                  expect=1)
+    done = launch(
+        "deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, "--attempts", 2, *TRAIN, expect=1
+    )
     assert "after 2 attempts: no capacity" in done.stderr and "--min-nodes" in done.stderr
     assert not jobs(kube) and submissions(kube) == 2
 
@@ -314,6 +387,7 @@ def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 6.0)
         later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
+
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert "the cluster does not answer" in said and "is complete" in said
@@ -323,15 +397,23 @@ def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
 def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 60)
-        later(cluster, 1.0, lambda: (cluster.objects.pop(("pytorchjobs", "default", "exp")),
-                                     cluster.delete_job("exp")))
+        later(
+            cluster,
+            1.0,
+            lambda: (
+                cluster.objects.pop(("pytorchjobs", "default", "exp")),
+                cluster.delete_job("exp"),
+            ),
+        )
+
     kube.on_create = operator
     done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
     assert "deleted" in done.stderr and submissions(kube) == 1
 
 
-def test_what_the_cluster_lacks_is_told_at_once(kube: Cluster, kube_server: Server,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cluster_lacks_is_told_at_once(
+    kube: Cluster, kube_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "without operators"))
     kube.types[:] = CORE
     kube.objects.clear()
@@ -341,13 +423,15 @@ def test_what_the_cluster_lacks_is_told_at_once(kube: Cluster, kube_server: Serv
     assert not any(request.startswith("POST") for request in kube.requests)
 
 
-def test_a_cluster_that_is_out_of_reach(kube: Cluster, kube_server: Server, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_is_out_of_reach(
+    kube: Cluster, kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = json.loads((tmp_path / "kubeconfig").read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     (tmp_path / "nowhere").write_text(json.dumps(config))
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1,
-                  env={"KUBECONFIG": str(tmp_path / "nowhere")})
+    done = launch(
+        "deploy", *ASKED, *QUICK, *TRAIN, expect=1, env={"KUBECONFIG": str(tmp_path / "nowhere")}
+    )
     assert "refused" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -371,9 +455,13 @@ def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) ->
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, code: int) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 60)
-    process = subprocess.Popen([sys.executable, SCRIPT, "deploy", *ASKED, *QUICK, *TRAIN],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "deploy", *ASKED, *QUICK, *TRAIN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ,
+    )
     assert process.stdout
     said = ""
     while "Running since" not in said:
@@ -389,13 +477,20 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
 
 
 @pytest.mark.long
-def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_as_a_function(
+    kube: Cluster, kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arn = "arn:aws:eks:us-west-2:1:cluster/big"
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
-    how = {"num_nodes": 2, "job_name": "exp", "instance_type": "p5.48xlarge",
-           "image_uri": "registry/train:1", "max_steps": 5, "train": ["-d", "c4"],
-           "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1)}
+    how = {
+        "num_nodes": 2,
+        "job_name": "exp",
+        "instance_type": "p5.48xlarge",
+        "image_uri": "registry/train:1",
+        "max_steps": 5,
+        "train": ["-d", "c4"],
+        "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1),
+    }
     kube.on_create = complete
     kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
     [item] = jobs(kube)
@@ -408,8 +503,9 @@ def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Pa
     assert caught.value.code == 3
 
 
-def test_a_cluster_that_the_kubeconfig_does_not_have(kube: Cluster, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_the_kubeconfig_does_not_have(
+    kube: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the AWS command line, the command to type is named."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "kubectl").symlink_to(shutil.which("kubectl") or "")

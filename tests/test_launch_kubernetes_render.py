@@ -45,10 +45,11 @@ SHAPES = {
     "elastic": ("--min-nodes", "1"),
     "HyperPod": ("--spares", "1", "--slow-below", "20000", "--min-nodes", "1"),
 }
-TEMPLATE_OF = {"PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template",
-               "ClusterTrainingRuntime": "spec.template.spec.replicatedJobs.0.template.spec."
-                                         "template",
-               "HyperPodPyTorchJob": "spec.replicaSpecs.0.template"}
+TEMPLATE_OF = {
+    "PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template",
+    "ClusterTrainingRuntime": "spec.template.spec.replicatedJobs.0.template.spec.template",
+    "HyperPodPyTorchJob": "spec.replicaSpecs.0.template",
+}
 
 
 def asked(*arguments: object) -> Job:
@@ -70,8 +71,9 @@ def at(value: Any, path: str) -> Any:
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the pod template of a job."""
-    [found] = [at(item, TEMPLATE_OF[item["kind"]]) for item in documents
-               if item["kind"] in TEMPLATE_OF]
+    [found] = [
+        at(item, TEMPLATE_OF[item["kind"]]) for item in documents if item["kind"] in TEMPLATE_OF
+    ]
     return found
 
 
@@ -79,8 +81,12 @@ def problems(documents: list[dict[str, Any]]) -> list[str]:
     """Return what the schemas of the resources and that of pods say against manifests."""
     found = [problem for item in documents for problem in kube_schemas.problems(item)]
     template = pod_of(documents)
-    pod = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-           "metadata": {"name": "pod", **template["metadata"]}}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "spec": template["spec"],
+        "metadata": {"name": "pod", **template["metadata"]},
+    }
     try:
         kubernetes_validate.validate(pod, "1.34", strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -88,10 +94,15 @@ def problems(documents: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "shape"), [
-    (kind, shape) for kind, shape in product(KINDS, SHAPES)
-    if (kind, shape) not in {("trainjob", "elastic"), ("trainjob", "HyperPod"),
-                             ("pytorchjob", "HyperPod")}])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (kind, shape)
+        for kind, shape in product(KINDS, SHAPES)
+        if (kind, shape)
+        not in {("trainjob", "elastic"), ("trainjob", "HyperPod"), ("pytorchjob", "HyperPod")}
+    ],
+)
 def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
     assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
 
@@ -110,10 +121,60 @@ def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
 
 
 # What YAML as kubectl reads it takes for something else, or for its own signs.
-WORDS = ("2e-5", "1e3", "3e-4", "1E+2", ".5", "+1", "0x1F", "0o17", "0b1", "0777", "1_000", "1:30",
-         "NaN", ".nan", "-.inf", "y", "on", "No", "TRUE", "null", "~", "", "2026-11-23", "<<", "=",
-         "- a", "a: b", "#x", "@x", "`x`", "%x", "!x", "&x", "*x", "?", "|", ">", "{", "[a]", "'",
-         '"', "\\", " a ", "a\nb", "\t", "\x85", "\u2028", "\x1b[2J", "é", "$(HF_TOKEN)", "$$", "$")
+WORDS = (
+    "2e-5",
+    "1e3",
+    "3e-4",
+    "1E+2",
+    ".5",
+    "+1",
+    "0x1F",
+    "0o17",
+    "0b1",
+    "0777",
+    "1_000",
+    "1:30",
+    "NaN",
+    ".nan",
+    "-.inf",
+    "y",
+    "on",
+    "No",
+    "TRUE",
+    "null",
+    "~",
+    "",
+    "2026-11-23",
+    "<<",
+    "=",
+    "- a",
+    "a: b",
+    "#x",
+    "@x",
+    "`x`",
+    "%x",
+    "!x",
+    "&x",
+    "*x",
+    "?",
+    "|",
+    ">",
+    "{",
+    "[a]",
+    "'",
+    '"',
+    "\\",
+    " a ",
+    "a\nb",
+    "\t",
+    "\x85",
+    "\u2028",
+    "\x1b[2J",
+    "é",
+    "$(HF_TOKEN)",
+    "$$",
+    "$",
+)
 
 
 def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
@@ -123,8 +184,11 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
     found = []
     for number, document in enumerate(manifest.split("\n---\n")):
         (path := tmp_path / f"{number}.yaml").write_text(document)
-        done = subprocess.run(["kubectl", "annotate", "--local", "-f", path, "-o", "json", "test="],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["kubectl", "annotate", "--local", "-f", path, "-o", "json", "test="],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
         del found[-1]["metadata"]["annotations"]["test"]
@@ -135,21 +199,43 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 def expanded(word: str, variables: dict[str, str]) -> str:
     """Return a word of a container as Kubernetes hands it on."""
-    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else
-                  variables.get(found[2], found[0]), word)
+    return re.sub(
+        r"\$(\$|\((\w+)\))",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        word,
+    )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "prepare"])
 def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) -> None:
     train = [*TRAIN[1:], "--lr", "2e-5", "--max_lr=3e-4", "-e", "1e3"]
     train += [word for name in WORDS if not name.startswith("-") for word in ("-d", name)]
-    options = dict(job_name="exp", namespace="1e3", nodes=2, instance_type="p5.48xlarge",
-                   image="1e3", token_secret="0b1", image_pull_secret="2e5",
-                   service_account="123", pvc="1e9", bucket_pvc="0x1", project_dir="/data/$(A)")
+    options = dict(
+        job_name="exp",
+        namespace="1e3",
+        nodes=2,
+        instance_type="p5.48xlarge",
+        image="1e3",
+        token_secret="0b1",
+        image_pull_secret="2e5",
+        service_account="123",
+        pvc="1e9",
+        bucket_pvc="0x1",
+        project_dir="/data/$(A)",
+    )
     asked_of = JobOptions(kind=kind if kind in KINDS else "pytorchjob", **options)
-    made = Job(**vars(asked_of.settled()), train=tuple(train), launched_as="run $(HF_TOKEN) $$",
-               env={"A": "1e3", "B": "$(HF_TOKEN)"}) if kind in KINDS else Preparation(
-        **vars(asked_of.settled()), train=tuple(train), launched_as="", raw_text=WORDS)
+    made = (
+        Job(
+            **vars(asked_of.settled()),
+            train=tuple(train),
+            launched_as="run $(HF_TOKEN) $$",
+            env={"A": "1e3", "B": "$(HF_TOKEN)"},
+        )
+        if kind in KINDS
+        else Preparation(
+            **vars(asked_of.settled()), train=tuple(train), launched_as="", raw_text=WORDS
+        )
+    )
     documents = made.manifests()
     text = job.text(documents, "made by: a\x85b")
     assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
@@ -167,8 +253,13 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
 def test_kubectl_reads_the_files_that_are_applied_by_hand(path: Path, tmp_path: Path) -> None:
     if "${" in (text := path.read_text()) or path.stem == "instances":
         pytest.skip("a template")
-    values = {"NUM_NODES": "2", "GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "IMAGE_URI": "r/i:1",
-              "INSTANCE_TYPE": "p5.48xlarge"}
+    values = {
+        "NUM_NODES": "2",
+        "GPU_PER_NODE": "8",
+        "EFA_PER_NODE": "32",
+        "IMAGE_URI": "r/i:1",
+        "INSTANCE_TYPE": "p5.48xlarge",
+    }
     text = re.sub(r"\$(\w+)", lambda found: values[found[1]], text)
     documents = list(yaml.safe_load_all(text))
     assert as_kubectl_reads(text, tmp_path) == documents
@@ -179,8 +270,13 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if isinstance(value, dict):
         for key, item in value.items():
             # Free names: labels, resources, selectors, and the kinds of replicas.
-            if path[-1:] not in (("labels",), ("nodeSelector",), ("requests",), ("limits",),
-                                 ("pytorchReplicaSpecs",)):
+            if path[-1:] not in (
+                ("labels",),
+                ("nodeSelector",),
+                ("requests",),
+                ("limits",),
+                ("pytorchReplicaSpecs",),
+            ):
                 yield (*path, key)
             yield from places(item, (*path, key))
     elif isinstance(value, list):
@@ -222,11 +318,16 @@ def test_gpus_and_efa_come_from_the_instance_type() -> None:
     def resources(*options: object) -> dict[str, Any]:
         found = manifests("render", *ASKED, *options, *TRAIN)
         container = pod_of(found)["spec"]["containers"][0]
-        assert container["resources"]["requests"].items() >= container["resources"][
-            "limits"].items()
+        assert (
+            container["resources"]["requests"].items() >= container["resources"]["limits"].items()
+        )
         return container["resources"]["limits"]
-    assert resources() == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32,
-                           "hugepages-2Mi": "5120Mi"}
+
+    assert resources() == {
+        "nvidia.com/gpu": 8,
+        "vpc.amazonaws.com/efa": 32,
+        "hugepages-2Mi": "5120Mi",
+    }
     assert resources("--instance-type", "p4d.24xlarge")["vpc.amazonaws.com/efa"] == 4
     assert resources("--instance-type", "g5.2xlarge") == {"nvidia.com/gpu": 1}
     assert resources("--gpus-per-node", 4, "--efa-per-node", 0) == {"nvidia.com/gpu": 4}
@@ -248,6 +349,7 @@ def test_what_a_pod_needs_is_there() -> None:
 
 def test_only_a_job_that_begins_anew_is_marked() -> None:
     """The pods that come back tell by the mark that they have begun the run already."""
+
     def mark(*train: str) -> list[str]:
         env = pod_of(manifests("render", *ASKED, *TRAIN, *train))["spec"]["containers"][0]["env"]
         return [variable["value"] for variable in env if variable["name"] == "LAUNCH_MARK"]
@@ -259,8 +361,10 @@ def test_the_token_is_never_a_value() -> None:
     done = launch("render", *ASKED, "--token-secret", "hub", *TRAIN, env={"HF_TOKEN": "hf_secret"})
     assert "hf_secret" not in done.stdout
     container = pod_of(list(yaml.safe_load_all(done.stdout)))["spec"]["containers"][0]
-    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} \
-        in container["env"]
+    assert {
+        "name": "HF_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+    } in container["env"]
 
 
 def test_the_command_in_a_manifest_can_be_typed_again() -> None:
@@ -272,8 +376,19 @@ def test_the_command_in_a_manifest_can_be_typed_again() -> None:
 
 
 def test_hyperpod_has_its_own_names_and_policies() -> None:
-    [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--spares", 1, "--min-nodes", 1,
-                        "--slow-below", 20000, *TRAIN)
+    [found] = manifests(
+        "render",
+        "--kind",
+        "hyperpod",
+        *ASKED,
+        "--spares",
+        1,
+        "--min-nodes",
+        1,
+        "--slow-below",
+        20000,
+        *TRAIN,
+    )
     [replicas] = found["spec"]["replicaSpecs"]
     assert (replicas["replicas"], replicas["spares"], replicas["maxReplicas"]) == (2, 1, 2)
     spec = replicas["template"]["spec"]
@@ -281,33 +396,51 @@ def test_hyperpod_has_its_own_names_and_policies() -> None:
     assert "sagemaker.amazonaws.com/node-health-status" in json.dumps(spec["affinity"])
     assert found["spec"]["elasticPolicy"]["minReplicas"] == 1
     assert [rule["name"] for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]] == [
-        "hang", "slow"]
+        "hang",
+        "slow",
+    ]
 
 
 def test_log_rules_match_what_a_run_prints() -> None:
-    row = {"step": 1500, "train/loss_mean": 1.72, "train/learning_rate": 2.9e-4,
-           "perf/tokens_per_sec": 6404.4, "perf/mfu": 0.38, "perf/slowest_ratio": 1.0,
-           "memory/max_peak_gib": 61.2, "time/data": 7.9}
+    row = {
+        "step": 1500,
+        "train/loss_mean": 1.72,
+        "train/learning_rate": 2.9e-4,
+        "perf/tokens_per_sec": 6404.4,
+        "perf/mfu": 0.38,
+        "perf/slowest_ratio": 1.0,
+        "memory/max_peak_gib": 61.2,
+        "time/data": 7.9,
+    }
 
     def rules(*options: object) -> dict[str, dict[str, str]]:
         [found] = manifests("render", "--kind", "hyperpod", *ASKED, *options)
         assert pod_of([found])["spec"]["containers"][0]["args"]
-        return {rule["name"]: rule
-                for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]}
+        return {
+            rule["name"]: rule for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]
+        }
 
-    said = {"line": f"16:29:56 {console.Lines(20_000).line(row)}",
-            "dict": f"16:29:56 {console.record(row, 0)}"}
+    said = {
+        "line": f"16:29:56 {console.Lines(20_000).line(row)}",
+        "dict": f"16:29:56 {console.record(row, 0)}",
+    }
     assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])
     for options in ((*TRAIN, "--log-style", "dict"), ("--slow-below", 20000, *TRAIN)):
         hang = rules(*options)["hang"]
         assert re.match(hang["logPattern"], said["dict"])
         assert not re.match(hang["logPattern"], said["line"])
-    assert re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"],
-                    said["dict"])[1] == "6404"
+    assert (
+        re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"], said["dict"])[1]
+        == "6404"
+    )
     for before in ("", "16:29:56 [rank=0] "):
         assert re.match(hang["stopPattern"], f"{before}done: 1,000 steps, 8,192,000 tokens")
-    for other in ("16:29:56 [rank=0] step 3/9: abandoned: x", "already done: outputs/x",
-                  "16:29:56 [rank=0] split_01 is done: 3 files", "[rank=1] done: x"):
+    for other in (
+        "16:29:56 [rank=0] step 3/9: abandoned: x",
+        "already done: outputs/x",
+        "16:29:56 [rank=0] split_01 is done: 3 files",
+        "[rank=1] done: x",
+    ):
         assert not re.match(hang["stopPattern"], other)
     assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
@@ -317,7 +450,8 @@ def test_a_trainjob_brings_its_runtime() -> None:
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "ml-exp"
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
     assert replicated["metadata"]["labels"] == {
-        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     pod = replicated["spec"]["template"]["spec"]
     assert pod["containers"][0]["name"] == "node" and pod["restartPolicy"] == "Never"
     assert not [v for v in pod["containers"][0]["env"] if v["name"].startswith("PET_")]
@@ -329,58 +463,93 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
     plain = asked("render", *ASKED, "--", "--config", file)
     opts = stage_04.parse(plain.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
-        ["a", "b"], 2, True, True)
+        ["a", "b"],
+        2,
+        True,
+        True,
+    )
     assert opts.config is None and opts.experiment_name == "exp"
-    own = asked("render", *ASKED, "--", f"--config={file}", "-d", "c", "--batch-size", "4",
-                "--compile", "off", "-e", "other")
+    own = asked(
+        "render",
+        *ASKED,
+        "--",
+        f"--config={file}",
+        "-d",
+        "c",
+        "--batch-size",
+        "4",
+        "--compile",
+        "off",
+        "-e",
+        "other",
+    )
     opts = stage_04.parse(own.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
     assert opts.config is None and opts.experiment_name == "other"
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
-    (("render", *ASKED, "--image_urii", "i", *TRAIN), "the nearest is --image-uri"),
-    (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
-    (("render", *ASKED, "--", "-m", "org/model"), "no dataset is named"),
-    (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
-    (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
-    (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
-    (("render", *ASKED, "--kind", "trainjob", "--min-nodes", "1", *TRAIN), "fixed size"),
-    (("render", *ASKED, "--spares", "1", *TRAIN), "--spares is for --kind hyperpod"),
-    (("render", "--kind", "hyperpod", *ASKED, "--slow-below", "9", *TRAIN, "--log-style", "line"),
-     "--slow-below reads the speed from --log-style dict"),
-    (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
-    (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
-])
-def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str, tmp_path: Path,
-                               monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
+        (("render", *ASKED, "--image_urii", "i", *TRAIN), "the nearest is --image-uri"),
+        (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
+        (("render", *ASKED, "--", "-m", "org/model"), "no dataset is named"),
+        (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
+        (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
+        (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
+        (("render", *ASKED, "--kind", "trainjob", "--min-nodes", "1", *TRAIN), "fixed size"),
+        (("render", *ASKED, "--spares", "1", *TRAIN), "--spares is for --kind hyperpod"),
+        (
+            (
+                "render",
+                "--kind",
+                "hyperpod",
+                *ASKED,
+                "--slow-below",
+                "9",
+                *TRAIN,
+                "--log-style",
+                "line",
+            ),
+            "--slow-below reads the speed from --log-style dict",
+        ),
+        (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
+        (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = launch(*arguments, expect=2)
     assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
-@pytest.mark.parametrize(("changed", "says"), [
-    (("--instance-type", "p5.48xlrge"), "not in the table; the nearest is p5.48xlarge"),
-    (("--instance-type", ""), "--instance-type is missing"),
-    (("--gpus-per-node", "16"), "a node of type p5.48xlarge has 8 GPUs"),
-    (("--efa-per-node", "33"), "has 32 EFA adapters"),
-    (("--instance-type", "p5.4xlarge", "--gpus-per-node", "2"), "has 1 GPU"),
-    (("--instance-type", "my type", "--gpus-per-node", "2"), "cannot be the type of a node"),
-    (("--job-name", "9exp"), "cannot name a job"),
-    (("--job-name", "exp-"), "cannot name a job"),
-    (("--job-name", "e" * 46), "at most 45"),
-    (("--namespace", "Team_A"), "cannot name a namespace"),
-    (("--namespace", "n" * 64), "at most 63"),
-    (("--kind", "trainjob", "--namespace", "n" * 60, "--job-name", "exp"), "has 64 characters"),
-    (("--pvc", ""), "--pvc is empty"),
-    (("--pvc", "FSx"), "--pvc 'FSx' cannot name an object"),
-    (("--image-pull-secret", "a b"), "--image-pull-secret 'a b' cannot name"),
-    (("--token-secret", "-t"), "--token-secret '-t' cannot name"),
-    (("--image", "a image"), "cannot name an image"),
-    (("--mount-path", "data"), "--mount-path 'data' is not a path"),
-    (("--project-dir", "/data:x"), "--project-dir '/data:x' is not a path"),
-])
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (("--instance-type", "p5.48xlrge"), "not in the table; the nearest is p5.48xlarge"),
+        (("--instance-type", ""), "--instance-type is missing"),
+        (("--gpus-per-node", "16"), "a node of type p5.48xlarge has 8 GPUs"),
+        (("--efa-per-node", "33"), "has 32 EFA adapters"),
+        (("--instance-type", "p5.4xlarge", "--gpus-per-node", "2"), "has 1 GPU"),
+        (("--instance-type", "my type", "--gpus-per-node", "2"), "cannot be the type of a node"),
+        (("--job-name", "9exp"), "cannot name a job"),
+        (("--job-name", "exp-"), "cannot name a job"),
+        (("--job-name", "e" * 46), "at most 45"),
+        (("--namespace", "Team_A"), "cannot name a namespace"),
+        (("--namespace", "n" * 64), "at most 63"),
+        (("--kind", "trainjob", "--namespace", "n" * 60, "--job-name", "exp"), "has 64 characters"),
+        (("--pvc", ""), "--pvc is empty"),
+        (("--pvc", "FSx"), "--pvc 'FSx' cannot name an object"),
+        (("--image-pull-secret", "a b"), "--image-pull-secret 'a b' cannot name"),
+        (("--token-secret", "-t"), "--token-secret '-t' cannot name"),
+        (("--image", "a image"), "cannot name an image"),
+        (("--mount-path", "data"), "--mount-path 'data' is not a path"),
+        (("--project-dir", "/data:x"), "--project-dir '/data:x' is not a path"),
+    ],
+)
 def test_names_and_sizes_that_no_cluster_has_are_refused(changed: tuple, says: str) -> None:
     changed = tuple(f"{changed[i]}={changed[i + 1]}" for i in range(0, len(changed), 2))
     with pytest.raises(UsageError) as caught:
@@ -398,8 +567,9 @@ def test_a_batch_that_the_nodes_do_not_divide_is_refused_and_all_is_told_at_once
     asked("render", *ASKED, "--nodes", "4", *TRAIN, *batch[:2])
     elastic = ("render", *ASKED, "--nodes", "4", "--min-nodes")
     asked(*elastic, 4, *TRAIN, *batch[:2])
-    with pytest.raises(UsageError, match="256 samples per step cannot be divided among the ranks "
-                                         "of 3 nodes") as caught:
+    with pytest.raises(
+        UsageError, match="256 samples per step cannot be divided among the ranks of 3 nodes"
+    ) as caught:
         asked(*elastic, 2, *TRAIN, *batch[:2])
     assert "--global-batch-size, a multiple of 96" in caught.value.expected
     asked(*elastic, 2, *TRAIN, "--global-batch-size", 96)
@@ -428,8 +598,13 @@ def test_a_wrong_key_in_a_file_is_told(tmp_path: Path) -> None:
 
 def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "render", *ASKED]
-    done = subprocess.run([*command, "--out", "my job.yaml", *TRAIN], cwd=tmp_path, text=True,
-                          capture_output=True, check=True)
+    done = subprocess.run(
+        [*command, "--out", "my job.yaml", *TRAIN],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     text = (tmp_path / "my job.yaml").read_text()
     assert not problems(list(yaml.safe_load_all(text)))
     assert text.startswith("# made by: python launch/kubernetes.py render")
@@ -439,58 +614,105 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     assert shlex.split(typed)[:3] == ["python", "launch/kubernetes.py", "render"]
     assert "--out 'my job.yaml' -- -d" in typed  # as the messages of the run name the command
     assert "next:" in done.stdout
-    subprocess.run([*command, "--out", "other.yaml", "--dry-run", *TRAIN], cwd=tmp_path,
-                   capture_output=True, check=True)
+    subprocess.run(
+        [*command, "--out", "other.yaml", "--dry-run", *TRAIN],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
     assert not (tmp_path / "other.yaml").exists()
 
 
 def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "launch", tmp_path / "launch",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "lib").symlink_to(ROOT / "lib")
     kinds, templates = tmp_path / "launch/kube/kinds.py", tmp_path / "launch/kubernetes"
     (row,) = blocks("How to add a kind of job on Kubernetes")
     kinds.write_text(kinds.read_text().replace("\nKINDS = {\n", "\nKINDS = {\n" + row, 1))
     (templates / "other.yaml").write_text(
-        (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob"))
+        (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob")
+    )
 
     def said(script: str, *arguments: object) -> str:
-        return subprocess.run([sys.executable, tmp_path / "launch" / script, *map(str, arguments)],
-                              cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, tmp_path / "launch" / script, *map(str, arguments)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
     [found] = yaml.safe_load_all(said("kubernetes.py", "render", "--kind", "other", *ASKED, *TRAIN))
     container = at(found, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
     assert found["kind"] == "OtherJob" and container["name"] == "main"
-    assert "single_node.sh" in said("pod.py", *container["command"][2:-1], "--nnodes", 1,
-                                    "--dry-run", "--", *container["args"])
-    assert "otherjobs.example.com exp" in said("kubernetes.py", "stop", "--kind", "other",
-                                               "--job-name", "exp", "--dry-run")
+    assert "single_node.sh" in said(
+        "pod.py", *container["command"][2:-1], "--nnodes", 1, "--dry-run", "--", *container["args"]
+    )
+    assert "otherjobs.example.com exp" in said(
+        "kubernetes.py", "stop", "--kind", "other", "--job-name", "exp", "--dry-run"
+    )
     assert "claim fsx-claim" in said("cluster.py", "--kind", "other", "--dry-run")
 
 
-@pytest.mark.parametrize(("instance", "nodes", "gpus", "efa"), [
-    ("p5.48xlarge", "2", "8", "32"), ("g4dn.12xlarge", "2", "4", "0"),
-    ("p3.16xlarge", "1", "8", None), ("own.type", "3", "2", None)])
-def test_the_template_for_envsubst_is_the_same_job(instance: str, nodes: str, gpus: str,
-                                                   efa: str | None) -> None:
+@pytest.mark.parametrize(
+    ("instance", "nodes", "gpus", "efa"),
+    [
+        ("p5.48xlarge", "2", "8", "32"),
+        ("g4dn.12xlarge", "2", "4", "0"),
+        ("p3.16xlarge", "1", "8", None),
+        ("own.type", "3", "2", None),
+    ],
+)
+def test_the_template_for_envsubst_is_the_same_job(
+    instance: str, nodes: str, gpus: str, efa: str | None
+) -> None:
     if shutil.which("envsubst") is None:
         pytest.skip("envsubst is not installed (Debian: gettext-base)")
-    settings = {"IMAGE_URI": "registry/train:1", "INSTANCE_TYPE": instance, "NUM_NODES": nodes,
-                "GPU_PER_NODE": gpus, "FI_PROVIDER": "efa", "HF_TOKEN": "hf_secret"}
+    settings = {
+        "IMAGE_URI": "registry/train:1",
+        "INSTANCE_TYPE": instance,
+        "NUM_NODES": nodes,
+        "GPU_PER_NODE": gpus,
+        "FI_PROVIDER": "efa",
+        "HF_TOKEN": "hf_secret",
+    }
     if efa is not None:
         settings["EFA_PER_NODE"] = efa
     text = (TEMPLATES / "pytorchjob.envsubst.yaml").read_text()
     environment = {key: value for key, value in os.environ.items() if key != "EFA_PER_NODE"}
-    filled = subprocess.run(["envsubst"], input=text, env={**environment, **settings}, text=True,
-                            capture_output=True, check=True).stdout
+    filled = subprocess.run(
+        ["envsubst"],
+        input=text,
+        env={**environment, **settings},
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout
     assert "$" not in filled and "hf_secret" not in filled
     found = yaml.safe_load(filled)
     assert not problems([found])
     for resources in pod_of([found])["spec"]["containers"][0]["resources"].values():
         assert set(resources) == {"nvidia.com/gpu", "vpc.amazonaws.com/efa"}
         assert int(resources.pop("vpc.amazonaws.com/efa")) == int(efa or 0)
-    same = asked("render", *ASKED, "--job-name", "train", "--instance-type", instance, "--nodes",
-                 nodes, "--gpus-per-node", gpus, "--efa-per-node", efa or 0, "--",
-                 "--dataset-name=c4", "--model-name=meta-llama/Llama-3.1-8B")
+    same = asked(
+        "render",
+        *ASKED,
+        "--job-name",
+        "train",
+        "--instance-type",
+        instance,
+        "--nodes",
+        nodes,
+        "--gpus-per-node",
+        gpus,
+        "--efa-per-node",
+        efa or 0,
+        "--",
+        "--dataset-name=c4",
+        "--model-name=meta-llama/Llama-3.1-8B",
+    )
     [expected] = dataclasses.replace(same, huge_pages=False, env={}).manifests()
     pod = pod_of([expected])["spec"]["containers"][0]
     pod["resources"] = {kind: {"nvidia.com/gpu": int(gpus)} for kind in ("requests", "limits")}
@@ -506,16 +728,27 @@ def test_pods_have_the_account_and_the_bucket_that_the_files_make() -> None:
     for item in (account, volume, claim):
         kubernetes_validate.validate(item, "1.34", strict=True)
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
-    assert volume["spec"]["claimRef"] == {key: claim["metadata"][key]
-                                          for key in ("namespace", "name")}
-    found = manifests("render", *ASKED, "--bucket-pvc", claim["metadata"]["name"],
-                      "--service-account", account["metadata"]["name"], *TRAIN)
+    assert volume["spec"]["claimRef"] == {
+        key: claim["metadata"][key] for key in ("namespace", "name")
+    }
+    found = manifests(
+        "render",
+        *ASKED,
+        "--bucket-pvc",
+        claim["metadata"]["name"],
+        "--service-account",
+        account["metadata"]["name"],
+        *TRAIN,
+    )
     spec = pod_of(found)["spec"]
     assert not problems(found) and spec["serviceAccountName"] == "training"
-    assert {"name": "bucket", "persistentVolumeClaim": {"claimName": "training-data",
-                                                        "readOnly": True}} in spec["volumes"]
-    assert {"name": "bucket", "mountPath": "/bucket", "readOnly": True} in \
-        spec["containers"][0]["volumeMounts"]
+    assert {
+        "name": "bucket",
+        "persistentVolumeClaim": {"claimName": "training-data", "readOnly": True},
+    } in spec["volumes"]
+    assert {"name": "bucket", "mountPath": "/bucket", "readOnly": True} in spec["containers"][0][
+        "volumeMounts"
+    ]
 
 
 def test_the_policies_allow_what_is_called_and_each_statement_is_explained() -> None:
@@ -525,21 +758,41 @@ def test_the_policies_allow_what_is_called_and_each_statement_is_explained() -> 
         return policy["Statement"]
 
     def actions(name: str) -> set[str]:
-        return {action for statement in statements(name) for action in (
-            [statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])}
+        return {
+            action
+            for statement in statements(name)
+            for action in (
+                [statement["Action"]]
+                if isinstance(statement["Action"], str)
+                else statement["Action"]
+            )
+        }
 
     text = "".join(path.read_text() for path in (ROOT / "launch").rglob("*.py"))
     calls = set(re.findall(r"(?:aws|text)\(\"(\w+)\", \"([\w-]+)\"", text))
     for part in re.split(r"ask = partial\(aws, ", text)[1:]:
-        calls |= {(re.match(r'"(\w+)"', part)[1], verb)
-                  for verb in re.findall(r'ask\("([\w-]+)"', part.split("\ndef ")[0])}
+        calls |= {
+            (re.match(r'"(\w+)"', part)[1], verb)
+            for verb in re.findall(r'ask\("([\w-]+)"', part.split("\ndef ")[0])
+        }
     assert len(calls) > 8
-    renamed = {"eks:UpdateKubeconfig": "eks:DescribeCluster",
-               "ecr:GetLoginPassword": "ecr:GetAuthorizationToken"}
-    called = {f"{service}:{''.join(map(str.capitalize, verb.split('-')))}"
-              for service, verb in calls}
-    pushing = {f"ecr:{name}" for name in ("BatchCheckLayerAvailability", "InitiateLayerUpload",
-                                          "UploadLayerPart", "CompleteLayerUpload", "PutImage")}
+    renamed = {
+        "eks:UpdateKubeconfig": "eks:DescribeCluster",
+        "ecr:GetLoginPassword": "ecr:GetAuthorizationToken",
+    }
+    called = {
+        f"{service}:{''.join(map(str.capitalize, verb.split('-')))}" for service, verb in calls
+    }
+    pushing = {
+        f"ecr:{name}"
+        for name in (
+            "BatchCheckLayerAvailability",
+            "InitiateLayerUpload",
+            "UploadLayerPart",
+            "CompleteLayerUpload",
+            "PutImage",
+        )
+    }
     assert {renamed.get(name, name) for name in called} | pushing == actions("launcher.json")
     assert actions("pods.json") == {"s3:ListBucket", "s3:GetObject"}
     explained = (ROOT / "docs" / "launch.md").read_text()

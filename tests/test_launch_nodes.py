@@ -1,5 +1,4 @@
-"""Launching on several nodes: whatever dies, the run ends complete, with the losses of a whole one.
-"""
+"""Launch on several nodes: whatever dies, the run ends complete, with undisturbed losses."""
 
 from __future__ import annotations
 
@@ -22,23 +21,46 @@ from tests.node_namespaces import Machine, machines
 from tests.training import SEQ_LENGTH, losses
 
 STEPS = 60
-TRAIN = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-         "--lr", "1e-2", "-b", 2, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 0,
-         "--max-steps", STEPS)
+TRAIN = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "-b",
+    2,
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    5,
+    "--eval-freq",
+    0,
+    "--max-steps",
+    STEPS,
+)
 LONG = 400.0  # on a machine that is busy; idle, a test takes half a minute
 
 
 @pytest.fixture(scope="module")
-def expected(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory,
-             ) -> Callable[[int], dict[int, float]]:
-    """Return a function that tells the losses of the run on so many ranks if nothing disturbs it.
-    """
+def expected(
+    prepared_once: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[int, float]]:
+    """Return a function that gives the losses of an undisturbed run on so many ranks."""
+
     @functools.cache
     def losses_of(ranks: int) -> dict[int, float]:
         root = tmp_path_factory.mktemp("undisturbed")
         shutil.copytree(prepared_once, root, dirs_exist_ok=True)
         run_stage("04_train_fsdp.py", *TRAIN, cwd=root, ranks=ranks)
         return losses(root, "run")
+
     return losses_of
 
 
@@ -52,12 +74,29 @@ class Cluster:
     def launch(self, node: Machine) -> subprocess.Popen:
         """Start the launcher of a node."""
         rank = self.nodes.index(node)
-        environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                       "CUDA_VISIBLE_DEVICES": "-1", "BACKOFF_SECONDS": "1", "SAVE_SECONDS": "30"}
+        environment = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "BACKOFF_SECONDS": "1",
+            "SAVE_SECONDS": "30",
+        }
         return node.start(
-            ROOT / "launch" / "multi_node.sh", "--nnodes", len(self.nodes), "--node-rank", rank,
-            "--head", self.nodes[0].address, "--", *TRAIN, *self._options,
-            output=self.output(rank), cwd=self.project, env=environment)
+            ROOT / "launch" / "multi_node.sh",
+            "--nnodes",
+            len(self.nodes),
+            "--node-rank",
+            rank,
+            "--head",
+            self.nodes[0].address,
+            "--",
+            *TRAIN,
+            *self._options,
+            output=self.output(rank),
+            cwd=self.project,
+            env=environment,
+        )
 
     def come_back(self, rank: int) -> None:
         """Start a node that died again, with the same command."""
@@ -108,10 +147,12 @@ class Cluster:
 def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
     """Return a function that makes so many machines, on which the run has reached step 12."""
     with ExitStack() as stack:
+
         def begin(number: int, *options: object) -> Cluster:
             made = Cluster(stack.enter_context(machines(number, project)), project, *options)
             made.wait_for_step(12)
             return made
+
         yield begin
 
 
@@ -175,9 +216,18 @@ def single_node(project: Path, *options: object) -> subprocess.Popen:
     """Start two ranks on this machine."""
     command = [ROOT / "launch" / "single_node.sh", "--nproc-per-node", 2, "--", *TRAIN, *options]
     return subprocess.Popen(
-        [*map(str, command)], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                        "CUDA_VISIBLE_DEVICES": "-1"})
+        [*map(str, command)],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "-1",
+        },
+    )
 
 
 @pytest.mark.slow
@@ -204,14 +254,19 @@ def test_a_stopped_run_on_one_machine_goes_on(project: Path, expected: Callable)
     assert process.returncode == 0 and losses(project, "run") == expected(2), output
 
 
-@pytest.mark.parametrize(("host", "interface"), [
-    ("10.77.0.1", "eth0"), ("10.77.0.2", "eth0"), ("node-1", "eth0"), ("node-0", "")])
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [("10.77.0.1", "eth0"), ("10.77.0.2", "eth0"), ("node-1", "eth0"), ("node-0", "")],
+)
 def test_the_interface_towards_the_head(tmp_path: Path, host: str, interface: str) -> None:
     """On node 0 its own name leads nowhere; there is no default route either."""
-    program = "import sys; from launch.supervision import network; " \
-              "print(network.environment(sys.argv[1], ''))"
+    program = (
+        "import sys; from launch.supervision import network; "
+        "print(network.environment(sys.argv[1], ''))"
+    )
     with machines(2, tmp_path) as [node, _]:
-        node.start(sys.executable, "-c", program, host, output=tmp_path / "said.txt",
-                   cwd=ROOT).wait(timeout=60)
+        node.start(
+            sys.executable, "-c", program, host, output=tmp_path / "said.txt", cwd=ROOT
+        ).wait(timeout=60)
     expected = f"{{'GLOO_SOCKET_IFNAME': '{interface}'}}" if interface else "{}"
     assert (tmp_path / "said.txt").read_text().strip() == expected

@@ -21,16 +21,52 @@ from tests.node_namespaces import machines
 from tests.training import SEQ_LENGTH, losses
 
 POD = ROOT / "launch" / "pod.py"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", "BACKOFF_SECONDS": "1",
-               "SAVE_SECONDS": "60", "WAIT_SECONDS": "120", "PYTHON": sys.executable}
-TRAIN = ("--", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-         "-b", 2, "--global-batch-size", 4, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 0)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "BACKOFF_SECONDS": "1",
+    "SAVE_SECONDS": "60",
+    "WAIT_SECONDS": "120",
+    "PYTHON": sys.executable,
+}
+TRAIN = (
+    "--",
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--global-batch-size",
+    4,
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    5,
+    "--eval-freq",
+    0,
+)
 PATIENCE = 240.0
 
 
 def command(kind: str, nodes: int, *more: object) -> list[str]:
-    return [sys.executable, str(POD), "--kind", kind, "--nnodes", str(nodes), "--nproc-per-node",
-            "1", *map(str, more)]
+    return [
+        sys.executable,
+        str(POD),
+        "--kind",
+        kind,
+        "--nnodes",
+        str(nodes),
+        "--nproc-per-node",
+        "1",
+        *map(str, more),
+    ]
 
 
 def wait_for(happened: Callable[[], bool], said: Callable[[], str]) -> None:
@@ -46,17 +82,39 @@ def has_step(root: Path, step: int) -> Callable[[], bool]:
     return lambda: metrics.exists() and max(losses(root, "run"), default=0) >= step
 
 
-@pytest.mark.parametrize(("kind", "given", "rank", "head"), [
-    ("trainjob", {"PET_NODE_RANK": "2", "PET_MASTER_ADDR": "exp-node-0-0.exp"}, 2,
-     "exp-node-0-0.exp"),
-    ("trainjob", {"JOB_COMPLETION_INDEX": "1", "PET_MASTER_ADDR": "a"}, 1, "a"),
-    ("pytorchjob", {"PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "exp-worker-0:23456",
-                    "PET_RDZV_BACKEND": "c10d"}, 0, "exp-worker-0")])
-def test_rank_and_head_come_from_the_operator(kind: str, given: dict[str, str], rank: int,
-                                              head: str, tmp_path: Path) -> None:
-    done = subprocess.run([*command(kind, 4, "--dry-run"), "--", "-e", "run", "-d", "c"],
-                          cwd=tmp_path, env={**os.environ, **given}, capture_output=True,
-                          text=True, check=True)
+@pytest.mark.parametrize(
+    ("kind", "given", "rank", "head"),
+    [
+        (
+            "trainjob",
+            {"PET_NODE_RANK": "2", "PET_MASTER_ADDR": "exp-node-0-0.exp"},
+            2,
+            "exp-node-0-0.exp",
+        ),
+        ("trainjob", {"JOB_COMPLETION_INDEX": "1", "PET_MASTER_ADDR": "a"}, 1, "a"),
+        (
+            "pytorchjob",
+            {
+                "PET_NODE_RANK": "0",
+                "PET_RDZV_ENDPOINT": "exp-worker-0:23456",
+                "PET_RDZV_BACKEND": "c10d",
+            },
+            0,
+            "exp-worker-0",
+        ),
+    ],
+)
+def test_rank_and_head_come_from_the_operator(
+    kind: str, given: dict[str, str], rank: int, head: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [*command(kind, 4, "--dry-run"), "--", "-e", "run", "-d", "c"],
+        cwd=tmp_path,
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert f"--nnodes 4 --node-rank {rank} --head {head} --nproc-per-node 1" in done.stdout
     assert done.stdout.rstrip().endswith("-- -e run -d c") and str(tmp_path) in done.stdout
 
@@ -73,10 +131,16 @@ def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_hyperpod_and_one_node_run_what_is_theirs() -> None:
     def said(*arguments: str) -> str:
-        return subprocess.run([sys.executable, POD, *arguments, "--dry-run", "--", "-e", "x"],
-                              capture_output=True, text=True, check=True).stdout
-    hyperpod = said("--kind", "hyperpod", "--nnodes", "4", "--min-nodes", "2",
-                    "--nproc-per-node", "8")
+        return subprocess.run(
+            [sys.executable, POD, *arguments, "--dry-run", "--", "-e", "x"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    hyperpod = said(
+        "--kind", "hyperpod", "--nnodes", "4", "--min-nodes", "2", "--nproc-per-node", "8"
+    )
     assert "hyperpodrun --nnodes 2:4 --nproc-per-node 8" in hyperpod
     assert "--shutdown-signal SIGTERM" in hyperpod
     assert "single_node.sh" in said("--kind", "trainjob", "--nnodes", "1", "--nproc-per-node", "8")
@@ -85,8 +149,9 @@ def test_hyperpod_and_one_node_run_what_is_theirs() -> None:
 def test_a_head_without_an_address_is_waited_for_and_signals_still_end_it() -> None:
     given = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
     waiting = [*command("pytorchjob", 2), "--", "-e", "x"]
-    done = subprocess.run(waiting, env={**given, "WAIT_SECONDS": "0"}, capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        waiting, env={**given, "WAIT_SECONDS": "0"}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "no-such-host.invalid has no address" in done.stderr
     process = subprocess.Popen(waiting, env=given, stdout=subprocess.PIPE, text=True)
     assert process.stdout
@@ -96,11 +161,14 @@ def test_a_head_without_an_address_is_waited_for_and_signals_still_end_it() -> N
     assert process.wait(60) == 143
 
 
-@pytest.mark.parametrize(("script", "code"), [
-    ("exit 0", 0), ("exit 2", 2), ("exit 75", 143), ("kill -KILL $$", 137)])
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 75", 143), ("kill -KILL $$", 137)]
+)
 def test_exit_codes_as_kubernetes_should_see_them(script: str, code: int) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT,
-                                                              signal.SIGUSR1)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     try:
         assert pod.follow(["bash", "-c", script]) == code
     finally:
@@ -113,15 +181,22 @@ def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT}
     train = [*command("pytorchjob", 1, *TRAIN), "--max-steps"]
     with (project / "said.txt").open("w") as output:
-        process = subprocess.Popen([*train, "5000"], cwd=project, env=environment, stdout=output,
-                                   stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*train, "5000"], cwd=project, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
     said = (project / "said.txt").read_text
     wait_for(has_step(project, 3), said)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 143, said()
     stopped = max(losses(project, "run"))
-    again = subprocess.run([*train, str(stopped + 2)], cwd=project, env=environment, text=True,
-                           capture_output=True, timeout=PATIENCE)
+    again = subprocess.run(
+        [*train, str(stopped + 2)],
+        cwd=project,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
     assert again.returncode == 0, again.stdout + again.stderr
     assert sorted(losses(project, "run")) == list(range(1, stopped + 3))
 
@@ -129,18 +204,30 @@ def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
 @pytest.mark.long
 def test_two_pods_stop_and_go_on_together(project: Path) -> None:
     """Pods as machines, whose ranks are the numbers in their names."""
-    environment = {**os.environ, **ENVIRONMENT, "PET_RDZV_ENDPOINT": "node-0:23456",
-                   "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2:2", "HEAD_PORT": str(free_port())}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PET_RDZV_ENDPOINT": "node-0:23456",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_NNODES": "2:2",
+        "HEAD_PORT": str(free_port()),
+    }
 
     def said() -> str:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
+
     with ExitStack() as stack:
         nodes = stack.enter_context(machines(2, project))
 
         def start(steps: int) -> list[subprocess.Popen]:
             train = command("pytorchjob", 2, *TRAIN, "--max-steps", steps)
-            return [node.start(*train, output=project / f"said-{node.name}.txt", cwd=project,
-                               env=environment) for node in nodes]
+            return [
+                node.start(
+                    *train, output=project / f"said-{node.name}.txt", cwd=project, env=environment
+                )
+                for node in nodes
+            ]
+
         pods = start(5000)
         wait_for(has_step(project, 3), said)
         pods[1].send_signal(signal.SIGTERM)
@@ -152,17 +239,28 @@ def test_two_pods_stop_and_go_on_together(project: Path) -> None:
 
 @pytest.mark.long
 def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "PET_NNODES": "1:2",
-                   "PET_RDZV_ENDPOINT": f"node-0:{free_port()}", "PET_RDZV_BACKEND": "c10d"}
-    train = command("pytorchjob", 2, "--min-nodes", 1, *TRAIN, "--watchdog-minutes", 0.2,
-                    "--max-steps", 25)
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PET_NNODES": "1:2",
+        "PET_RDZV_ENDPOINT": f"node-0:{free_port()}",
+        "PET_RDZV_BACKEND": "c10d",
+    }
+    train = command(
+        "pytorchjob", 2, "--min-nodes", 1, *TRAIN, "--watchdog-minutes", 0.2, "--max-steps", 25
+    )
 
     def said() -> str:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
+
     with ExitStack() as stack:
         nodes = stack.enter_context(machines(2, project))
-        pods = [node.start(*train, output=project / f"said-{node.name}.txt", cwd=project,
-                           env=environment) for node in nodes]
+        pods = [
+            node.start(
+                *train, output=project / f"said-{node.name}.txt", cwd=project, env=environment
+            )
+            for node in nodes
+        ]
         wait_for(has_step(project, 6), said)
         nodes[1].die()
         assert pods[0].wait(PATIENCE) == 0, said()
@@ -170,10 +268,16 @@ def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
     assert "over 2 ranks" in said() and "over 1 rank;" in said()
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("--nnodes", "2"), "`--` is missing"),
-    (("--nnodes", "2", "--min-nodes", "3", "--", "-e", "x"), "--min-nodes 3 is above --nnodes 2"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--nnodes", "2"), "`--` is missing"),
+        (
+            ("--nnodes", "2", "--min-nodes", "3", "--", "-e", "x"),
+            "--min-nodes 3 is above --nnodes 2",
+        ),
+    ],
+)
 def test_rubbish_is_refused(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         pod.main(["--kind", "trainjob", "--nproc-per-node", "1", *arguments])

@@ -39,8 +39,9 @@ def told(found: list[Finding], check: str) -> list[str]:
 
 def test_two_ranks_of_a_node(tmp_path: Path):
     began = time.monotonic()
-    done = run_stage("launch/preflight.py", "--json", "a report.json", *PATIENT, cwd=tmp_path,
-                     ranks=2)
+    done = run_stage(
+        "launch/preflight.py", "--json", "a report.json", *PATIENT, cwd=tmp_path, ranks=2
+    )
     found, content = read(tmp_path / "a report.json")
     assert not told(found, "network") and content["speed"]["world"]["all_reduce"] > 0
     assert len(content["nodes"]["0"]["compute"]) == 2
@@ -55,32 +56,71 @@ def test_alone_dry_and_wrong(tmp_path: Path):
     assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
     done = run_stage("launch/preflight.py", "--min-bandwith", "3", cwd=tmp_path, expect=2)
     assert "--min-bandwidth" in done.stderr
-    done = run_stage("launch/preflight.py", "--save-dir", "/proc/self", *PATIENT, cwd=tmp_path,
-                     expect=findings.EXIT_ERROR)
+    done = run_stage(
+        "launch/preflight.py",
+        "--save-dir",
+        "/proc/self",
+        *PATIENT,
+        cwd=tmp_path,
+        expect=findings.EXIT_ERROR,
+    )
     assert "disk: node 0" in done.stdout and "not ready: 1 error" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
 def test_too_slow_a_network_fails(tmp_path: Path):
-    done = run_stage("launch/preflight.py", "--min-bandwidth", "1e6", *PATIENT, cwd=tmp_path,
-                     ranks=2, expect=1, fresh=True)  # of torchrun, for any failure
+    done = run_stage(
+        "launch/preflight.py",
+        "--min-bandwidth",
+        "1e6",
+        *PATIENT,
+        cwd=tmp_path,
+        ranks=2,
+        expect=1,
+        fresh=True,
+    )  # of torchrun, for any failure
     assert "expected 1e+06" in done.stdout and "exitcode  : 6" in done.stderr
 
 
-def agents(nodes: list[dict[str, Any]], tmp_path: Path, *arguments: str, address: str,
-           script: Path = SCRIPT) -> list[subprocess.Popen]:
+def agents(
+    nodes: list[dict[str, Any]],
+    tmp_path: Path,
+    *arguments: str,
+    address: str,
+    script: Path = SCRIPT,
+) -> list[subprocess.Popen]:
     """Start torchrun once per node: `prefix` words, `cwd` and `env` of each; output to a file."""
     port, started = free_port(), []
     for rank, node in enumerate(nodes):
-        command = [*node.get("prefix", ()), sys.executable, "-m", "torch.distributed.run",
-                   f"--nnodes={len(nodes)}", f"--node-rank={rank}", f"--master-addr={address}",
-                   f"--master-port={port}", "--nproc-per-node=1", str(script), *arguments]
+        command = [
+            *node.get("prefix", ()),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(nodes)}",
+            f"--node-rank={rank}",
+            f"--master-addr={address}",
+            f"--master-port={port}",
+            "--nproc-per-node=1",
+            str(script),
+            *arguments,
+        ]
         with (tmp_path / f"out-{rank}").open("w") as out:
-            started.append(subprocess.Popen(
-                command, cwd=node["cwd"], stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1",
-                     **node.get("env", {})}))
+            started.append(
+                subprocess.Popen(
+                    command,
+                    cwd=node["cwd"],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={
+                        **os.environ,
+                        "CUDA_VISIBLE_DEVICES": "-1",
+                        "OMP_NUM_THREADS": "1",
+                        **node.get("env", {}),
+                    },
+                )
+            )
     return started
 
 
@@ -114,15 +154,31 @@ def test_what_differs_between_nodes_is_told_by_name(tmp_path: Path):
         data.mkdir(parents=True)
         entry = {"path": "data.arrow", "bytes": 3, "digest": f"sha256:{node}"}
         (data / "data.arrow").write_text("abc")
-        (data / "manifest.json").write_text(json.dumps(
-            {"kind": "dataset/1", "summary": {}, "identity": {}, "files": [entry]}))
-        nodes.append({"cwd": tmp_path / f"node {node}", "env": {
-            "SCRIPT": str(SCRIPT), "SHIFT_S": str(90 * node), "NCCL_ALGO": f"Ring{node}",
-            "GLOO_SOCKET_IFNAME": "lo"}})
+        (data / "manifest.json").write_text(
+            json.dumps({"kind": "dataset/1", "summary": {}, "identity": {}, "files": [entry]})
+        )
+        nodes.append(
+            {
+                "cwd": tmp_path / f"node {node}",
+                "env": {
+                    "SCRIPT": str(SCRIPT),
+                    "SHIFT_S": str(90 * node),
+                    "NCCL_ALGO": f"Ring{node}",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+            }
+        )
     (nodes[1]["cwd"] / "hf_datasets" / "corpus" / "data.arrow").write_text("a")
     report = tmp_path / "report.json"
-    started = agents(nodes, tmp_path, "--json", str(report), *PATIENT, address="127.0.0.1",
-                     script=tmp_path / "shifted.py")
+    started = agents(
+        nodes,
+        tmp_path,
+        "--json",
+        str(report),
+        *PATIENT,
+        address="127.0.0.1",
+        script=tmp_path / "shifted.py",
+    )
     out = finish(started, tmp_path, expect=1)
     found, content = read(report)
     [clock] = told(found, "clock")
@@ -160,16 +216,42 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
         run(*hub, "ip", "link", "add", "br0", "type", "bridge")
         run(*hub, "ip", "link", "set", "br0", "up")
         for i, name in enumerate(names, 1):
-            run(*inside[name], "ip", "link", "add", "eth0", "type", "veth", "peer", "name",
-                f"v{i}", "netns", f"/run/netns/{mark}-hub")
+            run(
+                *inside[name],
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"v{i}",
+                "netns",
+                f"/run/netns/{mark}-hub",
+            )
             run(*inside[name], "ip", "link", "set", "lo", "up")
             run(*inside[name], "ip", "address", "add", f"10.77.0.{i}/24", "dev", "eth0")
             run(*inside[name], "ip", "link", "set", "eth0", "up")
             run(*hub, "ip", "link", "set", f"v{i}", "master", "br0", "up")
-        yield [{"cwd": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "eth0"}, "inside": inside[name],
-                "hub": hub, "prefix": (*inside[name], "unshare", "--uts", "sh", "-c",
-                                       f'hostname box-{i}; exec "$@"', "sh")}
-               for i, name in enumerate(names, 1)]
+        yield [
+            {
+                "cwd": tmp_path,
+                "env": {"GLOO_SOCKET_IFNAME": "eth0"},
+                "inside": inside[name],
+                "hub": hub,
+                "prefix": (
+                    *inside[name],
+                    "unshare",
+                    "--uts",
+                    "sh",
+                    "-c",
+                    f'hostname box-{i}; exec "$@"',
+                    "sh",
+                ),
+            }
+            for i, name in enumerate(names, 1)
+        ]
     finally:
         for name in made:
             with contextlib.suppress(subprocess.CalledProcessError):
@@ -179,11 +261,28 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.long
 def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]], tmp_path: Path):
     for where, device in ((boxes[2]["inside"], "eth0"), (boxes[2]["hub"], "v3")):
-        run(*where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", "100mbit",
-            "burst", "64kb", "latency", "50ms")
+        run(
+            *where,
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            device,
+            "root",
+            "tbf",
+            "rate",
+            "100mbit",
+            "burst",
+            "64kb",
+            "latency",
+            "50ms",
+        )
     report = tmp_path / "report.json"
-    out = finish(agents(boxes, tmp_path, "--json", str(report), *PATIENT, address="10.77.0.1"),
-                 tmp_path, expect=1)
+    out = finish(
+        agents(boxes, tmp_path, "--json", str(report), *PATIENT, address="10.77.0.1"),
+        tmp_path,
+        expect=1,
+    )
     found, content = read(report)
     named = told(found, "network")
     assert any(text.startswith("node 2 (box-3): all-reduce") for text in named), named
@@ -195,19 +294,30 @@ def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]],
 
 
 @pytest.mark.long
-def test_two_nodes_that_do_not_reach_each_other_are_named(boxes: list[dict[str, Any]],
-                                                          tmp_path: Path):
+def test_two_nodes_that_do_not_reach_each_other_are_named(
+    boxes: list[dict[str, Any]], tmp_path: Path
+):
     run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
     report = tmp_path / "report.json"
-    started = agents(boxes, tmp_path, "--json", str(report), "--timeout", "60", "--seconds", "90",
-                     address="10.77.0.1")
+    started = agents(
+        boxes,
+        tmp_path,
+        "--json",
+        str(report),
+        "--timeout",
+        "60",
+        "--seconds",
+        "90",
+        address="10.77.0.1",
+    )
     finish(started, tmp_path, expect=1)
     found, content = read(report)
     assert "error" in content["speed"]["pairs"]["1-2"]
     assert "all_reduce" in content["speed"]["pairs"]["0-1"]
     assert "all_reduce" in content["speed"]["pairs"]["0-2"]
-    assert any("node 1 (box-2) and node 2 (box-3) do not talk" in text
-               for text in told(found, "network"))
+    assert any(
+        "node 1 (box-2) and node 2 (box-3) do not talk" in text for text in told(found, "network")
+    )
 
 
 # --- what a node's tools say
@@ -226,8 +336,9 @@ esac
 """
 LINKS = "".join(f"\t Link {i}: 26.562 GB/s\n" for i in range(18))
 HEALTHY = {
-    "identity": "".join(f"{i}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 1980, 31\n"
-                        for i in (0, 1)),
+    "identity": "".join(
+        f"{i}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 1980, 31\n" for i in (0, 1)
+    ),
     "throttle": "0, 0x0000000000000001\n1, 0x0000000000000000\n",
     "ecc": "0, 0\n1, 0\n",
     "remap": "00000000:53:00.0, No, No\n00000000:64:00.0, No, No\n",
@@ -252,28 +363,51 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def node_facts(**changes: Any) -> dict[str, Any]:
     """Return what a healthy node tells of itself."""
-    return {"gpu": machine.gpus(), "efa": {"devices": [], "not_checked": {}},
-            "shm": {"total": 64 << 30}, "disk": {"directory": "/fsx", "free": 10 ** 13,
-                                                 "write": 2e9, "read": 2e9},
-            "versions": {"torch": "2.13.0"}, "settings": {}, "locked_memory": -1, "artifacts": {},
-            "ranks": 2, "shared": True, "clock": {"offset_s": 0.0, "uncertainty_s": 0.001},
-            "compute": {"0": 700.0, "1": 705.0}, "throttled": {}, **changes}
+    return {
+        "gpu": machine.gpus(),
+        "efa": {"devices": [], "not_checked": {}},
+        "shm": {"total": 64 << 30},
+        "disk": {"directory": "/fsx", "free": 10**13, "write": 2e9, "read": 2e9},
+        "versions": {"torch": "2.13.0"},
+        "settings": {},
+        "locked_memory": -1,
+        "artifacts": {},
+        "ranks": 2,
+        "shared": True,
+        "clock": {"offset_s": 0.0, "uncertainty_s": 0.001},
+        "compute": {"0": 700.0, "1": 705.0},
+        "throttled": {},
+        **changes,
+    }
 
 
 def speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict[str, Any]:
     """Return bandwidths of equal nodes, but for slow ones."""
-    pairs = {f"{a}-{b}": {kind: 300.0 * (by if {a, b} & set(slow) else 1)
-                          for kind in ("all_reduce", "all_gather", "latency_us")}
-             for a, b in itertools.combinations(range(nodes), 2)}
-    return {"world": {"all_reduce": 290.0, "all_gather": 280.0, "latency_us": 20.0},
-            "nodes": {}, "pairs": pairs, "rounds_left_out": 0}
+    pairs = {
+        f"{a}-{b}": {
+            kind: 300.0 * (by if {a, b} & set(slow) else 1)
+            for kind in ("all_reduce", "all_gather", "latency_us")
+        }
+        for a, b in itertools.combinations(range(nodes), 2)
+    }
+    return {
+        "world": {"all_reduce": 290.0, "all_gather": 280.0, "latency_us": 20.0},
+        "nodes": {},
+        "pairs": pairs,
+        "rounds_left_out": 0,
+    }
 
 
-def judged(facts: list[dict[str, Any]], speed: dict[str, Any] | None = None,
-           **how: Any) -> list[Finding]:
+def judged(
+    facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **how: Any
+) -> list[Finding]:
     """Return the findings of nodes 0, 1, …, but for information."""
-    found = preflight_judge.judge(dict(enumerate(facts)), speed or speeds(len(facts)),
-                                  lambda node: f"node {node} (h{node})", how.get("least"))
+    found = preflight_judge.judge(
+        dict(enumerate(facts)),
+        speed or speeds(len(facts)),
+        lambda node: f"node {node} (h{node})",
+        how.get("least"),
+    )
     assert all(f.remedy for f in found if f.severity != "info")
     return [f for f in found if f.severity != "info"]
 
@@ -285,17 +419,26 @@ def test_healthy_gpus_give_no_finding(smi: Path):
     assert not judged([node_facts(), node_facts(), node_facts()])
 
 
-@pytest.mark.parametrize(("answer", "text", "check", "severity"), [
-    ("ecc", "0, 0\n1, 3\n", "GPU ECC", "error"),
-    ("remap", "a, No, No\nb, Yes, No\n", "GPU memory rows", "warning"),
-    ("remap", "a, No, No\nb, No, Yes\n", "GPU memory rows", "error"),
-    ("throttle", "0, 0x0\n1, 0x0000000000000048\n", "GPU clocks", "warning"),
-    ("nvlink", HEALTHY["nvlink"][:-19] + "\t Link 17: <inactive>\n", "NVLink", "error"),
-    ("identity", HEALTHY["identity"].replace("1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4",
-                                             "1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9000"),
-     "GPU memory", "warning"),
-    ("identity", HEALTHY["identity"][:-3] + "91\n", "GPU temperature", "warning"),
-])
+@pytest.mark.parametrize(
+    ("answer", "text", "check", "severity"),
+    [
+        ("ecc", "0, 0\n1, 3\n", "GPU ECC", "error"),
+        ("remap", "a, No, No\nb, Yes, No\n", "GPU memory rows", "warning"),
+        ("remap", "a, No, No\nb, No, Yes\n", "GPU memory rows", "error"),
+        ("throttle", "0, 0x0\n1, 0x0000000000000048\n", "GPU clocks", "warning"),
+        ("nvlink", HEALTHY["nvlink"][:-19] + "\t Link 17: <inactive>\n", "NVLink", "error"),
+        (
+            "identity",
+            HEALTHY["identity"].replace(
+                "1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4",
+                "1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9000",
+            ),
+            "GPU memory",
+            "warning",
+        ),
+        ("identity", HEALTHY["identity"][:-3] + "91\n", "GPU temperature", "warning"),
+    ],
+)
 def test_a_sick_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
     (smi / answer).write_text(text)
     found = [f for f in judged([node_facts()]) if f.check == check]
@@ -352,19 +495,29 @@ def test_network_judgement(smi: Path):
     [found] = judged(four, least=300)
     assert "290 GB/s, expected 300" in found.text
     inner = {**speeds(2), "nodes": {0: {"all_reduce": 400.0}, 1: {"all_reduce": 100.0}}}
-    assert any("within the node" in f.text and "node 1" in f.text
-               for f in judged([node_facts()] * 2, inner))
+    assert any(
+        "within the node" in f.text and "node 1" in f.text
+        for f in judged([node_facts()] * 2, inner)
+    )
 
 
 def test_shm_disk_and_shared_directory(smi: Path):
-    found = judged([node_facts(shm={"total": 64 << 20}), node_facts(shared=False),
-                    node_facts(disk={"error": "Read-only file system: /fsx"})])
+    found = judged(
+        [
+            node_facts(shm={"total": 64 << 20}),
+            node_facts(shared=False),
+            node_facts(disk={"error": "Read-only file system: /fsx"}),
+        ]
+    )
     assert {(f.check, f.severity) for f in found} == {
-        ("/dev/shm", "error"), ("shared directory", "error"), ("disk", "error")}
+        ("/dev/shm", "error"),
+        ("shared directory", "error"),
+        ("disk", "error"),
+    }
 
 
 def test_a_shared_disk_that_fills_up_is_told_once(smi: Path):
-    full = {"directory": "/fsx", "free": 10 ** 9, "write": 1e9, "read": 1e9}
+    full = {"directory": "/fsx", "free": 10**9, "write": 1e9, "read": 1e9}
     assert len(judged([node_facts(disk=full)] * 3)) == 1
     own = [f for f in judged([node_facts(disk=full, shared=False)] * 3) if f.check == "disk"]
     assert len(own) == 3
@@ -395,9 +548,16 @@ def test_rounds_hold_every_pair_once_and_a_node_at_most_once_each(nodes: int):
     assert all(len({n for pair in each for n in pair}) == 2 * len(each) for each in rounds)
 
 
-@pytest.mark.parametrize(("severity", "fail_on", "code"), [
-    ("error", "error", 6), ("error", "warning", 6), ("warning", "warning", 5),
-    ("warning", "error", 0), ("info", "warning", 0)])
+@pytest.mark.parametrize(
+    ("severity", "fail_on", "code"),
+    [
+        ("error", "error", 6),
+        ("error", "warning", 6),
+        ("warning", "warning", 5),
+        ("warning", "error", 0),
+        ("info", "warning", 0),
+    ],
+)
 def test_exit_codes(severity: str, fail_on: str, code: int):
     found = [Finding(severity, "a", "b"), Finding("info", "c", "d")]
     try:

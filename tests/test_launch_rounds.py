@@ -16,11 +16,20 @@ from tests.trainer_stand_in import COMPLETE, KILLED, attempts, processes, start
 WAITS = "print('up', flush=True); time.sleep(600)"
 
 
-def launch(folder: Path, node: int, *plan: str, nodes: int = 2, wait: float = 60,
-           arguments: tuple = ()) -> subprocess.Popen:
+def launch(
+    folder: Path, node: int, *plan: str, nodes: int = 2, wait: float = 60, arguments: tuple = ()
+) -> subprocess.Popen:
     """Start the launcher of one node."""
-    options = ("--nnodes", nodes, "--node-rank", node, "--head", "127.0.0.1",
-               "--wait-seconds", wait)
+    options = (
+        "--nnodes",
+        nodes,
+        "--node-rank",
+        node,
+        "--head",
+        "127.0.0.1",
+        "--wait-seconds",
+        wait,
+    )
     return start(folder, *plan, node=node, options=options, arguments=arguments)
 
 
@@ -39,8 +48,10 @@ def wait_until_up(*launchers: subprocess.Popen) -> None:
 
 @pytest.mark.long  # the other node's part has 20 seconds to end by itself
 def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -> None:
-    codes, output = ends(launch(tmp_path, 0, WAITS),
-                         launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"))
+    codes, output = ends(
+        launch(tmp_path, 0, WAITS),
+        launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"),
+    )
     assert codes == [3, 3] and "rank 1 on node 1: damaged" in output, output
     assert not processes(str(tmp_path)) and not (tmp_path / "outputs" / ".launch").exists()
 
@@ -48,9 +59,11 @@ def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
     plan = ("fail('StageError', 1, 'error: the connection to another rank broke')", COMPLETE)
-    codes, output = ends(launch(tmp_path, 0, *plan, nodes=3, arguments=("--overwrite",)),
-                         launch(tmp_path, 1, *plan, nodes=3, arguments=("--overwrite",)),
-                         launch(tmp_path, 2, KILLED, COMPLETE, nodes=3, arguments=("--overwrite",)))
+    codes, output = ends(
+        launch(tmp_path, 0, *plan, nodes=3, arguments=("--overwrite",)),
+        launch(tmp_path, 1, *plan, nodes=3, arguments=("--overwrite",)),
+        launch(tmp_path, 2, KILLED, COMPLETE, nodes=3, arguments=("--overwrite",)),
+    )
     assert codes == [0, 0, 0], output
     for node in range(3):
         first, again = attempts(tmp_path, node)
@@ -73,12 +86,14 @@ def test_a_node_that_dies_may_return(tmp_path: Path, dies: int) -> None:
 @pytest.mark.long
 def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
     """As with --prepare-only, when one machine has more to prepare."""
-    codes, output = ends(launch(tmp_path, 0, "time.sleep(30); sys.exit(0)"),
-                         launch(tmp_path, 1, "sys.exit(0)"))
+    codes, output = ends(
+        launch(tmp_path, 0, "time.sleep(30); sys.exit(0)"), launch(tmp_path, 1, "sys.exit(0)")
+    )
     assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
     (tmp_path / "attempts_0.txt").unlink()
-    codes, output = ends(launch(tmp_path, 0, "sys.exit(0)"),
-                         launch(tmp_path, 1, "time.sleep(30); sys.exit(0)"))
+    codes, output = ends(
+        launch(tmp_path, 0, "sys.exit(0)"), launch(tmp_path, 1, "time.sleep(30); sys.exit(0)")
+    )
     assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
 
 

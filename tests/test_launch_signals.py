@@ -1,5 +1,4 @@
-"""Signals to every launcher: several of them save once, and only a second SIGINT gives up the save.
-"""
+"""Signals to every launcher: several save once, and only a second SIGINT gives up the save."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.conftest import ROOT, free_port
 from tests.slurm_cluster import wait_until
 
 # Stands in for stage 04: a stop by any signal, or by several, is a save and an exit with 75.
-RANK = '''
+RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 
@@ -35,23 +34,48 @@ time.sleep(float(Path("save_seconds").read_text()))
 Path("saved").write_text(str(stops))
 (root / "state.json").write_text(json.dumps({"status": "preempted", "step": 9}))
 sys.exit(75)
-'''
+"""
 TRAIN = ("--", "-e", "run", "-d", "corpus")
-ENVIRONMENT = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1",
-               "NPROC_PER_NODE": "1"}
+ENVIRONMENT = {
+    "PYTHON": sys.executable,
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "OMP_NUM_THREADS": "1",
+    "NPROC_PER_NODE": "1",
+}
 POD = ("pod.py", "--kind", "trainjob", "--nproc-per-node", "1", "--nnodes")
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "single_node.sh": ("single_node.sh", *TRAIN),
-    "multi_node.sh": ("multi_node.sh", "--nnodes", "1", "--node-rank", "0", "--head", "localhost",
-                      *TRAIN),
-    "torchrun.py": ("torchrun.py", "--standalone", "--nproc-per-node", "1", "--max-restarts", "0",
-                    "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "60",
-                    "04_train_fsdp.py", *TRAIN[1:]),
+    "multi_node.sh": (
+        "multi_node.sh",
+        "--nnodes",
+        "1",
+        "--node-rank",
+        "0",
+        "--head",
+        "localhost",
+        *TRAIN,
+    ),
+    "torchrun.py": (
+        "torchrun.py",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "0",
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGUSR1",
+        "--shutdown-timeout",
+        "60",
+        "04_train_fsdp.py",
+        *TRAIN[1:],
+    ),
     "pod.py": (*POD, "1", *TRAIN),
     "pod.py --min-nodes": (*POD, "2", "--min-nodes", "1", *TRAIN),  # half a minute for another pod
 }
-CASES = [pytest.param(name, marks=[] if name in ("single_node.sh", "torchrun.py")
-                      else pytest.mark.slow) for name in LAUNCHERS]
+CASES = [
+    pytest.param(name, marks=[] if name in ("single_node.sh", "torchrun.py") else pytest.mark.slow)
+    for name in LAUNCHERS
+]
 
 
 @pytest.fixture
@@ -70,9 +94,14 @@ def start(place: Path, name: str, save_seconds: float) -> subprocess.Popen:
     program = ["bash"] if script.endswith(".sh") else [sys.executable]
     given = {"PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PET_NODE_RANK": "0"}
     process = subprocess.Popen(
-        [*program, str(place / "launch" / script), *words], cwd=place, text=True,
-        env={**os.environ, **ENVIRONMENT, **given}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True)
+        [*program, str(place / "launch" / script), *words],
+        cwd=place,
+        text=True,
+        env={**os.environ, **ENVIRONMENT, **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 120
     while not (place / "ready").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
@@ -81,21 +110,26 @@ def start(place: Path, name: str, save_seconds: float) -> subprocess.Popen:
 
 
 def saved_code(name: str, first: signal.Signals) -> int:
-    """Return the exit code of a launcher after a save: torchrun cannot tell whether there was one.
-    """
+    """Return a launcher's exit code after a save: torchrun cannot tell whether there was one."""
     if name == "torchrun.py":
         return 128 + first
     return 143 if name.startswith("pod.py") else 75
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("signals", [
-    (signal.SIGTERM, signal.SIGINT),
-    pytest.param((signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTERM),
-                 marks=pytest.mark.slow),
-    pytest.param((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), marks=pytest.mark.slow)])
-def test_several_signals_save_once(place: Path, name: str, signals: tuple[signal.Signals, ...],
-                                   ) -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param(
+            (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTERM), marks=pytest.mark.slow
+        ),
+        pytest.param((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), marks=pytest.mark.slow),
+    ],
+)
+def test_several_signals_save_once(
+    place: Path, name: str, signals: tuple[signal.Signals, ...]
+) -> None:
     process = start(place, name, save_seconds=3)
     for number in signals:
         process.send_signal(number)
@@ -109,7 +143,8 @@ def test_several_signals_save_once(place: Path, name: str, signals: tuple[signal
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("before", [(), pytest.param((signal.SIGTERM,), marks=pytest.mark.slow)])
 def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
-        place: Path, name: str, before: tuple[signal.Signals, ...]) -> None:
+    place: Path, name: str, before: tuple[signal.Signals, ...]
+) -> None:
     process = start(place, name, save_seconds=300)
     began = time.monotonic()
     for number in (*before, signal.SIGINT, signal.SIGINT):
@@ -120,8 +155,9 @@ def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     expected = 128 + (before[0] if before and name == "torchrun.py" else signal.SIGINT)
     assert process.returncode == expected, output
     assert "a second SIGINT: the ranks are killed without a save" in output
-    assert "since the checkpoint of step 7 is lost" in output \
-        or (name in ("torchrun.py", "pod.py --min-nodes") and "is lost" in output)
+    assert "since the checkpoint of step 7 is lost" in output or (
+        name in ("torchrun.py", "pod.py --min-nodes") and "is lost" in output
+    )
     assert json.loads((place / "outputs/run/state.json").read_text())["status"] == "running"
 
 

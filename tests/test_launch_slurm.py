@@ -23,8 +23,28 @@ LAUNCHERS = ("slurm.sbatch", "slurm_array.sbatch")
 BATCH = ROOT / "launch" / "slurm.sbatch"
 ARRAY = ROOT / "launch" / "slurm_array.sbatch"
 STEPS = 40
-RUN = ("-e", "exp", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2,
-       "--lr", "1e-2", "--max-steps", STEPS, "--eval-freq", 0, "--log-freq", 1)
+RUN = (
+    "-e",
+    "exp",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--lr",
+    "1e-2",
+    "--max-steps",
+    STEPS,
+    "--eval-freq",
+    0,
+    "--log-freq",
+    1,
+)
 
 # Stands in for a launcher whose run ends as the test wants it; tells what it was given.
 FAKE = """#!/usr/bin/env bash
@@ -69,10 +89,17 @@ def faked(tmp_path: Path) -> Path:
 
 def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """Run a launcher by bash, as on a machine without Slurm."""
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith("SLURM")}
-    return subprocess.run(["bash", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
-                          env=environment, timeout=60)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+    }
+    return subprocess.run(
+        ["bash", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -97,8 +124,9 @@ def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) 
         assert run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path).returncode == 0
 
 
-def test_a_container_is_asked_for_by_the_environment(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_is_asked_for_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CONTAINER_IMAGE", "/images/train.sqsh")
     monkeypatch.setenv("CONTAINER_MOUNTS", "/fsx:/fsx")
     plan = run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
@@ -113,37 +141,89 @@ def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
         pytest.skip(reason)
     assert "--auto-resume" not in run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
     hyperpod = 'mount -t tmpfs none /opt && mkdir /opt/sagemaker_cluster && exec bash "$@"'
-    plan = subprocess.run(["unshare", "--mount", "bash", "-c", hyperpod, "bash", str(BATCH),
-                           "--dry-run", "-e", "exp"], cwd=tmp_path, capture_output=True, text=True)
+    plan = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "bash",
+            "-c",
+            hyperpod,
+            "bash",
+            str(BATCH),
+            "--dry-run",
+            "-e",
+            "exp",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert "srun --cpu-bind=none" in plan.stdout and " --auto-resume=1 " in plan.stdout
 
 
-def test_each_node_is_told_its_place_and_the_options(cluster: SlurmCluster, faked: Path,
-                                                     tmp_path: Path) -> None:
+def test_each_node_is_told_its_place_and_the_options(
+    cluster: SlurmCluster, faked: Path, tmp_path: Path
+) -> None:
     (faked / "behaviour").write_text('echo "$LAUNCHED_AS" > launched_as; exit 0')
     cwd = tmp_path / "some where"
     cwd.mkdir()
     cluster.run("sbatch", "--test-only", "-N", 2, faked / BATCH.name, "-e", "exp", cwd=cwd)
-    job = cluster.submit("-N", 2, "../the project/launch/slurm.sbatch", "--nproc-per-node", 3, "--",
-                         "-e", "a b", "-d", "x*", cwd=cwd)
+    job = cluster.submit(
+        "-N",
+        2,
+        "../the project/launch/slurm.sbatch",
+        "--nproc-per-node",
+        3,
+        "--",
+        "-e",
+        "a b",
+        "-d",
+        "x*",
+        cwd=cwd,
+    )
     facts = cluster.ended(job)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0")
     port = str(20000 + int(job) % 10000)
     for rank in ("0", "1"):
         told = (cwd / f"told_{rank}_0").read_text().splitlines()
-        assert told == [str(cwd), "--node-rank", rank, "--nnodes", "2", "--head", "127.0.0.1",
-                        "--port", port, "--nproc-per-node", "3", "--", "-e", "a b", "-d", "x*"]
+        assert told == [
+            str(cwd),
+            "--node-rank",
+            rank,
+            "--nnodes",
+            "2",
+            "--head",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--nproc-per-node",
+            "3",
+            "--",
+            "-e",
+            "a b",
+            "-d",
+            "x*",
+        ]
     typed = shlex.split((cwd / "launched_as").read_text())  # as the messages of the run name it
     assert typed[:3] == ["sbatch", "-N", "2"]
-    assert typed[-8:] == [str(faked / BATCH.name), "--nproc-per-node", "3", "--", "-e", "a b",
-                          "-d", "x*"]
+    assert typed[-8:] == [
+        str(faked / BATCH.name),
+        "--nproc-per-node",
+        "3",
+        "--",
+        "-e",
+        "a b",
+        "-d",
+        "x*",
+    ]
     assert "complete" in (cwd / f"slurm-{job}.out").read_text()
     logs = sorted(path.name for path in (cwd / f"slurm-{job}").iterdir())
     assert [name.partition("-")[0] for name in logs] == ["node0", "node1"]
 
 
-def test_a_run_that_fails_fails_the_job_with_its_code(cluster: SlurmCluster, faked: Path,
-                                                      tmp_path: Path) -> None:
+def test_a_run_that_fails_fails_the_job_with_its_code(
+    cluster: SlurmCluster, faked: Path, tmp_path: Path
+) -> None:
     """75 without a reason of Slurm's: somebody asked the run itself to stop."""
     (faked / "behaviour").write_text('echo this is why; exit "${!#}"')
     codes = 1, 2, 3, 4, 75
@@ -167,9 +247,10 @@ def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Pa
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
 
-def test_the_warning_saves_and_queues_again(cluster: SlurmCluster, faked: Path, tmp_path: Path,
-                                            ) -> None:
-    (faked / "behaviour").write_text('while [[ $start == 0 ]]; do sleep 0.1; done')
+def test_the_warning_saves_and_queues_again(
+    cluster: SlurmCluster, faked: Path, tmp_path: Path
+) -> None:
+    (faked / "behaviour").write_text("while [[ $start == 0 ]]; do sleep 0.1; done")
     job = cluster.submit("-N", 2, faked / BATCH.name, "-e", "exp", cwd=tmp_path)
     wait_until((tmp_path / "ready_1_0").exists, "node 1 is at work")
     wait_until((tmp_path / "ready_0_0").exists, "node 0 is at work")
@@ -180,27 +261,36 @@ def test_the_warning_saves_and_queues_again(cluster: SlurmCluster, faked: Path, 
 
 
 @pytest.mark.long
-def test_a_warning_that_slurm_does_not_send(cluster: SlurmCluster, faked: Path, tmp_path: Path,
-                                            ) -> None:
-    (faked / "behaviour").write_text('while [[ $start == 0 ]]; do sleep 0.1; done')
-    job = cluster.submit("--time=2", "--signal=B:CONT@1", faked / BATCH.name, "-e", "exp",
-                         cwd=tmp_path)
+def test_a_warning_that_slurm_does_not_send(
+    cluster: SlurmCluster, faked: Path, tmp_path: Path
+) -> None:
+    (faked / "behaviour").write_text("while [[ $start == 0 ]]; do sleep 0.1; done")
+    job = cluster.submit(
+        "--time=2", "--signal=B:CONT@1", faked / BATCH.name, "-e", "exp", cwd=tmp_path
+    )
     facts = cluster.ended(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
     assert (tmp_path / "saved_0").exists()
 
 
 @pytest.mark.slow
-def test_a_launcher_that_gives_up_over_a_lost_node(cluster: SlurmCluster, faked: Path,
-                                                   tmp_path: Path) -> None:
+def test_a_launcher_that_gives_up_over_a_lost_node(
+    cluster: SlurmCluster, faked: Path, tmp_path: Path
+) -> None:
     """Slurm may take many minutes to notice; the job does not fail for it."""
     (faked / "behaviour").write_text("""
         [[ $start == 0 ]] || exit 0
         [[ $SLURM_NODEID == 1 ]] || until [[ -e lost ]]; do sleep 0.1; done
         exit 1""")
     job = cluster.submit("-N", 2, "-w", "n1,n2", faked / BATCH.name, "-e", "exp", cwd=tmp_path)
-    wait_until(lambda: "Exited" in (tmp_path / f"slurm-{job}.out").read_text()
-               if (tmp_path / f"slurm-{job}.out").exists() else False, "node 1 has ended")
+    wait_until(
+        lambda: (
+            "Exited" in (tmp_path / f"slurm-{job}.out").read_text()
+            if (tmp_path / f"slurm-{job}.out").exists()
+            else False
+        ),
+        "node 1 has ended",
+    )
     cluster.kill_node("n2")
     (tmp_path / "lost").touch()
     try:
@@ -212,27 +302,36 @@ def test_a_launcher_that_gives_up_over_a_lost_node(cluster: SlurmCluster, faked:
 
 
 def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, project: Path) -> None:
-    options = ("--data-folder", "splits", "--save-dir", "hf_datasets/array",
-               "--validation-percent", 15)
+    options = (
+        "--data-folder",
+        "splits",
+        "--save-dir",
+        "hf_datasets/array",
+        "--validation-percent",
+        15,
+    )
     job = cluster.submit("--array=0-2", ARRAY, *options, cwd=project)
     merge = cluster.submit(f"--dependency=afterok:{job}", ARRAY, *options, "--merge", cwd=project)
     assert cluster.ended(merge)["JobState"] == "COMPLETED"
     built, expected = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.arrow")}
-        for folder in (project / "hf_datasets" / "array", project / "hf_datasets" / "corpus"))
+        for folder in (project / "hf_datasets" / "array", project / "hf_datasets" / "corpus")
+    )
     assert built and built == expected
     refused = cluster.submit(ARRAY, *options, cwd=project)
     assert cluster.ended(refused)["ExitCode"] == "2:0"
 
 
-def test_a_task_of_an_array_is_queued_again_near_its_time_limit(cluster: SlurmCluster,
-                                                                tmp_path: Path) -> None:
+def test_a_task_of_an_array_is_queued_again_near_its_time_limit(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     (tmp_path / "02_build_hf_dataset.py").write_text("""
 import os, pathlib, sys, time
 pathlib.Path("told").write_text(" ".join(sys.argv[1:]))
 time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 600)""")
-    job = cluster.submit("--array=3", ARRAY, "--fields", "a", cwd=tmp_path,
-                         PROJECT_DIR=str(tmp_path))
+    job = cluster.submit(
+        "--array=3", ARRAY, "--fields", "a", cwd=tmp_path, PROJECT_DIR=str(tmp_path)
+    )
     told = tmp_path / "told"
     wait_until(lambda: told.exists() and told.read_text(), "the task is at work")
     assert told.read_text() == "--num-workers 1 --fields a --only-splits 3"
@@ -256,8 +355,11 @@ def trainers(project: Path) -> list[Path]:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (entry / "cmdline").read_bytes()
-            if b"04_train_fsdp.py" in command and b"launch/torchrun.py" not in command \
-                    and (entry / "cwd").readlink() == project:
+            if (
+                b"04_train_fsdp.py" in command
+                and b"launch/torchrun.py" not in command
+                and (entry / "cwd").readlink() == project
+            ):
                 found.append(entry)
     return found
 
@@ -286,24 +388,31 @@ def has_signal(entry: Path) -> bool:
 
 def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
     """Assert that the run was resumed and has learned the same in every step."""
-    events = [json.loads(line)["event"] for line in
-              (project / "outputs" / "exp" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)["event"]
+        for line in (project / "outputs" / "exp" / "events.jsonl").read_text().splitlines()
+    ]
     assert "resume" in events and events[-1] == "complete"
     assert losses(project, "exp") == undisturbed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("partition", ["low", "low_at_once"])
-def test_preempted_requeued_resumed(cluster: SlurmCluster, project: Path,
-                                    undisturbed: dict[int, float], partition: str) -> None:
+def test_preempted_requeued_resumed(
+    cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], partition: str
+) -> None:
     """With time to save, and where Slurm itself ends the job and queues it again."""
     job = cluster.submit("-N", 2, "-p", partition, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
     send(ranks := trainers(project), signal.SIGSTOP)  # so that it cannot end before
     try:
         other = cluster.submit("-N", 3, "-p", "high", "--exclusive", "--wrap", "true", cwd=project)
-        wait_until(lambda: (now := cluster.facts(job))["JobState"] != "RUNNING"
-                   or now["PreemptTime"] != "None", "the job is preempted")
+        wait_until(
+            lambda: (
+                (now := cluster.facts(job))["JobState"] != "RUNNING" or now["PreemptTime"] != "None"
+            ),
+            "the job is preempted",
+        )
     finally:
         send(ranks, signal.SIGCONT)
     assert cluster.ended(other)["JobState"] == "COMPLETED"
@@ -313,9 +422,11 @@ def test_preempted_requeued_resumed(cluster: SlurmCluster, project: Path,
 
 
 @pytest.mark.long
-def test_time_limit_requeued_resumed(cluster: SlurmCluster, project: Path,
-                                     undisturbed: dict[int, float]) -> None:
+def test_time_limit_requeued_resumed(
+    cluster: SlurmCluster, project: Path, undisturbed: dict[int, float]
+) -> None:
     """The limit is cut short once the run is at work, however long it took to begin."""
+
     def limit(minutes: int) -> None:
         cluster.run("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
 
@@ -337,8 +448,9 @@ def test_time_limit_requeued_resumed(cluster: SlurmCluster, project: Path,
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["n1", "n2"])
-def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
-                                    undisturbed: dict[int, float], lost: str) -> None:
+def test_lost_node_requeued_resumed(
+    cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], lost: str
+) -> None:
     """The node of the batch script, or another: the third one takes its place."""
     job = cluster.submit("-N", 2, BATCH, *RUN, "--ckpt-freq", 10, cwd=project)
     saved = project / "outputs" / "exp" / "checkpoints"
@@ -357,8 +469,9 @@ def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
 
 
 @pytest.mark.long
-def test_cancelled_goes_on_when_submitted_again(cluster: SlurmCluster, project: Path,
-                                                undisturbed: dict[int, float]) -> None:
+def test_cancelled_goes_on_when_submitted_again(
+    cluster: SlurmCluster, project: Path, undisturbed: dict[int, float]
+) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
     cluster.run("scancel", job)

@@ -26,8 +26,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state(run: Path, status: str) -> None:
-    (run / "state.json").write_text(json.dumps({"status": status, "step": 1500,
-                                                "total_steps": 20_000}))
+    (run / "state.json").write_text(
+        json.dumps({"status": status, "step": 1500, "total_steps": 20_000})
+    )
 
 
 def said(run: Path, capsys: pytest.CaptureFixture, *options: str) -> str:
@@ -38,13 +39,16 @@ def said(run: Path, capsys: pytest.CaptureFixture, *options: str) -> str:
 
 @pytest.mark.parametrize("status", ["complete", "preempted", "failed", "disk_full", "running", ""])
 def test_what_is_not_running_is_told_so_and_no_file_is_left(
-        run: Path, status: str, capsys: pytest.CaptureFixture) -> None:
+    run: Path, status: str, capsys: pytest.CaptureFixture
+) -> None:
     if status:
         state(run, status)
     (run / "stop").touch()  # of an earlier time
     text = said(run, capsys)
-    assert f"nothing to stop: {run} is not running ({'died' if status == 'running' else status}" \
+    assert (
+        f"nothing to stop: {run} is not running ({'died' if status == 'running' else status}"
         in text
+    )
     assert ("step 1,500 of 20,000" in text) == bool(status)
     assert not (run / "stop").exists()
 
@@ -62,7 +66,8 @@ def test_a_running_one_is_told_what_will_happen(run: Path, capsys: pytest.Captur
 
 
 def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     process = start(tmp_path, KILLED, options=("--backoff", 60))
     try:
@@ -80,8 +85,8 @@ def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
 
 @pytest.mark.parametrize("status", ["complete", "failed", "preempted"])
 def test_a_launch_that_prepares_a_run_once_more_is_stopped(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
-        status: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, status: str
+) -> None:
     """No file could stop it: the next launch to begin deletes one that is not its own."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
@@ -100,12 +105,15 @@ def test_a_launch_that_prepares_a_run_once_more_is_stopped(
 
 
 def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """It has no directory before its data are prepared, and `make status` knows it all the same."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
-    process = start(tmp_path, "import shutil; shutil.rmtree('outputs'); "
-                              "print('preparing', flush=True); time.sleep(600)")
+    process = start(
+        tmp_path,
+        "import shutil; shutil.rmtree('outputs'); print('preparing', flush=True); time.sleep(600)",
+    )
     try:
         while "preparing" not in process.stdout.readline():
             assert process.poll() is None
@@ -122,12 +130,15 @@ def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
         stop.main(["run"])
 
 
-def test_what_prepares_a_run_without_a_launcher_is_named(run: Path, capsys: pytest.CaptureFixture,
-                                                         tmp_path: Path) -> None:
+def test_what_prepares_a_run_without_a_launcher_is_named(
+    run: Path, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     (tmp_path / "04_train_fsdp.py").write_text("import time; print(flush=True); time.sleep(600)")
     command = [sys.executable, "04_train_fsdp.py", "-d", "corpus"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as nameless, \
-            subprocess.Popen([*command, "-e", "exp"], stdout=subprocess.PIPE) as process:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as nameless,
+        subprocess.Popen([*command, "-e", "exp"], stdout=subprocess.PIPE) as process,
+    ):
         nameless.stdout.readline()
         process.stdout.readline()
         try:
@@ -139,8 +150,8 @@ def test_what_prepares_a_run_without_a_launcher_is_named(run: Path, capsys: pyte
 
 
 def test_jobs_that_would_start_it_again_are_named(
-        run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> None:
+    run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state(run, "preempted")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="squeue is not installed"):

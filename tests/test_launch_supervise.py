@@ -16,33 +16,43 @@ from tests import control_group
 from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
 
 
-@pytest.mark.parametrize(("ending", "code"), [
-    ("fail('UsageError', 2, 'error: bad option')", 2),
-    ("fail('ArtifactError', 3, 'error: damaged')", 3),
-    ("state('disk_full'); fail('DiskFullError', 4, 'error: no room')", 4),
-    ("state('disk_full'); sys.exit(1)", 4),
-    ("fail('UsageError', 2, 'error: out of memory')", 2),
-    ("fail('OutOfMemoryError', 1, 'Traceback\\nOutOfMemoryError: CUDA out of memory')", 2),
-    ("state('preempted', 5); fail('Preempted', 75, 'stopped by --max-minutes')", 75),
-    ("fail('ExperimentHeld', 2, 'error: another launch is training')", 2),
-    ("state('complete', 9); os.abort()", 0),
-    (COMPLETE, 0),
-])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("fail('UsageError', 2, 'error: bad option')", 2),
+        ("fail('ArtifactError', 3, 'error: damaged')", 3),
+        ("state('disk_full'); fail('DiskFullError', 4, 'error: no room')", 4),
+        ("state('disk_full'); sys.exit(1)", 4),
+        ("fail('UsageError', 2, 'error: out of memory')", 2),
+        ("fail('OutOfMemoryError', 1, 'Traceback\\nOutOfMemoryError: CUDA out of memory')", 2),
+        ("state('preempted', 5); fail('Preempted', 75, 'stopped by --max-minutes')", 75),
+        ("fail('ExperimentHeld', 2, 'error: another launch is training')", 2),
+        ("state('complete', 9); os.abort()", 0),
+        (COMPLETE, 0),
+    ],
+)
 def test_the_end_of_a_run_is_its_end(tmp_path: Path, ending: str, code: int) -> None:
     returned, output, attempts = run(tmp_path, ending)
     assert (returned, len(attempts)) == (code, 1), output
     assert f"exit code {code}" in output
 
 
-@pytest.mark.parametrize("ending", [
-    KILLED,
-    "fail('StageError', 1, 'error: a collective timed out')",
-    *(pytest.param(ending, marks=pytest.mark.slow) for ending in (
-        "fail('Watchdog', 1, 'watchdog: the step has not ended')",
-        "fail('DistStoreError', 1, 'Traceback\\ntorch.distributed.DistStoreError: socket')",
-        "fail('RuntimeError', 1, 'Traceback\\nRuntimeError: gloo: Connection reset by peer')",
-    )),
-])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        KILLED,
+        "fail('StageError', 1, 'error: a collective timed out')",
+        *(
+            pytest.param(ending, marks=pytest.mark.slow)
+            for ending in (
+                "fail('Watchdog', 1, 'watchdog: the step has not ended')",
+                "fail('DistStoreError', 1, 'Traceback\\ntorch.distributed.DistStoreError: socket')",
+                "fail('RuntimeError', 1, "
+                "'Traceback\\nRuntimeError: gloo: Connection reset by peer')",
+            )
+        ),
+    ],
+)
 def test_what_passes_by_itself_is_tried_again(tmp_path: Path, ending: str) -> None:
     returned, output, attempts = run(tmp_path, ending, ending, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
@@ -54,15 +64,17 @@ def test_restarts_are_counted_since_the_newest_checkpoint(tmp_path: Path) -> Non
     assert (returned, len(attempts)) == (1, 3), output
     assert "no restart is left" in output
     saves = "(root / 'checkpoints' / f'step_{number:08d}').mkdir(); " + KILLED
-    returned, output, attempts = run(tmp_path, *[saves] * 5, COMPLETE,
-                                     options=("--max-restarts", 1))
+    returned, output, attempts = run(
+        tmp_path, *[saves] * 5, COMPLETE, options=("--max-restarts", 1)
+    )
     assert (returned, len(attempts)) == (0, 6), output
 
 
 def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     bug = "state('failed', {}); fail('KeyError', 1, 'Traceback\\nKeyError: x')"
-    returned, output, attempts = run(tmp_path, bug.format(5), bug.format(6), bug.format(6),
-                                     COMPLETE)
+    returned, output, attempts = run(
+        tmp_path, bug.format(5), bug.format(6), bug.format(6), COMPLETE
+    )
     assert (returned, len(attempts)) == (1, 3), output
     assert "twice in a row at the same step: rank 0 on node 0: KeyError: x" in output
 
@@ -91,8 +103,11 @@ def test_what_does_not_stop_is_killed(tmp_path: Path) -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     returned, output, _ = run(tmp_path, f"sleep_on('{mark}'); sys.exit(1)", COMPLETE)
     assert returned == 0 and not processes(mark), output
-    process = start(tmp_path, f"{ignore}; sleep_on('{mark}'); print('up', flush=True); "
-                            "time.sleep(600)", options=("--save-seconds", 1))
+    process = start(
+        tmp_path,
+        f"{ignore}; sleep_on('{mark}'); print('up', flush=True); time.sleep(600)",
+        options=("--save-seconds", 1),
+    )
     while "up" not in process.stdout.readline():
         assert process.poll() is None
     began = time.monotonic()
@@ -106,18 +121,29 @@ def test_what_does_not_stop_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.long  # they have 20 seconds
 def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
-    waits = "sys.exit = lambda code: time.sleep(600); " \
-            "fail('StageError', 1, 'error: a collective timed out')"
+    waits = (
+        "sys.exit = lambda code: time.sleep(600); "
+        "fail('StageError', 1, 'error: a collective timed out')"
+    )
     returned, output, attempts = run(tmp_path, waits, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow),
-                                  pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        pytest.param("SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> None:
-    process = start(tmp_path, f"signal.signal(signal.{name}, lambda *_: (state('preempted', 5), "
-                            "print('saved', flush=True), sys.exit(1)));"
-                            "print('up', flush=True); time.sleep(600)")
+    process = start(
+        tmp_path,
+        f"signal.signal(signal.{name}, lambda *_: (state('preempted', 5), "
+        "print('saved', flush=True), sys.exit(1)));"
+        "print('up', flush=True); time.sleep(600)",
+    )
     while "up" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(getattr(signal, name))
@@ -126,8 +152,11 @@ def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> No
 
 
 def test_the_command_is_asked_to_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: (state('preempted', 5), "
-                            "sys.exit(1))); print('up', flush=True); time.sleep(600)")
+    process = start(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, lambda *_: (state('preempted', 5), "
+        "sys.exit(1))); print('up', flush=True); time.sleep(600)",
+    )
     while "up" not in process.stdout.readline():
         assert process.poll() is None
     process.kill()
@@ -143,12 +172,15 @@ def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path) -> None:
     assert "out of memory: the kernel killed a process on node 0" in output
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (("--nnodes", 2, "--node-rank", 2, "--head", "h"), "--node-rank 2: there are 2 nodes"),
-    (("--nnodes", 2), "--head is needed"),
-    (("--nnodes", ""), "--nnodes: expected a whole number above 0"),
-    (("--node-rang", 1), "the nearest is --node-rank"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--nnodes", 2, "--node-rank", 2, "--head", "h"), "--node-rank 2: there are 2 nodes"),
+        (("--nnodes", 2), "--head is needed"),
+        (("--nnodes", ""), "--nnodes: expected a whole number above 0"),
+        (("--node-rang", 1), "the nearest is --node-rank"),
+    ],
+)
 def test_bad_options_are_told_in_words(tmp_path: Path, options: tuple, says: str) -> None:
     process = start(tmp_path, COMPLETE, options=options)
     output = process.communicate(timeout=60)[0]

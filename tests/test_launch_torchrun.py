@@ -19,19 +19,25 @@ from lib.core.launcher import headline
 from tests.conftest import ROOT, free_port
 from tests.trainer_stand_in import run
 
-RANKS = '''
+RANKS = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
     print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
     time.sleep(60)
 os.kill(os.getpid(), signal.SIGKILL)
-'''
+"""
 
 
 def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run([sys.executable, ROOT / "launch" / "torchrun.py", *arguments], cwd=folder,
-                          capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "torchrun.py", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
 
 
 def test_a_rank_that_was_killed_is_named_in_one_line(tmp_path: Path) -> None:
@@ -53,7 +59,8 @@ def test_a_number_of_ranks_that_starts_none_is_refused_in_words(tmp_path: Path, 
 
 
 def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.distributed import run as elastic
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -69,28 +76,46 @@ def ended(code: int, when: int = 0) -> SimpleNamespace:
     return SimpleNamespace(exitcode=code, timestamp=when, pid=7, signal_name=lambda: name)
 
 
-@pytest.mark.parametrize(("failures", "code", "says"), [
-    ({0: ended(3, 5), 1: ended(-signal.SIGTERM, 5)}, 3, ""),
-    ({0: ended(2, 6), 1: ended(4, 5)}, 4, ""),
-    ({1: ended(-signal.SIGSEGV)}, 128 + signal.SIGSEGV, "rank 1 (process 7) was ended by SIGSEGV"),
-    ({0: ended(-signal.SIGTERM)}, 128 + signal.SIGTERM, "rank 0 (process 7) was ended by SIGTERM"),
-])
-def test_the_code_is_that_of_the_rank_that_failed_first(failures: dict, code: int, says: str,
-                                                        capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("failures", "code", "says"),
+    [
+        ({0: ended(3, 5), 1: ended(-signal.SIGTERM, 5)}, 3, ""),
+        ({0: ended(2, 6), 1: ended(4, 5)}, 4, ""),
+        (
+            {1: ended(-signal.SIGSEGV)},
+            128 + signal.SIGSEGV,
+            "rank 1 (process 7) was ended by SIGSEGV",
+        ),
+        (
+            {0: ended(-signal.SIGTERM)},
+            128 + signal.SIGTERM,
+            "rank 0 (process 7) was ended by SIGTERM",
+        ),
+    ],
+)
+def test_the_code_is_that_of_the_rank_that_failed_first(
+    failures: dict, code: int, says: str, capsys: pytest.CaptureFixture
+) -> None:
     assert torchrun.report(failures) == code
     said = capsys.readouterr().err
     assert says in said and bool(said) == bool(says)
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("error: no room\n  run:      df", "no room"),
-    ("error: 2 problems:\n1. no model\n  run:  x\n2. no data",
-     "no model (the first of 2 problems)"),
-    ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n", "KeyError: 'a'"),
-    ("", ""),
-])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("error: no room\n  run:      df", "no room"),
+        (
+            "error: 2 problems:\n1. no model\n  run:  x\n2. no data",
+            "no model (the first of 2 problems)",
+        ),
+        ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n", "KeyError: 'a'"),
+        ("", ""),
+    ],
+)
 def test_the_report_of_a_plain_torchrun_has_one_line_of_the_error(
-        text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lib.core import launcher
 
     assert headline(text) == line
@@ -101,9 +126,11 @@ def test_the_report_of_a_plain_torchrun_has_one_line_of_the_error(
 
 
 def test_what_keeps_torchrun_itself_from_starting_is_not_tried_again(tmp_path: Path) -> None:
-    own = "path = Path(os.environ['TORCHELASTIC_ERROR_FILE']); path.write_text(json.dumps(" \
-          "{'message': {'message': 'error: torch is not installed', 'errorCode': 2, 'kind': " \
-          "'UsageError', 'rank': 0, 'time': 1.0}})); sys.exit(2)"
+    own = (
+        "path = Path(os.environ['TORCHELASTIC_ERROR_FILE']); path.write_text(json.dumps("
+        "{'message': {'message': 'error: torch is not installed', 'errorCode': 2, 'kind': "
+        "'UsageError', 'rank': 0, 'time': 1.0}})); sys.exit(2)"
+    )
     returned, output, attempts = run(tmp_path, own)
     assert (returned, len(attempts)) == (2, 1), output
     assert "launcher: exit code 2: rank 0 on node 0: torch is not installed" in output

@@ -18,12 +18,36 @@ from launch import validate
 from tests.conftest import ROOT
 from tests.training import write_corpus
 
-VERBS = ("demo", "demo-chat", "test", "test-slow", "test-long", "test-faults", "validate-framework",
-         "validate-setup", "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint",
-         "gpu-kit", "test-gpu", "bench-gpu")
+VERBS = (
+    "demo",
+    "demo-chat",
+    "test",
+    "test-slow",
+    "test-long",
+    "test-faults",
+    "validate-framework",
+    "validate-setup",
+    "test-quick",
+    "run",
+    "logs-follow",
+    "status",
+    "stop",
+    "bench",
+    "lint",
+    "gpu-kit",
+    "test-gpu",
+    "bench-gpu",
+)
 BENCHMARKS = ROOT / "benchmarks"
-LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
-          *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))
+LINKED = (
+    "lib",
+    "launch",
+    "tests",
+    "requirements.txt",
+    "requirements-dev.txt",
+    "pyproject.toml",
+    *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")),
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -54,15 +78,21 @@ def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(place: Path, *arguments: str, expect: int = 0) -> str:
     """Type `make …`, assert its exit code and return what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(["make", *arguments], cwd=place, capture_output=True, text=True,
-                          timeout=580, env=environment)
+    done = subprocess.run(
+        ["make", *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env=environment,
+    )
     assert done.returncode == expect, f"{arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
 
 
 def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
     text = (place / "Makefile").read_text()
-    head = text[:text.index("\n\n")]
+    head = text[: text.index("\n\n")]
     assert all(line.startswith("#") for line in head.splitlines())
     for verb in VERBS:
         assert f"make {verb} " in head, verb
@@ -81,8 +111,11 @@ def test_make_alone_tells_the_verbs(place: Path):
 
 
 def test_a_run_is_a_name_or_its_directory(place: Path):
-    for verb, command in (("status", "monitor.py outputs/e --once"), ("stop", "stop.py outputs/e"),
-                          ("logs-follow", "monitor.py outputs/e --log")):
+    for verb, command in (
+        ("status", "monitor.py outputs/e --once"),
+        ("stop", "stop.py outputs/e"),
+        ("logs-follow", "monitor.py outputs/e --log"),
+    ):
         for spelled in ("e", "outputs/e", "outputs/e/"):
             assert command in make(place, "-n", verb, f"EXP={spelled}")
     assert "--job-name e " in make(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
@@ -92,19 +125,25 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
     run = ("-n", "run", "EXP=e", "DATASET=hf_datasets/c", "ARGS=--max-steps 9")
     training = "-e e -d hf_datasets/c"
     assert f"launch/single_node.sh  -- {training}  --max-steps 9" in make(place, *run)
-    assert f"--nproc-per-node 2 -- {training} -m org/m" in \
-        make(place, *run, "NPROC=2", "MODEL=org/m")
+    assert f"--nproc-per-node 2 -- {training} -m org/m" in make(
+        place, *run, "NPROC=2", "MODEL=org/m"
+    )
     said = make(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
     assert f"sbatch -N 4 --job-name e --partition=gpu launch/slurm.sbatch {training}" in said
     said = make(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
-    assert "launch/kubernetes.py apply --kind pytorchjob --job-name e --nodes 2 " \
-           "--instance-type t" in " ".join(said.replace("\\\n", " ").split())
+    assert (
+        "launch/kubernetes.py apply --kind pytorchjob --job-name e --nodes 2 "
+        "--instance-type t" in " ".join(said.replace("\\\n", " ").split())
+    )
     assert f" -- {training}" in said
-    assert "not \"ssh\"" in make(place, *run, "LAUNCHER=ssh", expect=2)
+    assert 'not "ssh"' in make(place, *run, "LAUNCHER=ssh", expect=2)
     for launcher in ("slurm", "kubernetes"):
         finish = make(place, "-n", "test-quick", f"LAUNCHER={launcher}")
-        assert ("sbatch -N 1 --job-name test-quick  --wait" if launcher == "slurm"
-                else "launch/kubernetes.py deploy") in finish
+        assert (
+            "sbatch -N 1 --job-name test-quick  --wait"
+            if launcher == "slurm"
+            else "launch/kubernetes.py deploy"
+        ) in finish
 
 
 def test_the_local_launcher_takes_what_make_gives_it(place: Path):
@@ -118,10 +157,21 @@ def test_the_local_launcher_takes_what_make_gives_it(place: Path):
 
 @pytest.mark.parametrize("verb", ["run", "status", "logs-follow", "stop"])
 def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
-    command = make(place, "-n", verb, "LAUNCHER=kubernetes", "INSTANCE_TYPE=p5.48xlarge",
-                   "KUBERNETES=--image registry/train:1 --dry-run").strip()
-    done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True,
-                          env={**os.environ, "KUBECONFIG": os.devnull})
+    command = make(
+        place,
+        "-n",
+        verb,
+        "LAUNCHER=kubernetes",
+        "INSTANCE_TYPE=p5.48xlarge",
+        "KUBERNETES=--image registry/train:1 --dry-run",
+    ).strip()
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KUBECONFIG": os.devnull},
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 0 and said and "error" not in said, said
 
@@ -133,12 +183,18 @@ def test_status_stop_and_log_of_a_run(place: Path):
     run = place / "outputs" / "exp"
     (run / "logs").mkdir(parents=True)
     (run / "logs" / "rank_00000.log").write_text("a line\n")
-    (run / "state.json").write_text(json.dumps({"status": "preempted", "step": 3,
-                                                "total_steps": 9}))
+    (run / "state.json").write_text(
+        json.dumps({"status": "preempted", "step": 3, "total_steps": 9})
+    )
     assert "preempted" in make(place, "status")
     assert "nothing to stop" in make(place, "stop") and not (run / "stop").exists()
-    process = subprocess.Popen(["make", "logs-follow"], cwd=place, stdout=subprocess.PIPE,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen(
+        ["make", "logs-follow"],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert process.stdout.readline() == "a line\n"
         with (run / "logs" / "rank_00000.log").open("a") as file:
@@ -162,17 +218,24 @@ def test_bench_runs_all_and_ends_where_one_fails(place: Path):
 def test_a_wheelhouse_is_installed_from(place: Path):
     assert "--no-index" not in make(place, "-n", "demo", "-B")
     (place / "wheelhouse").mkdir()
-    assert "--no-index --find-links wheelhouse -r requirements.txt" in make(place, "-n", "demo",
-                                                                            "-B")
+    assert "--no-index --find-links wheelhouse -r requirements.txt" in make(
+        place, "-n", "demo", "-B"
+    )
     (place / "wheelhouse" / "requirements.txt").touch()  # which may name another build of torch
-    assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make(place, "-n", "demo",
-                                                                            "-B")
+    assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make(
+        place, "-n", "demo", "-B"
+    )
 
 
 def setup(place: Path, *options: str, expect: int) -> str:
     """Run the check of what is prepared and return what it says."""
-    done = subprocess.run([sys.executable, str(ROOT / "launch" / "validate.py"), "setup",
-                           *options], cwd=place, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "validate.py"), "setup", *options],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -181,8 +244,17 @@ def setup(place: Path, *options: str, expect: int) -> str:
 def test_what_is_prepared_is_looked_at(project: Path):
     from tests.conftest import run_stage
 
-    run_stage("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--model-name",
-              "small", "--tokenizer", "model", cwd=project)
+    run_stage(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--model-name",
+        "small",
+        "--tokenizer",
+        "model",
+        cwd=project,
+    )
     said = setup(project, "--deep", expect=0)
     assert "hf_datasets/corpus: whole: train, validation" in said
     assert ".cache/models/small: every byte as written" in said
@@ -224,6 +296,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
         if there.get(name, "") is None:
             raise validate.metadata.PackageNotFoundError
         return there.get(name) or real(name)
+
     monkeypatch.setattr(validate.metadata, "version", version)
     found = {f.check: f for f in validate._packages()}
     assert found["torch"].severity == "error" and "2.11 to 2.13" in found["torch"].text
@@ -234,16 +307,25 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.long
 def test_validate_framework(place: Path, tmp_path: Path):
     said = make(place, "validate-framework")
-    for check in ("imports: works", "offline guard: works", "a sharded model learns on cpu",
-                  "04_train_fsdp.py: works", "the framework is ready"):
+    for check in (
+        "imports: works",
+        "offline guard: works",
+        "a sharded model learns on cpu",
+        "04_train_fsdp.py: works",
+        "the framework is ready",
+    ):
         assert check in said
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "lib", broken / "lib")
     shutil.copytree(ROOT / "launch", broken / "launch")
     shutil.copy(ROOT / "requirements.txt", broken)
     (broken / "lib" / "core" / "units.py").write_text("import nothing_of_this_name\n")
-    done = subprocess.run([sys.executable, str(broken / "launch" / "validate.py"), "framework"],
-                          capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(broken / "launch" / "validate.py"), "framework"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode not in (0, 5)
     assert "nothing_of_this_name" in done.stdout + done.stderr
 
@@ -262,17 +344,22 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
 
 
 def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
-        monkeypatch: pytest.MonkeyPatch):
+    monkeypatch: pytest.MonkeyPatch,
+):
     """docs/dependencies.md says of each what happens without it."""
+
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(validate.metadata, "version", absent)
     severities = {found.check: found.severity for found in validate._packages()}
     table = (ROOT / "docs" / "dependencies.md").read_text().partition("requirements-optional")[0]
-    needed = {name for names, without in re.findall(r"^\| ([\w, -]+) \|.*\| ([^|]*) \|$", table,
-                                                    re.MULTILINE)
-              for name in names.split(", ") if "need" in without}
+    needed = {
+        name
+        for names, without in re.findall(r"^\| ([\w, -]+) \|.*\| ([^|]*) \|$", table, re.MULTILINE)
+        for name in names.split(", ")
+        if "need" in without
+    }
     for name, severity in severities.items():
         if name != "packages":
             assert severity == ("error" if name in needed else "warning"), name

@@ -29,24 +29,41 @@ MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """Return what one look prints."""
-    done = run_stage("launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect,
-                     env=environment)
+    done = run_stage(
+        "launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect, env=environment
+    )
     assert "Traceback" not in done.stderr
     return done.stdout if expect == 0 else done.stderr
 
 
 def row(step: int, **more: object) -> str:
     """Return a line of metrics.jsonl."""
-    figures = {"step": step, "epoch": 0.1, "train/loss": 8.0 - step / 100, "train/grad_norm": 1.0,
-               "train/learning_rate": 1e-3, "train/tokens_seen": step * 1000,
-               "train/loss_mean": 8.05 - step / 100, "perf/run_tokens_per_sec": 4321.0,
-               "perf/eta_sec": 4000.0 - 10 * step, "perf/tokens_per_sec": 5000.0,
-               "perf/tokens_per_sec_per_device": 2500.0,
-               "perf/tflops": 100.0, "perf/mfu": 0.31, "time/data": 1.0, "time/forward": 30.0,
-               "time/backward": 60.0, "time/update": 9.0, "time/total": 100.0,
-               "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 58.0,
-               "memory/max_peak_gib": 60.0, "memory/max_peak_rank": 3,
-               "memory/total_gib": 80.0}
+    figures = {
+        "step": step,
+        "epoch": 0.1,
+        "train/loss": 8.0 - step / 100,
+        "train/grad_norm": 1.0,
+        "train/learning_rate": 1e-3,
+        "train/tokens_seen": step * 1000,
+        "train/loss_mean": 8.05 - step / 100,
+        "perf/run_tokens_per_sec": 4321.0,
+        "perf/eta_sec": 4000.0 - 10 * step,
+        "perf/tokens_per_sec": 5000.0,
+        "perf/tokens_per_sec_per_device": 2500.0,
+        "perf/tflops": 100.0,
+        "perf/mfu": 0.31,
+        "time/data": 1.0,
+        "time/forward": 30.0,
+        "time/backward": 60.0,
+        "time/update": 9.0,
+        "time/total": 100.0,
+        "perf/slowest_rank": 3,
+        "perf/slowest_ratio": 1.0,
+        "memory/peak_gib": 58.0,
+        "memory/max_peak_gib": 60.0,
+        "memory/max_peak_rank": 3,
+        "memory/total_gib": 80.0,
+    }
     return json.dumps({**figures, **more}) + "\n"
 
 
@@ -67,8 +84,9 @@ def run(tmp_path: Path) -> Path:
     (root / "logs").mkdir(parents=True)
     (root / "config.yaml").touch()
     (root / "metrics.jsonl").write_text("".join(row(step) for step in range(10, 101, 10)))
-    (root / "events.jsonl").write_text('{"time": "2026-01-01T00:00:00Z", "event": "start", '
-                                       '"step": 0, "ranks": 16}\n')
+    (root / "events.jsonl").write_text(
+        '{"time": "2026-01-01T00:00:00Z", "event": "start", "step": 0, "ranks": 16}\n'
+    )
     (root / "state.json").write_text('{"status": "running", "step": 50, "total_steps": 400}')
     for step in (50, 100):
         place = root / "checkpoints" / f"step_{step:08d}"
@@ -109,15 +127,20 @@ def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyP
     files = RunFiles(run)
     files.update()
     shown = {}
-    for name, cells in (("two", "0, 97, 61234, 81559, 641.35, 700.00, 61\\n1, 0, 4, 81559, 70.1, "
-                                "[N/A], 31"), ("silent", "0" + ", [N/A]" * 6),
-                        ("some", "0, [N/A], [N/A], 81559, [N/A], 700.00, 45"),
-                        ("broken", "Failed to initialize NVML: Driver/library version mismatch")):
+    for name, cells in (
+        ("two", "0, 97, 61234, 81559, 641.35, 700.00, 61\\n1, 0, 4, 81559, 70.1, [N/A], 31"),
+        ("silent", "0" + ", [N/A]" * 6),
+        ("some", "0, [N/A], [N/A], 81559, [N/A], 700.00, 45"),
+        ("broken", "Failed to initialize NVML: Driver/library version mismatch"),
+    ):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
         with held(run):
             shown[name] = "\n".join(monitor.page(files, 100))
-    assert re.search(r"GPUs +of \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
-                     r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C", shown["two"])
+    assert re.search(
+        r"GPUs +of \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
+        r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C",
+        shown["two"],
+    )
     assert re.search("GPU 0 +tells nothing", shown["silent"])
     assert re.search("GPU 0 +45 °C$", shown["some"], re.MULTILINE)
     tool.write_text("#!/bin/sh\necho 0, 9, 1, 2, 3, 4, 61\n")
@@ -137,8 +160,10 @@ def test_a_straggler_is_named(run: Path):
     assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the usual", once(run))
 
 
-@pytest.mark.parametrize("partial", [{"perf/slowest_rank": None}, {"perf/slowest_rank": "3"},
-                                     {"perf/slowest_ratio": None}])
+@pytest.mark.parametrize(
+    "partial",
+    [{"perf/slowest_rank": None}, {"perf/slowest_rank": "3"}, {"perf/slowest_ratio": None}],
+)
 def test_rows_that_lack_the_slowest_rank_or_its_ratio(run: Path, partial: dict[str, object]):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     slow = {**json.loads(lines[-1]), "perf/slowest_ratio": 1.5}
@@ -208,47 +233,89 @@ def test_a_file_is_read_on_after_a_read_that_failed(tmp_path: Path):
 
 def test_warnings_of_every_rank(run: Path):
     (run / "logs" / "rank_00000.log").write_text(
-        "2026-01-01 10:00:00,123 INFO all is well\n2026-01-01 10:00:01,000 WARNING no room\n")
+        "2026-01-01 10:00:00,123 INFO all is well\n2026-01-01 10:00:01,000 WARNING no room\n"
+    )
     (run / "logs" / "rank_00012.log").write_text(
         "2026-01-01 10:00:02,000 ERROR Traceback (most recent call last):\n"
-        '  File "x.py", line 1\nRuntimeError: out of luck\n')
+        '  File "x.py", line 1\nRuntimeError: out of luck\n'
+    )
     (run / "logs" / "rank_00012.stacks.txt").touch()
     with (run / "events.jsonl").open("a") as file:
-        file.write('{"time": "2026-01-01T09:00:00Z", "event": "quarantine", "step": 50, '
-                   '"reason": "a bit"}\n')
+        file.write(
+            '{"time": "2026-01-01T09:00:00Z", "event": "quarantine", "step": 50, '
+            '"reason": "a bit"}\n'
+        )
     said = once(run)
-    shown = said[said.index("warnings"):].splitlines()[1:]
+    shown = said[said.index("warnings") :].splitlines()[1:]
     assert [line.strip() for line in shown] == [
         f"stacks of a rank that hung: {run}/logs/rank_00012.stacks.txt",
         "2026-01-01 09:00:00  quarantine at step 50: reason a bit",
         "2026-01-01 10:00:01  rank 0: no room",
-        "2026-01-01 10:00:02  rank 12: RuntimeError: out of luck"]
+        "2026-01-01 10:00:02  rank 12: RuntimeError: out of luck",
+    ]
 
 
 def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **more: object) -> str:
     """Return what a rank leaves when the watchdog ends it. entries: group, number, pending."""
-    rows = [{"profiling_name": "nccl:all_gather", "process_group": [group, f"mesh_{group}"],
-             "collective_seq_id": number, "time_created_ns": place, "pending": pending}
-            for place, (group, number, pending) in enumerate(entries)]
+    rows = [
+        {
+            "profiling_name": "nccl:all_gather",
+            "process_group": [group, f"mesh_{group}"],
+            "collective_seq_id": number,
+            "time_created_ns": place,
+            "pending": pending,
+        }
+        for place, (group, number, pending) in enumerate(entries)
+    ]
     neighbours = [2 * (rank // 2), 2 * (rank // 2) + 1]
-    return json.dumps({"rank": rank, "time": time.time(), "entries": rows,
-                       "groups": {"0": list(range(members)), "1": neighbours}} | more)
+    return json.dumps(
+        {
+            "rank": rank,
+            "time": time.time(),
+            "entries": rows,
+            "groups": {"0": list(range(members)), "1": neighbours},
+        }
+        | more
+    )
 
 
-@pytest.mark.parametrize(("dumps", "said"), [
-    # Rank 2 is behind; rank 3 left nothing. Its neighbour waits for it elsewhere.
-    ([recorded(0, ("0", 7, False), ("0", 8, True), ("1", 3, True)), recorded(1, ("0", 8, True)),
-      recorded(2, ("0", 7, False), ("1", 4, True))],
-     "ranks 0, 1 hung in nccl:all_gather, number 8 of group mesh_0, and waited for ranks 2, 3"),
-    ([recorded(rank, ("0", 8, True)) for rank in range(4)],
-     "ranks 0, 1, 2, 3 hung in nccl:all_gather, number 8 of group mesh_0, which all ranks have "
-     "come to: look at the network"),
-    ([recorded(0, ("0", 8, True), members=2), recorded(1, ("0", 9, False), time=1.0)],
-     "rank 0 hung in nccl:all_gather, number 8 of group mesh_0, and waited for rank 1"),
-    ([recorded(0, ("0", 8, False))], ""),
-    (["{", "[]", '{"rank": []}', recorded(0, time="now"), recorded(0, entries=[{}]),
-      recorded(0, groups=[1])], "")],
-    ids=["late", "network", "an older hang", "nothing pending", "damaged"])
+@pytest.mark.parametrize(
+    ("dumps", "said"),
+    [
+        # Rank 2 is behind; rank 3 left nothing. Its neighbour waits for it elsewhere.
+        (
+            [
+                recorded(0, ("0", 7, False), ("0", 8, True), ("1", 3, True)),
+                recorded(1, ("0", 8, True)),
+                recorded(2, ("0", 7, False), ("1", 4, True)),
+            ],
+            "ranks 0, 1 hung in nccl:all_gather, number 8 of group mesh_0, "
+            "and waited for ranks 2, 3",
+        ),
+        (
+            [recorded(rank, ("0", 8, True)) for rank in range(4)],
+            "ranks 0, 1, 2, 3 hung in nccl:all_gather, number 8 of group mesh_0, "
+            "which all ranks have come to: look at the network",
+        ),
+        (
+            [recorded(0, ("0", 8, True), members=2), recorded(1, ("0", 9, False), time=1.0)],
+            "rank 0 hung in nccl:all_gather, number 8 of group mesh_0, and waited for rank 1",
+        ),
+        ([recorded(0, ("0", 8, False))], ""),
+        (
+            [
+                "{",
+                "[]",
+                '{"rank": []}',
+                recorded(0, time="now"),
+                recorded(0, entries=[{}]),
+                recorded(0, groups=[1]),
+            ],
+            "",
+        ),
+    ],
+    ids=["late", "network", "an older hang", "nothing pending", "damaged"],
+)
 def test_who_waited_for_whom(run: Path, dumps: list[str], said: str):
     for number, text in enumerate(dumps):
         (run / "logs" / f"rank_{number:05d}.collectives.json").write_text(text)
@@ -290,9 +357,24 @@ def test_a_long_run_in_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_real_run_lives_and_dies(project: Path):
     """Live in a terminal and at one look, while it trains and after SIGKILL."""
-    training = start_stage("04_train_fsdp.py", "-e", "exp", "-d", "corpus", "-m", "model", "-s",
-                           SEQ_LENGTH, "--max-steps", 10**6, "--log-freq", 1, "--ckpt-freq", 20,
-                           cwd=project)
+    training = start_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "exp",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        10**6,
+        "--log-freq",
+        1,
+        "--ckpt-freq",
+        20,
+        cwd=project,
+    )
     root = project / "outputs" / "exp"
     try:
         deadline = time.monotonic() + 300
@@ -313,8 +395,13 @@ def test_a_real_run_lives_and_dies(project: Path):
 def watched(root: Path) -> str:
     """Return what the live page writes to a terminal until Ctrl-C ends it."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*MONITOR, str(root), "--every", "0.2"], stdin=theirs,
-                               stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(
+        [*MONITOR, str(root), "--every", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
     os.close(theirs)
     shown, is_ended = "", False
     while True:
@@ -331,8 +418,26 @@ def watched(root: Path) -> str:
     return shown
 
 
-HOSTILE = ("x\x1b[2Jy", "a\nb\r\x07\x9b", "\u202egnp.exe", [1], {"a": "\x1b[0m"}, {}, True, None,
-           -1, 1e308, -1e308, 10**400, float("inf"), float("nan"), 0, "12", 2**63, 1.5)
+HOSTILE = (
+    "x\x1b[2Jy",
+    "a\nb\r\x07\x9b",
+    "\u202egnp.exe",
+    [1],
+    {"a": "\x1b[0m"},
+    {},
+    True,
+    None,
+    -1,
+    1e308,
+    -1e308,
+    10**400,
+    float("inf"),
+    float("nan"),
+    0,
+    "12",
+    2**63,
+    1.5,
+)
 
 
 def shown(root: Path) -> str:
@@ -344,8 +449,11 @@ def shown(root: Path) -> str:
 
 
 def require_harmless(text: str) -> None:
-    found = [char for char in text if char != "\n" and (unicodedata.category(char) == "Cc"
-                                                       or char in "\u202e\u2028")]
+    found = [
+        char
+        for char in text
+        if char != "\n" and (unicodedata.category(char) == "Cc" or char in "\u202e\u2028")
+    ]
     assert not found, text
 
 
@@ -364,17 +472,27 @@ def test_no_record_of_a_run_breaks_or_steers_the_terminal(tmp_path: Path) -> Non
     state = {"status": "running", "step": 20, "total_steps": 100, "tokens": 5}
     lock = {"host": "h", "pid": os.getpid(), "born": "1", "machine": "m", "id": "x"}
     lock["machine"] = lease._machine()
-    event = {"event": "skip_step", "step": 3, "time": "2026-01-01T00:00:00Z", "reason": "nan",
-             "ranks": 2}
-    base = {"state.json": json.dumps(state), "lock.json": json.dumps(lock),
-            "metrics.jsonl": row(10) + row(20, **{"eval/loss": 3.0}),
-            "events.jsonl": json.dumps(event) + "\n"}
+    event = {
+        "event": "skip_step",
+        "step": 3,
+        "time": "2026-01-01T00:00:00Z",
+        "reason": "nan",
+        "ranks": 2,
+    }
+    base = {
+        "state.json": json.dumps(state),
+        "lock.json": json.dumps(lock),
+        "metrics.jsonl": row(10) + row(20, **{"eval/loss": 3.0}),
+        "events.jsonl": json.dumps(event) + "\n",
+    }
     changed = {
         "state.json": map(json.dumps, hostile(state)),
         "lock.json": map(json.dumps, hostile(lock)),
         "events.jsonl": (json.dumps(one) + "\n" for one in hostile(event)),
-        "metrics.jsonl": (row(10) + json.dumps(one) + "\n"
-                          for one in hostile(json.loads(row(20, **{"eval/loss": 3.0})))),
+        "metrics.jsonl": (
+            row(10) + json.dumps(one) + "\n"
+            for one in hostile(json.loads(row(20, **{"eval/loss": 3.0})))
+        ),
     }
     for name, contents in changed.items():
         for file, text in base.items():
@@ -412,8 +530,12 @@ def test_one_look_and_the_log_are_harmless_too(tmp_path: Path) -> None:
 def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
     root = tmp_path / "run"
     (root / "logs").mkdir(parents=True)
-    process = subprocess.Popen([*MONITOR, root, "--log", "--every", "0.2"], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [*MONITOR, root, "--log", "--every", "0.2"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert "nothing is logged" in process.stdout.readline()
     log = root / "logs/rank_00000.log"
     log.write_text("first\n")
@@ -433,8 +555,12 @@ def test_the_summary_behind_the_end_of_a_run_is_shown(tmp_path: Path) -> None:
     log.parent.mkdir()
     log.write_text("last step\n")
     (tmp_path / "state.json").write_text('{"status": "complete"}')
-    process = subprocess.Popen([*MONITOR, tmp_path, "--log", "--every", "2"], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [*MONITOR, tmp_path, "--log", "--every", "2"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert process.stdout.readline() == "last step\n"
     with log.open("a") as file:
         file.write("summary\n")

@@ -16,8 +16,22 @@ from tests.conftest import ROOT, run_stage, stage_command, start_stage
 from tests.training import SEQ_LENGTH, metrics
 
 SCRIPTS = [*sorted(ROOT.glob("0[1-5]_*.py")), *sorted((ROOT / "launch").glob("*.py"))]
-TRAIN = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-         "--max-steps", 2, "--log-freq", 1)
+TRAIN = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--max-steps",
+    2,
+    "--log-freq",
+    1,
+)
 
 
 @contextmanager
@@ -32,13 +46,20 @@ def no_reader() -> Iterator[int]:
 def unread(command: list[str], cwd: Path, both: bool = False) -> tuple[int, str]:
     """Return exit code and standard error of a command whose output is not read (both: neither)."""
     with no_reader() as nowhere:
-        done = subprocess.run(command, cwd=cwd, stdout=nowhere, text=True, timeout=300,
-                              stderr=nowhere if both else subprocess.PIPE)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            stdout=nowhere,
+            text=True,
+            timeout=300,
+            stderr=nowhere if both else subprocess.PIPE,
+        )
     return done.returncode, done.stderr or ""
 
 
-@pytest.mark.parametrize("script", [p for p in SCRIPTS if p.name != "__init__.py"],
-                         ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [p for p in SCRIPTS if p.name != "__init__.py"], ids=lambda path: path.name
+)
 def test_head_on_any_help(script: Path, tmp_path: Path) -> None:
     code, told = unread([sys.executable, str(script), "--help"], tmp_path)
     assert "Pipe" not in told and "Traceback" not in told and code in (0, 141)
@@ -63,8 +84,17 @@ def test_a_run_goes_on_and_what_shows_it_ends(prepared_once: Path, tmp_path: Pat
 
 
 def test_paths_of_the_command_line_are_told_in_words(tmp_path: Path) -> None:
-    render = ("launch/kubernetes.py", "render", "--job-name", "x", "--image", "y",
-              "--instance-type", "g5.48xlarge", "--out")
+    render = (
+        "launch/kubernetes.py",
+        "render",
+        "--job-name",
+        "x",
+        "--image",
+        "y",
+        "--instance-type",
+        "g5.48xlarge",
+        "--out",
+    )
     for out in ("/proc/none/job.yaml", "/dev/null/job.yaml"):
         done = run_stage(*render, out, "--", "-e", "x", "-d", "c", cwd=tmp_path, expect=2)
         assert "Traceback" not in done.stderr and f"{Path(out).parent}" in done.stderr

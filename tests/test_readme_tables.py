@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 def table(first_cell: str) -> list[list[str]]:
     """Return the cells of the rows of a table."""
     text = (ROOT / "README.md").read_text()
-    lines = text[text.index(f"| {first_cell} |"):].partition("\n\n")[0].splitlines()
+    lines = text[text.index(f"| {first_cell} |") :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
@@ -35,10 +35,20 @@ def benchmark() -> ModuleType:
 def test_it_has_what_people_ask_for() -> None:
     assert TABLE[0][1:] == ["1 GPU", "8 GPUs", "16 GPUs", "32 GPUs", "64 GPUs"]
     names = [row[0] for row in TABLE[2:]]
-    assert names == ["Llama 3.2 1B", "Llama 3.2 3B", "Llama 2 7B", "Llama 3.1 8B", "Llama 2 13B",
-                     "Llama 3.1 70B", "Mixtral 8x7B"]
-    assert all(re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?|–", cell)
-               for row in TABLE[2:] for cell in row[1:])
+    assert names == [
+        "Llama 3.2 1B",
+        "Llama 3.2 3B",
+        "Llama 2 7B",
+        "Llama 3.1 8B",
+        "Llama 2 13B",
+        "Llama 3.1 70B",
+        "Mixtral 8x7B",
+    ]
+    assert all(
+        re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?|–", cell)
+        for row in TABLE[2:]
+        for cell in row[1:]
+    )
 
 
 def test_models_are_compared_with_and_without_adapters() -> None:
@@ -46,18 +56,22 @@ def test_models_are_compared_with_and_without_adapters() -> None:
     heads, _, *rows = ADAPTED
     assert heads[1:] == ["1 GPU", "8 GPUs", "64 GPUs"] and made.ADAPTED[1] == [1, 8, 64]
     assert [row[0] for row in rows] == [
-        name + adapted for name in made.ADAPTED[0] for adapted in ("", ", LoRA r=16")]
+        name + adapted for name in made.ADAPTED[0] for adapted in ("", ", LoRA r=16")
+    ]
     for full, adapted in zip(rows[::2], rows[1::2], strict=True):
         whole = next(row for row in TABLE if row[0] == full[0])
         assert full[1:] == [whole[TABLE[0].index(gpus)] for gpus in heads[1:]]
-        assert all(re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?", cell)
-                   for cell in adapted[1:])
+        assert all(
+            re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?", cell) for cell in adapted[1:]
+        )
 
 
 def test_no_learning_rate_of_it_is_doubted() -> None:
     for size, scratch, warmup, trained_on, _ in table("model")[2:]:
-        parameters = max(int(number) * 10 ** {"M": 6, "B": 9}[unit]
-                         for number, unit in re.findall(r"(\d+)([MB])", size))
+        parameters = max(
+            int(number) * 10 ** {"M": 6, "B": 9}[unit]
+            for number, unit in re.findall(r"(\d+)([MB])", size)
+        )
         assert re.match(r"1 %|2,000|8,000", warmup)
         for is_scratch, rates in ((True, scratch), (False, trained_on)):
             for rate in re.findall(r"[\d.]+e-\d", rates):
@@ -65,12 +79,13 @@ def test_no_learning_rate_of_it_is_doubted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "gpus", "rank"), [
-    ("Llama 3.2 1B", 8, 0), ("Mixtral 8x7B", 16, 0), ("Llama 3.1 8B", 64, 16)])
+@pytest.mark.parametrize(
+    ("name", "gpus", "rank"),
+    [("Llama 3.2 1B", 8, 0), ("Mixtral 8x7B", 16, 0), ("Llama 3.1 8B", 64, 16)],
+)
 def test_a_cell_is_what_the_plan_says(name: str, gpus: int, rank: int) -> None:
     rows = ADAPTED if rank else TABLE
     row, printed = benchmark().row(name, [gpus], 4096, 80.0, rank).strip("| ").split(" | ")
     printed = printed.split()
-    told = next(cells for cells in rows if cells[0] == row)[
-        rows[0].index(f"{gpus} GPUs")].split()
+    told = next(cells for cells in rows if cells[0] == row)[rows[0].index(f"{gpus} GPUs")].split()
     assert printed[1:] == told[1:] and float(printed[0]) == pytest.approx(float(told[0]), rel=0.03)

@@ -14,8 +14,17 @@ from lib.train import checks, plan
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-ASKED = ("mathstral-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "mixtral-8x7b",
-         "scratch-1b", "scratch-1b-g5", "mistral-7b", "llama-3.1-405b")
+ASKED = (
+    "mathstral-7b",
+    "llama-3.1-8b",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "mixtral-8x7b",
+    "scratch-1b",
+    "scratch-1b-g5",
+    "mistral-7b",
+    "llama-3.1-405b",
+)
 KINDS = ("none", "selective", "full")
 
 
@@ -42,8 +51,10 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
     division = plan.divide(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
-    assert f"A step takes {tokens:,} tokens, in {division.accumulation} passes of " \
-           f"{opts.batch_size} × {opts.seq_length:,} per GPU." in " ".join(text.split("\n# "))
+    assert (
+        f"A step takes {tokens:,} tokens, in {division.accumulation} passes of "
+        f"{opts.batch_size} × {opts.seq_length:,} per GPU." in " ".join(text.split("\n# "))
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

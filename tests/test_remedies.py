@@ -58,8 +58,11 @@ from lib.train import checks, earlier, model_files, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
-CODE = [*sorted((ROOT / "lib").rglob("*.py")), *sorted((ROOT / "launch").rglob("*.py")),
-        *sorted(ROOT.glob("0[1-5]_*.py"))]
+CODE = [
+    *sorted((ROOT / "lib").rglob("*.py")),
+    *sorted((ROOT / "launch").rglob("*.py")),
+    *sorted(ROOT.glob("0[1-5]_*.py")),
+]
 STAGE = re.compile(r"0[1-5]_\w+\.py$")
 REMEDIES = {"remedy", "suggest_older", "_prepared_by"}  # functions that return parts of an error
 RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
@@ -76,8 +79,9 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def noted(monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureRequest,
-          ) -> Iterator[None]:
+def noted(
+    monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureRequest
+) -> Iterator[None]:
     """Note where every error with a remedy was made, and who called that."""
     make = StageError.__init__
 
@@ -87,6 +91,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureR
         while frame is not None:
             RENDERED.add((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
+
     monkeypatch.setattr(StageError, "__init__", note)
     monkeypatch.setattr(offline, "enable", lambda: None)  # transformers is imported long ago
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -136,7 +141,7 @@ class Terminal:
                 subprocess.run(["bash", "-c", line], check=True)
             elif not {"--help", "--help-all"} & {*words}:
                 assert Path(script).resolve().parent == ROOT
-                self.type(Path(script).name, *words[words.index(script) + 1:], *more)
+                self.type(Path(script).name, *words[words.index(script) + 1 :], *more)
 
     def cured(self, *command: object) -> StageError:
         """Have a command fail, do what it says, and have it work; return the error."""
@@ -177,9 +182,9 @@ def test_splits(here: Terminal) -> None:
     Path("raw_text").mkdir()
     Path("raw_text/a.txt").write_text("text " * 50)
     Path("raw_text/b.txt").write_text("other " * 50)
-    here.cured("02_build_hf_dataset.py")                      # no splits yet
+    here.cured("02_build_hf_dataset.py")  # no splits yet
     Path("raw_text/c.txt").write_text("more " * 50)
-    here.follow(here.fails("01_organize_data.py"))            # others are there: --overwrite
+    here.follow(here.fails("01_organize_data.py"))  # others are there: --overwrite
     next(Path("splits").glob("split_*/b.txt")).unlink()
     here.cured("01_organize_data.py")
     next(Path("splits").glob("split_*/b.txt")).unlink()
@@ -192,25 +197,32 @@ def test_splits(here: Terminal) -> None:
     damage("splits/files.jsonl")
     here.cured("02_build_hf_dataset.py", "--save-dir", "hf_datasets/other")
     shutil.rmtree("splits")
-    shutil.move("raw_text", "moved")                          # the source of stage 01 is elsewhere
+    shutil.move("raw_text", "moved")  # the source of stage 01 is elsewhere
     assert not here.fails("02_build_hf_dataset.py", "--save-dir", "hf_datasets/third").run
 
 
 def test_parts_of_a_dataset(there: Terminal) -> None:
     build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
     there.type(*build, "--only-splits", "0-1")
-    there.cured(*build, "--merge")                            # one is not built
+    there.cured(*build, "--merge")  # one is not built
     shutil.rmtree("hf_datasets/parts")
     there.type(*build, "--only-splits", "0-2")
     damage("hf_datasets/parts.parts/split_01/*.train")
     there.cured(*build, "--merge")
-    for part in ("train", store._RECORD):                     # other bytes of the same size
+    for part in ("train", store._RECORD):  # other bytes of the same size
         shutil.rmtree("hf_datasets/parts")
         there.type(*build, "--only-splits", "0-2")
         blank(f"hf_datasets/parts.parts/split_01/*.{part}")
         there.cured(*build, "--merge")
-    learn = ("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--vocab-size", 300,
-             "--train-tokenizer")
+    learn = (
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--vocab-size",
+        300,
+        "--train-tokenizer",
+    )
     there.cured(*learn, "hf_datasets/new")
     damage("hf_datasets/new/**/*.arrow")
     there.cured(*learn, "hf_datasets/new", "--overwrite")
@@ -220,9 +232,9 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
     there.follow(there.fails(*prepare, "raw_text"))
-    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))    # its directory is meant
+    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # its directory is meant
     there.follow(there.fails(*prepare, "splits"))
-    for made in ("hf_datasets/corpus", "hf_datasets"):        # what is made already is no text
+    for made in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
         error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
         assert "hf_datasets/corpus" in error.run
         there.follow(error, "-m", "model", "--prepare-only")
@@ -236,10 +248,23 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")
     there.follow(error)
     assert "--streaming" in error.run
-    assert not there.fails(*prepare, "model").run             # a model is not text
-    there.follow(there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "corpus",
-                             "--streaming", "--max-steps", 2, "--dry-run"))
-    of_the_hub = (*prepare, "org/text")                       # fetched; and in another cache
+    assert not there.fails(*prepare, "model").run  # a model is not text
+    there.follow(
+        there.fails(
+            "04_train_fsdp.py",
+            "-e",
+            "x",
+            "-m",
+            "model",
+            "-d",
+            "corpus",
+            "--streaming",
+            "--max-steps",
+            2,
+            "--dry-run",
+        )
+    )
+    of_the_hub = (*prepare, "org/text")  # fetched; and in another cache
     shutil.copytree("raw_text", "raw_text/org--text")
     Path("raw_text/org--text/.hub").mkdir()
     Path("raw_text/org--text/.hub/manifest.json").write_text("{}")
@@ -268,11 +293,19 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
 def test_conversations(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
-    rows = [{"messages": [{"role": "user", "content": f"say {n}"},
-                          {"role": "assistant", "content": f"it is {n}"}]} for n in range(60)]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {n}"},
+                {"role": "assistant", "content": f"it is {n}"},
+            ]
+        }
+        for n in range(60)
+    ]
     Path("talks/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    error = there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "talks", "--streaming",
-                        "--max-steps", 2)
+    error = there.fails(
+        "04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "talks", "--streaming", "--max-steps", 2
+    )
     build, train = error.run.splitlines()
     there.follow(UsageError("", run=build))
     assert train.endswith("-d hf_datasets/talks --max-steps 2")
@@ -319,8 +352,16 @@ def summarise(manifest: Path, wrong: dict[str, object]) -> None:
 
 
 def test_a_model_from_scratch(there: Terminal) -> None:
-    make = ("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--tokenizer",
-            "model", "--vocab-size", 512)
+    make = (
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--tokenizer",
+        "model",
+        "--vocab-size",
+        512,
+    )
     there.type(*make)
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "scratch-tiny", "--dry-run")
     damage(".cache/models/scratch-tiny/tokenizer.json")
@@ -334,11 +375,18 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     assert not remote_code.list_fetched(Path(".cache/models/scratch-tiny"))
     Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
     there.cured(*make)
-    there.follow(there.fails(*make[:-1], 1024))               # other options: --overwrite
+    there.follow(there.fails(*make[:-1], 1024))  # other options: --overwrite
     fetch = there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "org/name")
     assert fetch.run.endswith("03_download_model.py --model-name org/name")
-    scratch = (*train[:5], "--from-scratch", "--model-size", "1M", "--tokenizer", "model",
-               "--prepare-only")
+    scratch = (
+        *train[:5],
+        "--from-scratch",
+        "--model-size",
+        "1M",
+        "--tokenizer",
+        "model",
+        "--prepare-only",
+    )
     there.type(*scratch)
     blank(".cache/scratch/*/config.json")
     there.cured(*scratch)
@@ -349,8 +397,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
 def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lib.planning.memory.tell", lambda *options: None)  # takes seconds
     dry = (*TRAIN, "--dry-run")
-    there.follow(there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny",
-                             "--tokenizer", "model"))         # without --from-scratch
+    there.follow(
+        there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny", "--tokenizer", "model")
+    )  # without --from-scratch
     there.follow(there.fails(*TRAIN, "--plan-gpus", 8))
     for attention_ in ("flex", "flash_attention_2"):
         there.follow(there.fails(*dry, "--attention", attention_))
@@ -377,11 +426,12 @@ STEPS = ("--max-steps", 4, "--ckpt-freq", 2, "--precision", "fp32", "--eval-freq
 
 
 def test_a_run_that_has_begun(trained: Terminal) -> None:
-    trained.follow(trained.fails(*TRAIN, *STEPS, "--lr", 1e-3))   # go on as it was begun
+    trained.follow(trained.fails(*TRAIN, *STEPS, "--lr", 1e-3))  # go on as it was begun
     on = (*TRAIN, *STEPS[2:], "--max-steps", 5, "--dry-run")
     trained.follow(trained.fails(*on, "--resume", "never"))
-    trained.follow(trained.fails(*on, "--overwrite", "--resume",
-                                 "outputs/run/checkpoints/step_00000002"))
+    trained.follow(
+        trained.fails(*on, "--overwrite", "--resume", "outputs/run/checkpoints/step_00000002")
+    )
 
 
 def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,27 +448,37 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = next(Path("outputs/run/checkpoints/step_00000004/dcp").glob("*.distcp"))
     whole = newest.read_bytes()
     newest.write_bytes(bytes(len(whole)))
-    trained.follow(trained.fails(*export, "--out", "other"))      # found by its hash
+    trained.follow(trained.fails(*export, "--out", "other"))  # found by its hash
     newest.write_bytes(whole[1:])
-    trained.follow(trained.fails(*export, "--out", "third"))      # found by its size
+    trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
         load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
-    with pytest.raises(UsageError):                               # for it trains 2-D linears alone
+    with pytest.raises(UsageError):  # for it trains 2-D linears alone
         adapter_files.plan(SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32)
     newest.write_bytes(whole)
-    with monkeypatch.context() as patch:                          # --overwrite of another launch
+    with monkeypatch.context() as patch:  # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
-        patch.setattr("lib.checkpoints.export.verify", lambda *made: shutil.copy(
-            other, other.parents[1] / "step_00000004"))
+        patch.setattr(
+            "lib.checkpoints.export.verify",
+            lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
+        )
         replaced = trained.fails(*export, "--out", "fourth")
     assert "was replaced meanwhile" in replaced.problem and not Path("fourth").exists()
     shutil.rmtree("outputs/run/checkpoints")
-    trained.follow(trained.fails(*export), "--dry-run")           # train it again
+    trained.follow(trained.fails(*export), "--dry-run")  # train it again
 
 
 def test_a_generation_config_that_is_none(there: Terminal) -> None:
-    there.type("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--model-name",
-               "s", "--tokenizer", "model")
+    there.type(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--model-name",
+        "s",
+        "--tokenizer",
+        "model",
+    )
     blank(".cache/models/s/generation_config.json")
     there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
 
@@ -444,8 +504,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
     yield lambda: hashing.new("xxh3")
     yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
-    yield lambda: _raise(architecture._code_failed(Path("m"), ModuleNotFoundError(
-        "x", name="einops")))
+    yield lambda: _raise(
+        architecture._code_failed(Path("m"), ModuleNotFoundError("x", name="einops"))
+    )
     yield lambda: hyperpod._client("auto", "x", 0, 1)
     yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
     worker = object.__new__(core_workers.Worker)
@@ -455,8 +516,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     for size, written in ((-1, 0), (7, 0), (1, 5)):
         fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
         file = Fake(path="a", bytes=1, mtime_ns=0)
-        yield lambda fake=fake, file=file: place.place_all(Path(), Path(), [(file, "s")],
-                                                           "copy", fake, False)
+        yield lambda fake=fake, file=file: place.place_all(
+            Path(), Path(), [(file, "s")], "copy", fake, False
+        )
     yield lambda: work.require_unchanged(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
@@ -475,6 +537,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     hub = object.__new__(client.Hub)
     hub.endpoint, hub._token = "https://hub", ""
     from huggingface_hub import errors as hub_errors
+
     yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
     yield lambda: _raise(client._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
     yield lambda: _raise(client._out_of_reach(ConnectionError("x"), "https://hub"))
@@ -486,10 +549,18 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     model = Path(".cache/models/org--name")
     yield lambda: weights._raise_if_any(model, ["x"])
     yield lambda: tensors.read_into(
-        tensors.torch.empty(2), os.open(os.devnull, os.O_RDONLY), 0, model / "model.safetensors",
-        **directory.remedy(model, "--overwrite"))
-    part = Fake(claim=lambda: True, finish=lambda: "other bytes", refused=transfer._ATTEMPTS,
-                file=Fake(path="f", size=1))
+        tensors.torch.empty(2),
+        os.open(os.devnull, os.O_RDONLY),
+        0,
+        model / "model.safetensors",
+        **directory.remedy(model, "--overwrite"),
+    )
+    part = Fake(
+        claim=lambda: True,
+        finish=lambda: "other bytes",
+        refused=transfer._ATTEMPTS,
+        file=Fake(path="f", size=1),
+    )
     fetching = object.__new__(_class_with(transfer, "_finish"))
     fetching._advance, fetching._repository = print, Fake(name="m")
     yield lambda: fetching._finish(part)
@@ -533,15 +604,22 @@ def of_saved_splits() -> Iterator[Callable[[], object]]:
     """Yield the error for a saved dataset whose splits would be mixed."""
     Path("saved").mkdir()
     Path("saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    entries = [Fake(path="dataset_dict.json", skipped="it describes a dataset"),
-               Fake(path="train/a.arrow", skipped=""), Fake(path="test/a.arrow", skipped="")]
+    entries = [
+        Fake(path="dataset_dict.json", skipped="it describes a dataset"),
+        Fake(path="train/a.arrow", skipped=""),
+        Fake(path="test/a.arrow", skipped=""),
+    ]
     yield lambda: saved.require_readable(Path("saved"), "--src-dir", entries)
 
 
 def of_other_models() -> Iterator[Callable[[], object]]:
     """Yield errors for models and templates that are there in another form, or not as they were."""
-    for name in ("merged/part/__0_0.distcp", "pickled/pytorch_model.bin", "pickled/config.json",
-                 "outputs/old/checkpoints/step_00000002/COMMIT.json"):
+    for name in (
+        "merged/part/__0_0.distcp",
+        "pickled/pytorch_model.bin",
+        "pickled/config.json",
+        "outputs/old/checkpoints/step_00000002/COMMIT.json",
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for name in ("merged", "pickled", "outputs/old"):
@@ -549,12 +627,16 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     yield lambda: checks.require_shape(replace(opts, cache_dir=Path("nothing")))
     begun, now = ({"options": {}, "inputs": {earlier.TEMPLATE: text}} for text in "ab")
-    yield lambda: _raise(earlier._other_template(identity.differences(begun, now), Path("a.jinja"),
-                                                 Path("outputs/run")))
+    yield lambda: _raise(
+        earlier._other_template(
+            identity.differences(begun, now), Path("a.jinja"), Path("outputs/run")
+        )
+    )
     cached = Path("hub/models--org--name/snapshots/c")
     cached.mkdir(parents=True)
     yield lambda: model_files.require_same_base(
-        {"base": {"model.safetensors": "sha256:0"}}, Fake(model_dir=cached, base={}), Path("step"))
+        {"base": {"model.safetensors": "sha256:0"}}, Fake(model_dir=cached, base={}), Path("step")
+    )
 
 
 class Fake:
@@ -574,8 +656,11 @@ def _raise(error: StageError | None) -> None:
 
 
 def _class_with(module: ModuleType, method: str) -> type:
-    return next(value for value in vars(module).values()
-                if isinstance(value, type) and method in vars(value))
+    return next(
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and method in vars(value)
+    )
 
 
 def _explain(client: client.Hub, error: Exception) -> None:
@@ -614,10 +699,13 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
             words = shlex.split(line)
             script = next((word for word in words if STAGE.search(word)), "")
             if script:
-                load(Path(script).name).parse(words[words.index(script) + 1:])
+                load(Path(script).name).parse(words[words.index(script) + 1 :])
             else:
-                assert words[0] in ("mv", "accelerate") or words[1:2] == ["-c"] or (
-                    words[1:4] == ["-m", "pip", "install"])
+                assert (
+                    words[0] in ("mv", "accelerate")
+                    or words[1:2] == ["-c"]
+                    or (words[1:4] == ["-m", "pip", "install"])
+                )
 
 
 @cache
@@ -628,8 +716,11 @@ def sites() -> list[tuple[str, int, int, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 value = keyword.value
-                is_parts = keyword.arg is None and isinstance(value, ast.Call) and \
-                    ast.unparse(value.func).rpartition(".")[2] in REMEDIES
+                is_parts = (
+                    keyword.arg is None
+                    and isinstance(value, ast.Call)
+                    and ast.unparse(value.func).rpartition(".")[2] in REMEDIES
+                )
                 if is_parts or (keyword.arg == "run" and not isinstance(value, ast.Name)):
                     found.append((str(path), node.lineno, node.end_lineno, ast.unparse(value)))
     return found
@@ -637,8 +728,10 @@ def sites() -> list[tuple[str, int, int, str]]:
 
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
-    spelled = re.compile(r"commands[._]|remedy|older|show_rebuild|_calmer|_prepared_by|"
-                         r"_command|shlex\.join|with_target|\.get\(")
+    spelled = re.compile(
+        r"commands[._]|remedy|older|show_rebuild|_calmer|_prepared_by|"
+        r"_command|shlex\.join|with_target|\.get\("
+    )
     assert not [site for site in sites() if not spelled.search(site[3])]
 
 
@@ -656,7 +749,10 @@ def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest)
         assert time.monotonic() < until, "another process has not run the rest of this file"
         time.sleep(0.1)
     rendered = {tuple(place) for path in wanted for place in json.loads(path.read_text())}
-    missing = [f"{Path(file).relative_to(ROOT)}:{first}: {text}" for file, first, last, text in
-               sites() if not ELSEWHERE.search(file)
-               and not any((file, line) in rendered for line in range(first, last + 1))]
+    missing = [
+        f"{Path(file).relative_to(ROOT)}:{first}: {text}"
+        for file, first, last, text in sites()
+        if not ELSEWHERE.search(file)
+        and not any((file, line) in rendered for line in range(first, last + 1))
+    ]
     assert not missing, "\n".join(missing)

@@ -44,11 +44,21 @@ def evil(project: Path) -> Path:  # noqa: F811
     code = sorted(CODE.glob("*_novel.py"))
     for path in code:
         (model / path.name).write_text(
-            f"import pathlib; pathlib.Path({str(project / 'ran')!r}).touch()\n" + path.read_text())
-    (model / "config.json").write_text(json.dumps({
-        "model_type": "novel", "vocab_size": VOCABULARY, "architectures": ["NovelForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_novel.NovelConfig",
-                     "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"}}))
+            f"import pathlib; pathlib.Path({str(project / 'ran')!r}).touch()\n" + path.read_text()
+        )
+    (model / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "novel",
+                "vocab_size": VOCABULARY,
+                "architectures": ["NovelForCausalLM"],
+                "auto_map": {
+                    "AutoConfig": "configuration_novel.NovelConfig",
+                    "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM",
+                },
+            }
+        )
+    )
     remote_code.record(model, [path.name for path in code])
     config = AutoConfig.from_pretrained(model, trust_remote_code=True)
     made = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -126,7 +136,12 @@ def test_no_code_of_the_working_directory_runs(tmp_path: Path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text('{"text": "x"}\n')
     run_stage("02_build_hf_dataset.py", "--data-folder", "raw", cwd=tmp_path, fresh=True)
-    done = subprocess.run([sys.executable, "-c", WORKER, str(ROOT)], cwd=tmp_path,
-                          env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, str(ROOT)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "[1]\n", done.stderr
     assert not (tmp_path / "ran").exists()

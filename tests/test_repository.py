@@ -67,8 +67,16 @@ def imports(path: Path) -> Iterator[str]:
 
 def tracked() -> list[Path]:
     """Return the files of the repository, those not committed yet too."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others",
-               "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     try:
         listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -95,17 +103,27 @@ def test_packages_of_launch_import_downwards_only(path: Path) -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    named = Counter(node.name for path in CODE for node in
-                    ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                    if isinstance(node, ast.ClassDef))
+    named = Counter(
+        node.name
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
     assert not [name for name, times in named.items() if times > 1]
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """Lazy imports count too: they only hide what two modules should not know of each other."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in CODE}
-    graph = {name: {used for full in imports(path) for used in (full, full.rpartition(".")[0])
-                    if used in modules and used != name} for name, path in modules.items()}
+    graph = {
+        name: {
+            used
+            for full in imports(path)
+            for used in (full, full.rpartition(".")[0])
+            if used in modules and used != name
+        }
+        for name, path in modules.items()
+    }
     left = set(graph)
     while free := {name for name in left if not graph[name] & left}:
         left -= free
@@ -115,8 +133,11 @@ def test_no_module_imports_itself_through_others() -> None:
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_only_the_hub_opens_connections(path: Path) -> None:
     found = {name for name in imports(path) if name.split(".")[0] in NETWORK}
-    assert not found or name_of(path) == "lib/hub/client.py" or \
-        (name_of(path), found) == ("launch/torchrun.py", {"socket"})  # which listens on loopback
+    assert (
+        not found
+        or name_of(path) == "lib/hub/client.py"
+        or (name_of(path), found) == ("launch/torchrun.py", {"socket"})
+    )  # which listens on loopback
 
 
 def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
@@ -129,16 +150,23 @@ def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
 def test_modules_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 450
-    long = [f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            and node.end_lineno - node.lineno >= 60 and node.name != "parse"]  # a list of options
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno >= 60
+        and node.name != "parse"
+    ]  # a list of options
     assert not long
 
 
 def test_lines_are_at_most_100_characters() -> None:
-    long = [f"{name_of(path)}:{number}" for path in CODE for number, line in enumerate(
-        path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > 100]
+    long = [
+        f"{name_of(path)}:{number}"
+        for path in CODE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 100
+    ]
     assert not long
 
 
@@ -147,8 +175,11 @@ def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> Non
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     if path in LIB:
-        public = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-                  and not node.name.startswith("_")]
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        ]
         assert not [node.name for node in public if not ast.get_docstring(node)]
 
 
@@ -158,8 +189,12 @@ def test_help_is_quick_and_imports_nothing_heavy(stage: Path) -> None:
     seconds = []
     for _ in range(3):
         began = time.monotonic()
-        done = subprocess.run([sys.executable, "-X", "importtime", str(stage), "--help"],
-                              capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", str(stage), "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         seconds.append(time.monotonic() - began)
     assert min(seconds) < 1.5
     imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
@@ -178,11 +213,13 @@ def load(stage: Path) -> ModuleType:
 
 def parser_of(stage: Path) -> options.Parser:
     """Return the parser that a stage makes."""
+
     class Made(Exception):
         pass
 
     def hand_out(self: options.Parser, argv: object) -> None:
         raise Made(self)
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
         patch.setattr(options.Parser, "parse", hand_out)
         load(stage).parse([])
@@ -207,8 +244,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for line in text.replace("\\\n", " \x01 ").splitlines():
         line = re.sub(r"\s*\x01\s*", " ", line)  # one command on several lines
         for column in re.split(r"\s{3,}", line.strip()):
-            match = re.search(r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py)(.*)",
-                              column)
+            match = re.search(r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py)(.*)", column)
             if match and "…" not in match[2]:
                 arguments = re.split(r"\s#|`", match[2])[0]
                 found.append((match[1], shlex.split(arguments)))
@@ -238,38 +274,74 @@ def spans(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_every_option_that_is_named_exists(path: Path) -> None:
-    known = {string for stage in STAGES for action in parser_of(stage)._actions
-             for string in action.option_strings}
-    known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
-              "--signals-to-handle", "--shutdown-timeout",  # torchrun, pip; docker, Slurm, nsys:
-              "--gpus", "--gres", "--trace", "--output", "--capture-range", "--capture-range-end"}
+    known = {
+        string
+        for stage in STAGES
+        for action in parser_of(stage)._actions
+        for string in action.option_strings
+    }
+    known |= {
+        "--nproc-per-node",
+        "--nnodes",
+        "--standalone",
+        "--no-index",
+        "--find-links",
+        "--signals-to-handle",
+        "--shutdown-timeout",  # torchrun, pip; docker, Slurm, nsys:
+        "--gpus",
+        "--gres",
+        "--trace",
+        "--output",
+        "--capture-range",
+        "--capture-range-end",
+    }
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
     for text in (path.read_text(encoding="utf-8") for path in launchers):
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
-        known |= {f"--{name.replace('_', '-')}" for name in
-                  re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE)}
-    known |= {f"--{name.replace('_', '-')}" for row in elsewhere.ROWS
-              for names in row.names.values() for name in names.split()}
-    named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
-             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_.-]*\w", span)}
+        known |= {
+            f"--{name.replace('_', '-')}"
+            for name in re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE)
+        }
+    known |= {
+        f"--{name.replace('_', '-')}"
+        for row in elsewhere.ROWS
+        for names in row.names.values()
+        for name in names.split()
+    }
+    named = {
+        option.replace("_", "-")
+        for span in spans(path.read_text(encoding="utf-8"))
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_.-]*\w", span)
+    }
     assert not named - known
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_every_path_that_is_named_exists(path: Path) -> None:
-    is_ours = re.compile(r"(?:lib|docs|tests|launch|benchmarks|\.ci)(?:/[\w./-]*)?"
-                         r"|[\w-]+\.(?:py|md|toml|txt)|Makefile")
-    named = {word.rstrip("/.,:") for span in spans(path.read_text(encoding="utf-8"))
-             for word in re.split(r"[\s,;()]+", span) if is_ours.fullmatch(word)}
-    assert not [name for name in named if not (ROOT / name).exists()
-                and not name.endswith(".txt")]  # a text file may be one of a model
+    is_ours = re.compile(
+        r"(?:lib|docs|tests|launch|benchmarks|\.ci)(?:/[\w./-]*)?"
+        r"|[\w-]+\.(?:py|md|toml|txt)|Makefile"
+    )
+    named = {
+        word.rstrip("/.,:")
+        for span in spans(path.read_text(encoding="utf-8"))
+        for word in re.split(r"[\s,;()]+", span)
+        if is_ours.fullmatch(word)
+    }
+    assert not [
+        name for name in named if not (ROOT / name).exists() and not name.endswith(".txt")
+    ]  # a text file may be one of a model
 
 
 def test_every_test_that_the_table_of_faults_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/faults.md").read_text("utf-8"))
     assert len(named) > 80
-    assert not [f"{file}::{test}" for file, test in named if not (ROOT / "tests" / file).is_file()
-                or f"def {test}(" not in (ROOT / "tests" / file).read_text("utf-8")]
+    assert not [
+        f"{file}::{test}"
+        for file, test in named
+        if not (ROOT / "tests" / file).is_file()
+        or f"def {test}(" not in (ROOT / "tests" / file).read_text("utf-8")
+    ]
 
 
 def requirements(name: str) -> list[str]:
@@ -277,8 +349,9 @@ def requirements(name: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", [
-    "requirements.txt", "requirements-dev.txt", "requirements-optional.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-dev.txt", "requirements-optional.txt"]
+)
 def test_requirements_are_exact(name: str) -> None:
     pin = re.compile(r'[a-z0-9-]+==\d[\w.]*(; python_version (>=|<) "3\.\d+")?')
     assert not [line for line in requirements(name) if not pin.fullmatch(line)]
@@ -298,10 +371,22 @@ def test_what_is_imported_is_required() -> None:
 
 def test_nothing_of_the_place_it_was_written_at_is_in_a_file() -> None:
     """Written in two halves, so that this file does not mention them either."""
-    places = ["py" "pi.org", "python" "hosted.org", "conda.ana" "conda", "registry." "npmjs",
-              "/wo" "rk/", "/tmp" "/w/", "index" "-url", "arti" "factory"]
-    found = [f"{name_of(path)}: {place}" for path in tracked()
-             for place in places if place.encode() in path.read_bytes()]
+    places = [
+        "pypi.org",
+        "pythonhosted.org",
+        "conda.anaconda",
+        "registry.npmjs",
+        "/work/",
+        "/tmp/w/",
+        "index-url",
+        "artifactory",
+    ]
+    found = [
+        f"{name_of(path)}: {place}"
+        for path in tracked()
+        for place in places
+        if place.encode() in path.read_bytes()
+    ]
     assert not found
 
 

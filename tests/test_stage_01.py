@@ -29,25 +29,46 @@ def raw(tmp_path: Path) -> Path:
 
 def files_of(splits: Path) -> dict[str, str]:
     """Return {relative path inside the split: split}."""
-    return {path.relative_to(splits).as_posix().partition("/")[2]: path.relative_to(splits).parts[0]
-            for path in splits.glob("split_*/**/*") if not path.is_dir()}
+    return {
+        path.relative_to(splits).as_posix().partition("/")[2]: path.relative_to(splits).parts[0]
+        for path in splits.glob("split_*/**/*")
+        if not path.is_dir()
+    }
 
 
 def listed(splits: Path) -> dict[str, dict]:
-    return {(entry := json.loads(line))["path"]: entry
-            for line in (splits / "files.jsonl").read_text().splitlines()}
+    return {
+        (entry := json.loads(line))["path"]: entry
+        for line in (splits / "files.jsonl").read_text().splitlines()
+    }
 
 
 def snapshot(root: Path) -> dict[str, tuple]:
-    return {str(path.relative_to(root)): (path.lstat().st_mode, path.lstat().st_mtime_ns,
-                                          path.lstat().st_size)
-            for path in [root, *root.rglob("*")]}
+    return {
+        str(path.relative_to(root)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.lstat().st_size,
+        )
+        for path in [root, *root.rglob("*")]
+    }
 
 
 def test_help_is_fast_and_names_every_option(stage):
     text = stage(SCRIPT, "--help", timeout=3, fresh=True).stdout
-    for option in ("--src-dir", "--dst-root", "--num-dirs", "--mode", "--include", "--exclude",
-                   "--follow-symlinks", "--config", "--dry-run", "--overwrite", "--num-workers"):
+    for option in (
+        "--src-dir",
+        "--dst-root",
+        "--num-dirs",
+        "--mode",
+        "--include",
+        "--exclude",
+        "--follow-symlinks",
+        "--config",
+        "--dry-run",
+        "--overwrite",
+        "--num-workers",
+    ):
         assert option in text
 
 
@@ -59,15 +80,23 @@ def test_splits_are_balanced_keep_paths_and_are_hard_links(stage, raw, tmp_path)
     expected = {path.relative_to(raw).as_posix() for path in raw.rglob("*") if path.is_file()}
     assert set(found) == expected
     assert sorted(Counter(found.values()).items()) == [
-        ("split_00", 5), ("split_01", 5), ("split_02", 5), ("split_03", 4), ("split_04", 4)] or \
-        sorted(Counter(found.values()).values()) == [4, 4, 5, 5, 5]
+        ("split_00", 5),
+        ("split_01", 5),
+        ("split_02", 5),
+        ("split_03", 4),
+        ("split_04", 4),
+    ] or sorted(Counter(found.values()).values()) == [4, 4, 5, 5, 5]
     sizes = Counter()
     for path, split in found.items():
         placed = splits / split / path
         assert placed.samefile(raw / path) and not placed.is_symlink()
         sizes[split] += placed.stat().st_size
-        assert listed(splits)[path] == {"path": path, "bytes": placed.stat().st_size,
-                                        "kind": "text", "split": split}
+        assert listed(splits)[path] == {
+            "path": path,
+            "bytes": placed.stat().st_size,
+            "kind": "text",
+            "split": split,
+        }
     assert max(sizes.values()) < 1.1 * min(sizes.values())
     assert snapshot(raw) == before
     manifest = json.loads((splits / "manifest.json").read_text())
@@ -113,7 +142,13 @@ def test_again_refused_replaced(stage, raw, tmp_path):
     stage(SCRIPT, "--num-dirs", 4, "--src-dir", moved, "--overwrite")
     assert "new.txt" in files_of(tmp_path / "splits")
     assert sorted(path.name for path in (tmp_path / "splits").iterdir()) == [
-        "files.jsonl", "manifest.json", "split_00", "split_01", "split_02", "split_03"]
+        "files.jsonl",
+        "manifest.json",
+        "split_00",
+        "split_01",
+        "split_02",
+        "split_03",
+    ]
 
 
 def test_dry_run_leaves_nothing(stage, raw, tmp_path):
@@ -126,8 +161,14 @@ def test_dry_run_leaves_nothing(stage, raw, tmp_path):
 def test_hostile_trees(stage, tmp_path):
     root = tmp_path / "raw_text"
     root.mkdir()
-    names = [b"new\nline.txt", b"caf\xe9.txt", "日本語.md".encode(), b"-rf", b"a b'\"\\.txt",
-             b"x" * 200 + b".txt"]
+    names = [
+        b"new\nline.txt",
+        b"caf\xe9.txt",
+        "日本語.md".encode(),
+        b"-rf",
+        b"a b'\"\\.txt",
+        b"x" * 200 + b".txt",
+    ]
     for name in names:
         (root / os.fsdecode(name)).write_bytes(b"text of " + name)
     (root / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -144,8 +185,14 @@ def test_hostile_trees(stage, tmp_path):
     assert taken == {*names, b"data.jsonl.gz"}
     assert entries["data.jsonl.gz"]["kind"] == "gzip"
     assert {path: entry["skipped"] for path, entry in entries.items() if "skipped" in entry} == {
-        "image.png": "binary", "empty": "empty", ".hidden": "hidden", "gone": "link dangles",
-        "loop": "link inside the source", "outside": "link leads outside", "pipe": "special"}
+        "image.png": "binary",
+        "empty": "empty",
+        ".hidden": "hidden",
+        "gone": "link dangles",
+        "loop": "link inside the source",
+        "outside": "link leads outside",
+        "pipe": "special",
+    }
     for path, entry in entries.items():
         if "split" in entry:
             assert (tmp_path / "splits" / entry["split"] / path).is_file()
@@ -191,25 +238,46 @@ def test_fewer_files_than_splits(stage, raw, tmp_path):
 
 
 def test_include_and_exclude_repeat(stage, raw, tmp_path):
-    done = stage(SCRIPT, "--num_dirs", 1, "--include", "dir0/*", "--include", "dir1/*",
-                  "--exclude", "deep", "--exclude", "depe")
+    done = stage(
+        SCRIPT,
+        "--num_dirs",
+        1,
+        "--include",
+        "dir0/*",
+        "--include",
+        "dir1/*",
+        "--exclude",
+        "deep",
+        "--exclude",
+        "depe",
+    )
     paths = set(files_of(tmp_path / "splits"))
     assert paths and all(path.startswith("dir0/") for path in paths)
     assert "--include dir1/* matches no file" in done.stdout
     assert "--exclude depe matches nothing" in done.stdout and "--exclude deep" not in done.stdout
     assert "dir0/* matches" not in done.stdout
-    (tmp_path / "run.yaml").write_text("include: ['dir0/*', 'dir1/*']\n"
-                                       "exclude: [deep, depe]\nnum_dirs: 1")
+    (tmp_path / "run.yaml").write_text(
+        "include: ['dir0/*', 'dir1/*']\nexclude: [deep, depe]\nnum_dirs: 1"
+    )
     assert "already done" in stage(SCRIPT, "--config", "run.yaml").stdout
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--src-dir", "nowhere"], "does not exist"), (["--src-dir", "file"], "is a file"),
-    (["--src-dir", "bare"], "an empty directory"), (["--src-dir", "blank"], "1 empty"),
-    (["--src-dir", "binary"], "1 binary"), (["--dst-root", "raw_text"], "contains --src-dir"),
-    (["--dst-root", "."], "contains --src-dir"), (["--dst-root", "blank"], "not made by"),
-    (["--num-dirs", "0"], "above 0"), (["--mode", "move"], "invalid choice"),
-    (["--sorce-dir", "x"], "--src-dir")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--src-dir", "nowhere"], "does not exist"),
+        (["--src-dir", "file"], "is a file"),
+        (["--src-dir", "bare"], "an empty directory"),
+        (["--src-dir", "blank"], "1 empty"),
+        (["--src-dir", "binary"], "1 binary"),
+        (["--dst-root", "raw_text"], "contains --src-dir"),
+        (["--dst-root", "."], "contains --src-dir"),
+        (["--dst-root", "blank"], "not made by"),
+        (["--num-dirs", "0"], "above 0"),
+        (["--mode", "move"], "invalid choice"),
+        (["--sorce-dir", "x"], "--src-dir"),
+    ],
+)
 def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words):
     for name in ("bare", "blank", "binary"):
         (tmp_path / name).mkdir()
@@ -226,8 +294,11 @@ def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words):
 def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tmp_path):
     for number in range(3000):
         (raw / f"more{number}.txt").write_text("x")
-    process = subprocess.Popen([sys.executable, str(ROOT / SCRIPT), "--mode", "copy"], cwd=tmp_path,
-                               stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / SCRIPT), "--mode", "copy"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+    )
     while process.poll() is None and not list(tmp_path.glob("splits.partial-*/content/split_00")):
         pass
     process.kill()
@@ -272,4 +343,6 @@ def test_thousands_of_files_are_placed_by_several_processes(stage, tmp_path):
     assert files_of(tmp_path / "by1") == files_of(tmp_path / "by3")
     assert len(files_of(tmp_path / "by3")) == 1350
     assert Counter(entry.get("skipped") for entry in listed(tmp_path / "by3").values()) == {
-        None: 1350, "binary": 150}
+        None: 1350,
+        "binary": 150,
+    }

@@ -38,13 +38,17 @@ def raw(tmp_path: Path) -> Path:
 
 def load(path: Path):
     import datasets
+
     return datasets.load_from_disk(str(path))
 
 
 def content(directory: Path) -> dict[str, bytes]:
     """Return the bytes of every file but the manifest, which holds the time."""
-    return {path.relative_to(directory).as_posix(): path.read_bytes()
-            for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
 
 
 def lines(path: Path) -> list[dict]:
@@ -68,9 +72,22 @@ def mixed(root: Path, files: int) -> None:
 
 def test_help_is_fast_and_names_every_option(stage):
     text = stage(SCRIPT, "--help", timeout=3, fresh=True).stdout
-    for option in ("--data-folder", "--save-dir", "--format", "--fields", "--strings",
-                   "--min-chars", "--validation-percent", "--keep-source", "--max-error-rate",
-                   "--config", "--dry-run", "--overwrite", "--num-workers", "--no-progress"):
+    for option in (
+        "--data-folder",
+        "--save-dir",
+        "--format",
+        "--fields",
+        "--strings",
+        "--min-chars",
+        "--validation-percent",
+        "--keep-source",
+        "--max-error-rate",
+        "--config",
+        "--dry-run",
+        "--overwrite",
+        "--num-workers",
+        "--no-progress",
+    ):
         assert option in text
 
 
@@ -78,8 +95,9 @@ def test_from_raw_text_to_a_dataset(stage, raw, tmp_path):
     stage("01_organize_data.py", "--num-dirs", 2)
     done = stage(SCRIPT, "--keep-source")
     dataset = load(tmp_path / "hf_datasets/corpus")
-    assert sorted(dataset["text"]) == sorted(["plain text\n", "first", "second", "third", "fourth",
-                                              "fifth"])
+    assert sorted(dataset["text"]) == sorted(
+        ["plain text\n", "first", "second", "third", "fourth", "fifth"]
+    )
     sources = dict(zip(dataset["text"], dataset["source"], strict=True))
     assert sources["second"] == "sub/b.json" and sources["plain text\n"] == "a.txt"
     entries = lines(tmp_path / "splits/files.jsonl")
@@ -92,7 +110,8 @@ def test_from_raw_text_to_a_dataset(stage, raw, tmp_path):
     manifest = json.loads((tmp_path / "hf_datasets/corpus/manifest.json").read_text())
     assert manifest["kind"] == "dataset/1" and manifest["summary"]["rows"] == 6
     assert manifest["summary"]["splits"]["train"]["shards"] == [
-        {"path": "data-00000-of-00001.arrow", "rows": 6}]
+        {"path": "data-00000-of-00001.arrow", "rows": 6}
+    ]
     for entry in manifest["files"]:
         assert (tmp_path / "hf_datasets/corpus" / entry["path"]).stat().st_size == entry["bytes"]
     assert "6 train rows" in done.stdout and "errors.jsonl" in done.stdout
@@ -124,15 +143,29 @@ def test_dry_run_leaves_nothing(stage, raw, tmp_path):
 
 def test_workers_do_not_change_a_byte(stage, tmp_path):
     mixed(tmp_path / "data", 300)
-    (tmp_path / "data/big.jsonl").write_text("".join(
-        json.dumps({"t": f"{i} " * 200}) + "\n" for i in range(40_000)) + "bad\n")
+    (tmp_path / "data/big.jsonl").write_text(
+        "".join(json.dumps({"t": f"{i} " * 200}) + "\n" for i in range(40_000)) + "bad\n"
+    )
     for workers in (1, 2, 3):
-        stage(SCRIPT, "--data-folder", "data", "--save-dir", f"out/{workers}", "--num-workers",
-              workers, "--validation-percent", 5, "--keep-source")
+        stage(
+            SCRIPT,
+            "--data-folder",
+            "data",
+            "--save-dir",
+            f"out/{workers}",
+            "--num-workers",
+            workers,
+            "--validation-percent",
+            5,
+            "--keep-source",
+        )
     one = content(tmp_path / "out/1")
     assert one == content(tmp_path / "out/2") == content(tmp_path / "out/3")
-    assert {problem["line"] for problem in lines(tmp_path / "out/1/errors.jsonl")
-            if problem["path"] == "big.jsonl"} == {40_001}
+    assert {
+        problem["line"]
+        for problem in lines(tmp_path / "out/1/errors.jsonl")
+        if problem["path"] == "big.jsonl"
+    } == {40_001}
     loaded = load(tmp_path / "out/1")
     assert set(loaded) == {"train", "validation"}
     assert 0.02 < len(loaded["validation"]) / len(loaded["train"]) < 0.08
@@ -142,9 +175,20 @@ def test_workers_do_not_change_a_byte(stage, tmp_path):
 def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
     mixed(tmp_path / "data", 700)
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "whole")
-    process = subprocess.Popen([sys.executable, str(ROOT / SCRIPT), "--data-folder", "data",
-                                "--save-dir", "out", "--num-workers", "2"], cwd=tmp_path,
-                               stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / SCRIPT),
+            "--data-folder",
+            "data",
+            "--save-dir",
+            "out",
+            "--num-workers",
+            "2",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     parts = "out.partial-*/content/*/parts/*"
     while not list(tmp_path.glob(parts)) and time.monotonic() < deadline:
@@ -167,6 +211,7 @@ def test_deep_nesting_neither_stops_nor_spoils_anything(stage, tmp_path):
 
     def nested(depth: int) -> str:
         return "[" * depth + '"x"' + "]" * depth
+
     (data / "a.jsonl").write_text(f'"before"\n{nested(1500)}\n{nested(200_000)}\n"after"\n')
     (data / "b.json").write_text(f'["kept", {nested(200_000)}]')
     (data / "c.yaml").write_text(f"kept: too\n---\n{nested(1500)}\n")
@@ -174,7 +219,10 @@ def test_deep_nesting_neither_stops_nor_spoils_anything(stage, tmp_path):
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
     assert load(tmp_path / "out")["text"][:] == ["before", "x", "after", "kept", "too", "last"]
     assert [(p["path"], p["kind"]) for p in lines(tmp_path / "out/errors.jsonl")] == [
-        ("a.jsonl", "nesting"), ("b.json", "nesting"), ("c.yaml", "nesting")]
+        ("a.jsonl", "nesting"),
+        ("b.json", "nesting"),
+        ("c.yaml", "nesting"),
+    ]
 
 
 def test_a_file_that_kills_its_worker_costs_only_itself(stage, tmp_path):
@@ -239,8 +287,9 @@ def test_fields_that_find_little_are_told_with_those_that_are_there(stage, tmp_p
     assert "text (2)" in done.stderr and "body (23)" in done.stderr
     done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite", "--validation-percent", 60)
     assert "dropped" not in done.stdout  # every string of a document counts
-    assert re.search(r"--validation-percent 60 leaves \d+ rows? to train on; 0.1 to 5 is usual",
-                     done.stdout)
+    assert re.search(
+        r"--validation-percent 60 leaves \d+ rows? to train on; 0.1 to 5 is usual", done.stdout
+    )
     done = stage(SCRIPT, *given, "--strings", "rows", "--min-chars", 2, "--overwrite")
     assert "--min-chars 2 dropped 46 of 49 rows" in done.stdout
 
@@ -249,8 +298,11 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     missing = stage(SCRIPT, expect=3)
     assert "do not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
     stage("01_organize_data.py", "--num-dirs", 2)
-    for damage, words in [("manifest.json", "not finished"), ("files.jsonl", "damaged"),
-                          ("split_00", "are gone")]:
+    for damage, words in [
+        ("manifest.json", "not finished"),
+        ("files.jsonl", "damaged"),
+        ("split_00", "are gone"),
+    ]:
         shutil.copytree(tmp_path / "splits", tmp_path / damage)
         broken = tmp_path / damage / damage
         shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
@@ -260,15 +312,22 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     assert "files in splits that files.jsonl does not list: 1" in stage(SCRIPT).stdout
 
 
-@pytest.mark.parametrize(("arguments", "words", "code"), [
-    (["--data-folder", "bare"], "no file", 2), (["--data-folder", "binary"], "no document", 2),
-    (["--data-folder", "raw_text/a.txt"], "is a file", 2),
-    (["--data-folder", "raw_text", "--save-dir", "raw_text/out"], "lies in --data-folder", 2),
-    (["--data-folder", "made", "--save-dir", "made"], "is a dataset, and not raw text", 2),
-    (["--data-folder", "raw_text", "--save-dir", "binary"], "not made by this stage", 2),
-    (["--data-folder", "raw_text", "--fields", "a,,b"], "commas", 2),
-    (["--validation-percent", "100"], "percentage", 2), (["--max-error-rate", "5"], "fraction", 2),
-    (["--min-chars", "many"], "whole number", 2), (["--strings", "both"], "invalid choice", 2)])
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["--data-folder", "bare"], "no file", 2),
+        (["--data-folder", "binary"], "no document", 2),
+        (["--data-folder", "raw_text/a.txt"], "is a file", 2),
+        (["--data-folder", "raw_text", "--save-dir", "raw_text/out"], "lies in --data-folder", 2),
+        (["--data-folder", "made", "--save-dir", "made"], "is a dataset, and not raw text", 2),
+        (["--data-folder", "raw_text", "--save-dir", "binary"], "not made by this stage", 2),
+        (["--data-folder", "raw_text", "--fields", "a,,b"], "commas", 2),
+        (["--validation-percent", "100"], "percentage", 2),
+        (["--max-error-rate", "5"], "fraction", 2),
+        (["--min-chars", "many"], "whole number", 2),
+        (["--strings", "both"], "invalid choice", 2),
+    ],
+)
 def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words, code):
     (tmp_path / "bare").mkdir()
     (tmp_path / "binary").mkdir()
@@ -299,10 +358,13 @@ def test_a_full_disk_is_told_before_anything_is_written(stage, raw, tmp_path):
 
 def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, tmp_path):
     mixed(tmp_path / "data", 200)
-    limited = f"ulimit -f 500; exec {sys.executable} {ROOT / SCRIPT} --data-folder data " \
-              "--save-dir out --no-progress"
-    done = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=60)
+    limited = (
+        f"ulimit -f 500; exec {sys.executable} {ROOT / SCRIPT} --data-folder data "
+        "--save-dir out --no-progress"
+    )
+    done = subprocess.run(
+        ["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 4, done.stderr
     assert "no room to write" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
@@ -311,38 +373,49 @@ def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, t
 
 
 @pytest.mark.parametrize("way", ["shrinks", "grows", "is written to", "goes"])
-def test_a_file_that_changes_after_it_was_listed_stops_the_build(tmp_path: Path, monkeypatch,
-                                                                 way: str) -> None:
+def test_a_file_that_changes_after_it_was_listed_stops_the_build(
+    tmp_path: Path, monkeypatch, way: str
+) -> None:
     """It is not the one that the dataset is identified by: nothing is lost without a word."""
     folder, target, line = tmp_path / "raw", tmp_path / "out", '{"t": "text"}\n'
     folder.mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         (folder / name).write_text(line * 100)
-    changes = {"shrinks": lambda path: path.write_text(line * 10), "goes": Path.unlink,
-               "grows": lambda path: path.write_text(line * 101),
-               "is written to": lambda path: path.write_text(line * 100)}
+    changes = {
+        "shrinks": lambda path: path.write_text(line * 10),
+        "goes": Path.unlink,
+        "grows": lambda path: path.write_text(line * 101),
+        "is written to": lambda path: path.write_text(line * 100),
+    }
     listed = work.cut_by_split
 
     def disturbed(*arguments: object) -> list:
         units = listed(*arguments)
         changes[way](folder / "b.jsonl")
         return units
+
     monkeypatch.setattr(work, "cut_by_split", disturbed)
     monkeypatch.setattr(sys, "argv", [SCRIPT])
     stage = runpy.run_path(str(ROOT / SCRIPT))
     arguments = ["--data-folder", str(folder), "--save-dir", str(target), "--num-workers", "1"]
     with pytest.raises(UsageError, match=r"b\.jsonl changed while it was read") as caught:
         stage["main"](arguments)
-    assert caught.value.found == {
-        "shrinks": "it held 1,400 bytes when it was listed, and 140 now",
-        "grows": "it held 1,400 bytes when it was listed, and 1,414 now",
-        "is written to": "it was written to", "goes": "it is gone"}[way]
+    assert (
+        caught.value.found
+        == {
+            "shrinks": "it held 1,400 bytes when it was listed, and 140 now",
+            "grows": "it held 1,400 bytes when it was listed, and 1,414 now",
+            "is written to": "it was written to",
+            "goes": "it is gone",
+        }[way]
+    )
     assert not target.exists()
     monkeypatch.undo()
     stage["main"](arguments)
     rows = {"shrinks": 110, "grows": 201, "is written to": 200, "goes": 100}
-    assert len(load(target)) == rows[way] and [path.name for path in tmp_path.glob("out*")] \
-        == ["out"]
+    assert len(load(target)) == rows[way] and [path.name for path in tmp_path.glob("out*")] == [
+        "out"
+    ]
 
 
 def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:

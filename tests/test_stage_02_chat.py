@@ -25,20 +25,39 @@ def records(style: str, count: int) -> list[dict]:
     """Return conversations in one of the formats, some of them twice and some that do not fit."""
     draw, made = random.Random(f"{style} {count}"), []
     for number in range(count):
-        asked, answer = f"{style} {count} {number}?", f"answer {draw.random()} é" * (
-            number % 9 != 0)
-        made.append({
-            "messages": {"messages": [{"role": "user", "content": asked},
-                                      {"role": "assistant", "content": answer, "weight": 1}],
-                         "tools": [{"name": "f", "parameters": {}}]},
-            "calls": {"messages": [{"role": "user", "content": asked},
-                                   {"role": "assistant", "tool_calls": [CALL]}]},
-            "sharegpt": {"conversations": [{"from": "human", "value": asked},
-                                           {"from": "gpt", "value": answer}]},
-            "completion": {"prompt": asked, "completion": answer},
-            "alpaca": {"instruction": asked, "input": "", "output": answer}}[style])
-    return [made[draw.randrange(count)] if number % 10 == 7 else record
-            for number, record in enumerate(made)]
+        asked, answer = (
+            f"{style} {count} {number}?",
+            f"answer {draw.random()} é" * (number % 9 != 0),
+        )
+        made.append(
+            {
+                "messages": {
+                    "messages": [
+                        {"role": "user", "content": asked},
+                        {"role": "assistant", "content": answer, "weight": 1},
+                    ],
+                    "tools": [{"name": "f", "parameters": {}}],
+                },
+                "calls": {
+                    "messages": [
+                        {"role": "user", "content": asked},
+                        {"role": "assistant", "tool_calls": [CALL]},
+                    ]
+                },
+                "sharegpt": {
+                    "conversations": [
+                        {"from": "human", "value": asked},
+                        {"from": "gpt", "value": answer},
+                    ]
+                },
+                "completion": {"prompt": asked, "completion": answer},
+                "alpaca": {"instruction": asked, "input": "", "output": answer},
+            }[style]
+        )
+    return [
+        made[draw.randrange(count)] if number % 10 == 7 else record
+        for number, record in enumerate(made)
+    ]
 
 
 def fill(root: Path, count: int = 40) -> None:
@@ -46,14 +65,17 @@ def fill(root: Path, count: int = 40) -> None:
     root.mkdir()
     for style in ("messages", "calls", "sharegpt", "completion"):
         for number in range(4):
-            (root / f"{style}{number}.jsonl").write_text("".join(
-                json.dumps(record) + "\n" for record in records(style, count + number)) + "bad\n")
+            (root / f"{style}{number}.jsonl").write_text(
+                "".join(json.dumps(record) + "\n" for record in records(style, count + number))
+                + "bad\n"
+            )
     (root / "alpaca.json").write_text(json.dumps(records("alpaca", count), indent=1))
     (root / "notes.txt").write_text("plain text")
 
 
 def load(path: Path):
     import datasets
+
     return datasets.load_from_disk(str(path))
 
 
@@ -82,14 +104,25 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
 
     chat = json.loads((path / "manifest.json").read_text())["summary"]["chat"]
     assert {name: found["files"] for name, found in chat["formats"].items()} == {
-        "messages": 8, "ShareGPT conversations": 4, "prompt/completion": 4, "alpaca": 1}
+        "messages": 8,
+        "ShareGPT conversations": 4,
+        "prompt/completion": 4,
+        "alpaca": 1,
+    }
     assert [path.rpartition("/")[2] for path in chat["formats"]["alpaca"]["paths"]] == [
-        "alpaca.json"]
+        "alpaca.json"
+    ]
     assert chat["dropped"]["empty answer"] > 40 and chat["mean_turns"] == 2
     assert chat["turns"] == {"user": chat["conversations"], "assistant": chat["conversations"]}
-    for words in ("messages in 8 files (", "alpaca in 1 file (", "user, ", "2.0 in a conversation",
-                  "with tools", f"{chat['dropped']['empty answer']} empty answer",
-                  "-d hf_datasets/corpus --prepare-only --show-samples 3"):
+    for words in (
+        "messages in 8 files (",
+        "alpaca in 1 file (",
+        "user, ",
+        "2.0 in a conversation",
+        "with tools",
+        f"{chat['dropped']['empty answer']} empty answer",
+        "-d hf_datasets/corpus --prepare-only --show-samples 3",
+    ):
         assert words in done.stdout
     assert "already done" in stage(SCRIPT, *options).stdout
 
@@ -103,8 +136,12 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
 def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     raw = tmp_path / "raw"
     fill(raw)
-    mixed = "".join(json.dumps(record) + "\n" for record in records("completion", 300)
-                    ).replace("answer ", "answer " * 1000) * 18
+    mixed = (
+        "".join(json.dumps(record) + "\n" for record in records("completion", 300)).replace(
+            "answer ", "answer " * 1000
+        )
+        * 18
+    )
     (raw / "long.jsonl").write_text(mixed + json.dumps(records("alpaca", 2)[1]) + "\n")
     count = mixed.count("\n")
     assert (raw / "long.jsonl").stat().st_size > 2 * work.UNIT_BYTES
@@ -115,15 +152,20 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     split = next(path.parent.name for path in (tmp_path / "splits").glob("*/long.jsonl"))
     found = rf"long.jsonl: prompt/completion in line 1, alpaca in line {count + 1:,}"
     for arguments, *words in (
-            (("--data-folder", "raw"), "long.jsonl mixes formats of conversations", found),
-            (("--only-splits", split[-1]), "long.jsonl mixes formats", found),
-            (("--data-folder", "text"), "no record of text is a conversation",
-             "a.jsonl, line 1: an object with the keys question, answer", "line 2: a text",
-             "b.md, line 1: plain text",
-             "leave --format chat out"),
-            (("--fields", "a"), "--fields and --format chat exclude each other"),
-            (("--strings", "rows"), "--strings and --format chat exclude each other"),
-            (("--data-folder", "raw", "--min-chars", 10**6), "gave", "rows below --min-chars")):
+        (("--data-folder", "raw"), "long.jsonl mixes formats of conversations", found),
+        (("--only-splits", split[-1]), "long.jsonl mixes formats", found),
+        (
+            ("--data-folder", "text"),
+            "no record of text is a conversation",
+            "a.jsonl, line 1: an object with the keys question, answer",
+            "line 2: a text",
+            "b.md, line 1: plain text",
+            "leave --format chat out",
+        ),
+        (("--fields", "a"), "--fields and --format chat exclude each other"),
+        (("--strings", "rows"), "--strings and --format chat exclude each other"),
+        (("--data-folder", "raw", "--min-chars", 10**6), "gave", "rows below --min-chars"),
+    ):
         done = stage(SCRIPT, *CHAT, "--save-dir", "out", *arguments, expect=2)
         assert all(word in done.stderr for word in words), done.stderr
         assert "Traceback" not in done.stderr
@@ -136,8 +178,10 @@ def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
     fill(tmp_path / "raw")
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--strings", "rows")
     [warning, command] = re.findall(r"warning: .*|^ .* --format chat .*", done.stdout, re.MULTILINE)
-    assert "conversations (messages, prompt/completion, ShareGPT conversations, alpaca), which " \
-           "became plain text" in warning
+    assert (
+        "conversations (messages, prompt/completion, ShareGPT conversations, alpaca), which "
+        "became plain text" in warning
+    )
     identity = json.loads((tmp_path / "out/manifest.json").read_text())["identity"]["options"]
     assert "format" not in identity  # datasets of text from before are those of now
     stage(SCRIPT, *shlex.split(command.partition(SCRIPT)[2]))
@@ -165,7 +209,6 @@ def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, de
             build(tmp_path / "raw", tmp_path / "out", shape, stop)
         tally = build(tmp_path / "raw", tmp_path / "out", shape)
         assert content(tmp_path / "out") == whole
-        assert tally.chat.mixed == {
-            "z.jsonl": (("messages", 1), ("prompt/completion", 2))}
+        assert tally.chat.mixed == {"z.jsonl": (("messages", 1), ("prompt/completion", 2))}
         assert len(tally.chat.formats) == 18 and tally.chat.counts.turns["user"] > 1000
         shutil.rmtree(tmp_path / "out")

@@ -25,21 +25,26 @@ OPTIONS = ("--validation-percent", 10, "--keep-source", "--dedup", "exact", "--m
 
 def content(directory: Path) -> dict[str, bytes]:
     """Return the bytes of every file but the manifest, which holds the time."""
-    return {path.relative_to(directory).as_posix(): path.read_bytes()
-            for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
 
 
 def fill(root: Path, files: int) -> None:
     """Make files of several formats with repeated documents, short ones and bad lines."""
     draw = random.Random(0)
-    texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "δέλτα"], k=draw.randint(1, 300)))
-             for _ in range(files)]
+    texts = [
+        " ".join(draw.choices(["alpha", "beta", "gamma", "δέλτα"], k=draw.randint(1, 300)))
+        for _ in range(files)
+    ]
     root.mkdir()
     for number in range(files):
         some = draw.choices(texts, k=20)
         if number % 3:
             path = root / f"{number}.jsonl"
-            path.write_text("".join(json.dumps({"t": text}) + "\n" for text in some) + "bad\n\"x\"")
+            path.write_text("".join(json.dumps({"t": text}) + "\n" for text in some) + 'bad\n"x"')
         else:
             (root / f"{number}.md").write_text(some[0])
 
@@ -89,12 +94,18 @@ def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
     assert content(tmp_path / "out") == content(tmp_path / "one")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--only-splits", "0", "--merge"], "exclude each other"),
-    (["--only-splits", "2,7-9"], "no split 7, 8, 9"), (["--only-splits", "3-1"], "rises"),
-    (["--only-splits", "a"], "numbers such as"), (["--only-splits", ""], "numbers such as"),
-    (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
-    (["--dedup", "near"], "invalid choice")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only-splits", "0", "--merge"], "exclude each other"),
+        (["--only-splits", "2,7-9"], "no split 7, 8, 9"),
+        (["--only-splits", "3-1"], "rises"),
+        (["--only-splits", "a"], "numbers such as"),
+        (["--only-splits", ""], "numbers such as"),
+        (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
+        (["--dedup", "near"], "invalid choice"),
+    ],
+)
 def test_bad_usage(stage, tmp_path, arguments, words):
     (tmp_path / "raw_text").mkdir()
     for name in "abc":
@@ -114,7 +125,7 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> Ta
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape) as dataset:
         tasks = work.cut(folder, files, out / PARTS, shape)
-        for task in tasks[dataset.units:units]:
+        for task in tasks[dataset.units : units]:
             dataset.add(work.process(task))
         if units is None:
             dataset.finish()
@@ -123,8 +134,10 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> Ta
     return dataset.tally
 
 
-@pytest.mark.parametrize("notes", [4_000, pytest.param(1, marks=pytest.mark.slow),
-                                   pytest.param(1 << 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "notes",
+    [4_000, pytest.param(1, marks=pytest.mark.slow), pytest.param(1 << 40, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, notes, dedup):
     monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
@@ -156,6 +169,7 @@ def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
         if len(calls) == 3:
             raise KeyboardInterrupt
         verify(path, shard)
+
     monkeypatch.setattr(shards, "_verify", stop)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "raw", tmp_path / "out", Shape())
@@ -187,8 +201,11 @@ def test_killed_at_many_moments_it_goes_on_and_gives_the_same_bytes(stage, tmp_p
     stage("01_organize_data.py", "--num-dirs", 4)
     stage(SCRIPT, "--save-dir", "whole")
     for seconds in (0.3, 0.7, 1.0, 1.4, 1.8, 2.2):
-        process = subprocess.Popen(stage_command(SCRIPT, "--save-dir", "out", *how), cwd=tmp_path,
-                                   stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            stage_command(SCRIPT, "--save-dir", "out", *how),
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+        )
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()

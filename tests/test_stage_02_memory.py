@@ -19,15 +19,27 @@ GIGABYTE, MEGABYTE = 1_000_000_000, 1_000_000
 
 def peak_of_run(folder: Path, *options: object) -> int:
     """Run stage 02 and return the largest sum of resident memory of its processes, in bytes."""
-    process = subprocess.Popen(stage_command(SCRIPT, "--data-folder", folder.name, "--save-dir",
-                                             f"out/{folder.name}", "--num-workers", 2, *options),
-                               cwd=folder.parent, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        stage_command(
+            SCRIPT,
+            "--data-folder",
+            folder.name,
+            "--save-dir",
+            f"out/{folder.name}",
+            "--num-workers",
+            2,
+            *options,
+        ),
+        cwd=folder.parent,
+        stdout=subprocess.DEVNULL,
+    )
     seen = [0]
 
     def watch() -> None:
         while process.poll() is None:
             seen.append(sum(map(resident, tree(process.pid))))
             time.sleep(0.02)
+
     threading.Thread(target=watch, daemon=True).start()
     assert process.wait() == 0
     return max(seen)
@@ -52,9 +64,16 @@ def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows", "problems"), [
-    ("a.txt", 1, []), ("a.jsonl", 1, ["too large"]), ("a.json", 0, ["too large"]),
-    ("a.csv", 0, ["too large"]), ("a.yaml", 0, ["too large"])])
+@pytest.mark.parametrize(
+    ("name", "rows", "problems"),
+    [
+        ("a.txt", 1, []),
+        ("a.jsonl", 1, ["too large"]),
+        ("a.json", 0, ["too large"]),
+        ("a.csv", 0, ["too large"]),
+        ("a.yaml", 0, ["too large"]),
+    ],
+)
 def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
     path = tmp_path / "data" / name
     path.parent.mkdir()
@@ -67,7 +86,7 @@ def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
     assert peak_of_run(tmp_path / "data") < GIGABYTE
     out = tmp_path / "out/data"
     found = [json.loads(line)["kind"] for line in (out / "errors.jsonl").read_text().splitlines()]
-    assert found[:len(problems)] == problems
+    assert found[: len(problems)] == problems
     assert json.loads((out / "manifest.json").read_text())["summary"]["rows"] >= rows + 1
 
 

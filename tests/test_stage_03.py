@@ -36,17 +36,28 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     assert made["summary"]["commit"] == repo.commit
     assert made["summary"]["dtype"] == "bfloat16" and made["summary"]["context"] == 128
     assert made["summary"]["memory"] == {} and "to train" not in done.stdout  # it is so small
-    assert made["files"] == [{"path": name, "bytes": len(content), "digest": "sha256:" +
-                              hashlib.sha256(content).hexdigest()}
-                             for name, content in sorted(there.items())]
-    assert f"04_train_fsdp.py -e org--tiny-llama -d hf_datasets/corpus -m {NAME}" \
-        in done.stdout
+    assert made["files"] == [
+        {
+            "path": name,
+            "bytes": len(content),
+            "digest": "sha256:" + hashlib.sha256(content).hexdigest(),
+        }
+        for name, content in sorted(there.items())
+    ]
+    assert f"04_train_fsdp.py -e org--tiny-llama -d hf_datasets/corpus -m {NAME}" in done.stdout
     moved = target.rename(tmp_path / "elsewhere")
-    load = "import sys, transformers as t; where = sys.argv[1]; " \
-           "model = t.AutoModelForCausalLM.from_pretrained(where); " \
-           "print(model.num_parameters(), len(t.AutoTokenizer.from_pretrained(where)))"
-    loaded = subprocess.run([sys.executable, "-c", load, moved], text=True, capture_output=True,
-                            env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    load = (
+        "import sys, transformers as t; where = sys.argv[1]; "
+        "model = t.AutoModelForCausalLM.from_pretrained(where); "
+        "print(model.num_parameters(), len(t.AutoTokenizer.from_pretrained(where)))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", load, moved],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=True,
+    )
     assert loaded.stdout.split() == [str(made["summary"]["parameters"]), "256"]
 
 
@@ -78,8 +89,9 @@ def test_dry_run_needs_no_network(hub, stage: StageRunner, tmp_path):
 
 
 @pytest.mark.parametrize("file", [SHARDS[1], "tokenizer.json"])
-def test_a_file_of_the_right_size_but_other_content_is_refused(hub, stage: StageRunner, tmp_path,
-                                                               file):
+def test_a_file_of_the_right_size_but_other_content_is_refused(
+    hub, stage: StageRunner, tmp_path, file
+):
     repo = hub.repos[NAME]
     content = bytearray(repo.files[file])
     content[-2] ^= 1
@@ -94,11 +106,16 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     repo = hub.repos[NAME]
     repo.files["model.safetensors.index.json"] += b" " * 64  # another version than a kill leaves
     repo.slow = 0.3
-    run = subprocess.Popen([sys.executable, ROOT / SCRIPT, "--model-name", NAME], cwd=tmp_path,
-                           stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        [sys.executable, ROOT / SCRIPT, "--model-name", NAME],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
-    while not any(int.from_bytes(counts.read_bytes()[:8], "little")  # what came of the first piece
-                  for counts in tmp_path.glob(f"{TARGET}.partial-*/*/*-of-*.part.at")):
+    while not any(
+        int.from_bytes(counts.read_bytes()[:8], "little")  # what came of the first piece
+        for counts in tmp_path.glob(f"{TARGET}.partial-*/*/*-of-*.part.at")
+    ):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
@@ -109,8 +126,9 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     hub.requests.clear()
     assert "from an earlier run" in stage(SCRIPT, "--model-name", NAME).stdout
     there = {path.name: path.read_bytes() for path in (tmp_path / TARGET).iterdir()}
-    assert {name: content for name, content in repo.files.items() if name in there} \
-        == {name: content for name, content in there.items() if name != "manifest.json"}
+    assert {name: content for name, content in repo.files.items() if name in there} == {
+        name: content for name, content in there.items() if name != "manifest.json"
+    }
     assert leftovers(tmp_path) == ["org--tiny-llama"]
     assert any(r.range for r in hub.requests)  # bytes that had come did not come again
 
@@ -145,10 +163,14 @@ def test_a_token_that_is_none_is_not_printed(hub, stage: StageRunner):
 
 
 def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
-    assert "there is no model org/nothing" in stage(
-        SCRIPT, "--model-name", "org/nothing", expect=2).stderr
-    assert "no revision 'v9'" in stage(
-        SCRIPT, "--model-name", NAME, "--revision", "v9", expect=2).stderr
+    assert (
+        "there is no model org/nothing"
+        in stage(SCRIPT, "--model-name", "org/nothing", expect=2).stderr
+    )
+    assert (
+        "no revision 'v9'"
+        in stage(SCRIPT, "--model-name", NAME, "--revision", "v9", expect=2).stderr
+    )
     down = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert "out of reach" in down.stderr
     snapshot = tmp_path / f"hub/models--{NAME.replace('/', '--')}/snapshots/{'a' * 40}"
@@ -158,11 +180,23 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
     for name in ("config.json", "model.safetensors"):
         assert "without stage 03" not in down.stderr
         (snapshot / name).write_text("{}")
-        down = stage(SCRIPT, "--model-name", NAME, expect=2, env={
-            "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")})
+        down = stage(
+            SCRIPT,
+            "--model-name",
+            NAME,
+            expect=2,
+            env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")},
+        )
     assert f"from that cache, without stage 03: -m {NAME}" in down.stderr
-    down = stage(SCRIPT, "--model-name", NAME, "--revision", "v1.0", expect=2, env={
-        "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")})
+    down = stage(
+        SCRIPT,
+        "--model-name",
+        NAME,
+        "--revision",
+        "v1.0",
+        expect=2,
+        env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")},
+    )
     assert "out of reach" in down.stderr and "without stage 03" not in down.stderr
     shutil.rmtree(tmp_path / "hub")
     offline = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_HUB_OFFLINE": "1"})
@@ -170,14 +204,17 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["pickles", "unknown", "no config", "no tokenizer", "encoder",
-                                  "index"])
-def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: StageRunner,
-                                                                   tmp_path, case):
+@pytest.mark.parametrize(
+    "case", ["pickles", "unknown", "no config", "no tokenizer", "encoder", "index"]
+)
+def test_what_cannot_be_trained_is_refused_before_the_weights_come(
+    hub, stage: StageRunner, tmp_path, case
+):
     repo = hub.repos[NAME]
     if case == "pickles":
-        repo.files = {name: content for name, content in repo.files.items()
-                      if "safetensors" not in name}
+        repo.files = {
+            name: content for name, content in repo.files.items() if "safetensors" not in name
+        }
     elif case == "unknown":
         change_config(repo, model_type="novel", auto_map={"AutoConfig": "model.Config"})
     elif case == "no config":
@@ -189,10 +226,14 @@ def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: S
     else:
         repo.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "../a.safetensors"}}'
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
-    said = {"pickles": "only pickles", "unknown": "does not know models of type 'novel'",
-            "no config": "no config.json", "no tokenizer": "has no tokenizer",
-            "encoder": "no causal language model",
-            "index": "does not fit the repository"}[case]
+    said = {
+        "pickles": "only pickles",
+        "unknown": "does not know models of type 'novel'",
+        "no config": "no config.json",
+        "no tokenizer": "has no tokenizer",
+        "encoder": "no causal language model",
+        "index": "does not fit the repository",
+    }[case]
     assert said in error and "Traceback" not in error
     assert tempfile.gettempdir() not in error.partition("  run:")[0]
     assert not leftovers(tmp_path) and not hub.paths("-of-")
@@ -212,12 +253,19 @@ def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageR
     assert not hub.paths("-of-") and leftovers(tmp_path) == ["org--tiny-llama"]
 
 
-@pytest.mark.parametrize("fields, code, said", [
-    ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens, the model only 200 rows"),
-    ({"hidden_act": "nope"}, 2, "KeyError: 'nope'"), ({"intermediate_size": -4}, 2, "negative"),
-    ({"rope_parameters": {"rope_type": "zzz"}}, 2, "zzz"), ({"pad_token_id": 9999}, 2, "Padding")])
-def test_a_config_that_cannot_be_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path,
-                                                                 fields, code, said):
+@pytest.mark.parametrize(
+    "fields, code, said",
+    [
+        ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens, the model only 200 rows"),
+        ({"hidden_act": "nope"}, 2, "KeyError: 'nope'"),
+        ({"intermediate_size": -4}, 2, "negative"),
+        ({"rope_parameters": {"rope_type": "zzz"}}, 2, "zzz"),
+        ({"pad_token_id": 9999}, 2, "Padding"),
+    ],
+)
+def test_a_config_that_cannot_be_is_told_before_the_weights_come(
+    hub, stage: StageRunner, tmp_path, fields, code, said
+):
     change_config(hub.repos[NAME], **fields)
     error = stage(SCRIPT, "--model-name", NAME, expect=code).stderr
     assert said in error and "Traceback" not in error
@@ -240,13 +288,15 @@ def test_large_weights_are_looked_at_before_they_come(hub, stage: StageRunner, t
     assert {request.range for request in asked} == {"bytes=0-65535"} and not leftovers(tmp_path)
     change_config(hub.repos[NAME], num_hidden_layers=2, vocab_size=320)
     stage(SCRIPT, "--model-name", NAME, before=large)
-    assert all((tmp_path / TARGET / name).read_bytes() == hub.repos[NAME].files[name]
-               for name in SHARDS)
+    assert all(
+        (tmp_path / TARGET / name).read_bytes() == hub.repos[NAME].files[name] for name in SHARDS
+    )
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"\xff"])
-def test_a_bad_tokenizer_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path,
-                                                         content):
+def test_a_bad_tokenizer_is_told_before_the_weights_come(
+    hub, stage: StageRunner, tmp_path, content
+):
     hub.repos[NAME].files["tokenizer.json"] = content
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert f"the tokenizer in {NAME} does not load" in error and "Traceback" not in error
@@ -270,8 +320,10 @@ def test_no_room_is_noticed_before_fetching(hub, stage: StageRunner, tmp_path):
 def test_options_that_contradict_each_other_are_told_together(stage: StageRunner):
     error = stage(SCRIPT, "--from-scratch", "--revision", "x", expect=2).stderr
     assert "3 problems" in error and "--model-size" in error and "tokenizer" in error
-    assert "--vocab-size belongs to --from-scratch" in stage(
-        SCRIPT, "--model-name", NAME, "--vocab-size", 500, expect=2).stderr
+    assert (
+        "--vocab-size belongs to --from-scratch"
+        in stage(SCRIPT, "--model-name", NAME, "--vocab-size", 500, expect=2).stderr
+    )
     assert "nothing to prepare" in stage(SCRIPT, expect=2).stderr
     assert "not a name of a repository" in stage(SCRIPT, "--model-name", "../x", expect=2).stderr
 
@@ -287,10 +339,14 @@ def corpus(tmp_path: Path) -> Path:
     """Write a dataset with a train and a validation split."""
     import datasets
 
-    texts = [f"Document {i}: the cat number {i * i} sat on mat {i % 7}, purring.\n" * 5
-             for i in range(300)]
-    made = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": texts}),
-                                validation=datasets.Dataset.from_dict({"text": ["zzzzzzzz" * 99]}))
+    texts = [
+        f"Document {i}: the cat number {i * i} sat on mat {i % 7}, purring.\n" * 5
+        for i in range(300)
+    ]
+    made = datasets.DatasetDict(
+        train=datasets.Dataset.from_dict({"text": texts}),
+        validation=datasets.Dataset.from_dict({"text": ["zzzzzzzz" * 99]}),
+    )
     made.save_to_disk(tmp_path / "hf_datasets/corpus")
     return Path("hf_datasets/corpus")
 
@@ -309,16 +365,21 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
     assert f"-e scratch-tiny -d {corpus} -m scratch-tiny" in done.stdout
     target = tmp_path / ".cache/models/scratch-tiny"
     assert {path.name for path in target.iterdir()} == {
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        "manifest.json"}
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "manifest.json",
+    }
     summary = json.loads((target / "manifest.json").read_text())["summary"]
     assert summary["vocabulary"] == 512 and summary["tokens"] == 500
     assert summary["context"] == 2048 and summary["source"] == "scratch"
     assert "already done" in stage(*scratch(*train)).stdout
     again = stage(*scratch(*train), "--model-name", "me/other", "--num-workers", 1)
     assert "-m me/other" in again.stdout
-    assert (tmp_path / ".cache/models/me--other/tokenizer.json").read_bytes() \
-        == (target / "tokenizer.json").read_bytes()
+    assert (tmp_path / ".cache/models/me--other/tokenizer.json").read_bytes() == (
+        target / "tokenizer.json"
+    ).read_bytes()
     differs = stage(*scratch("--train-tokenizer", corpus), expect=2).stderr
     assert "--vocab-size: 500 there, 4096 now" in differs
 
@@ -347,12 +408,13 @@ def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
     datasets.Dataset.from_dict({"body": ["a"]}).save_to_disk(tmp_path / "untitled")
     (tmp_path / "empty").mkdir()
     for arguments, code, said in (
-            (("--train-tokenizer", "untitled"), 2, "no column of strings called `text`"),
-            (("--train-tokenizer", "nowhere"), 3, "does not exist"),
-            (("--train-tokenizer", "empty"), 2, "not a dataset"),
-            (("--tokenizer", "empty"), 2, "holds no tokenizer"),
-            (("--tokenizer", "nowhere"), 2, "no such directory"),
-            (("--train-tokenizer", corpus, "--vocab-size", 100), 2, "too small")):
+        (("--train-tokenizer", "untitled"), 2, "no column of strings called `text`"),
+        (("--train-tokenizer", "nowhere"), 3, "does not exist"),
+        (("--train-tokenizer", "empty"), 2, "not a dataset"),
+        (("--tokenizer", "empty"), 2, "holds no tokenizer"),
+        (("--tokenizer", "nowhere"), 2, "no such directory"),
+        (("--train-tokenizer", corpus, "--vocab-size", 100), 2, "too small"),
+    ):
         error = stage(*scratch(*arguments), expect=code).stderr
         assert said in error and "Traceback" not in error
     assert not leftovers(tmp_path)

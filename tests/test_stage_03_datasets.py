@@ -24,11 +24,25 @@ FILES = [f"en/train.0000{i}-of-00003.json.gz" for i in range(3)]
 def repo(hub: HubServer) -> Repo:
     """Serve a dataset as C4 is: compressed JSON Lines in directories, and files beside them."""
     draw = random.Random(0)
-    files = {path: gzip.compress(b"".join(
-        json.dumps({"text": f"{path} {i} {draw.random()}", "url": "x"}).encode() + b"\n"
-        for i in range(2000)), mtime=0) for path in FILES}
-    hub.repos[NAME] = Repo({**files, "README.md": b"# Text\n", ".gitattributes": b"* text\n",
-                            "de/train.json.gz": b"not wanted"}, kind="dataset")
+    files = {
+        path: gzip.compress(
+            b"".join(
+                json.dumps({"text": f"{path} {i} {draw.random()}", "url": "x"}).encode() + b"\n"
+                for i in range(2000)
+            ),
+            mtime=0,
+        )
+        for path in FILES
+    }
+    hub.repos[NAME] = Repo(
+        {
+            **files,
+            "README.md": b"# Text\n",
+            ".gitattributes": b"* text\n",
+            "de/train.json.gz": b"not wanted",
+        },
+        kind="dataset",
+    )
     return hub.repos[NAME]
 
 
@@ -37,8 +51,11 @@ def fetch(stage: StageRunner, *more: object, **how: object):
 
 
 def files_of(where: Path) -> dict[str, bytes]:
-    return {path.relative_to(where).as_posix(): path.read_bytes() for path in where.rglob("*")
-            if path.is_file() and "/.hub" not in path.as_posix()}
+    return {
+        path.relative_to(where).as_posix(): path.read_bytes()
+        for path in where.rglob("*")
+        if path.is_file() and "/.hub" not in path.as_posix()
+    }
 
 
 def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
@@ -49,21 +66,33 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
     assert "01_organize_data.py --src-dir raw_text" in done.stdout
     made = json.loads((tmp_path / WHERE / ".hub/manifest.json").read_text())
     assert made["summary"]["commit"] == repo.commit and made["kind"] == "raw/1"
-    assert [(tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file()
-            for entry in made["files"]] == [True] * 3
+    assert [
+        (tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file() for entry in made["files"]
+    ] == [True] * 3
     hub.requests.clear()
     assert "already done" in fetch(stage).stdout and not hub.requests
     stage("01_organize_data.py", "--num-dirs", 2)
     listed = [json.loads(line) for line in (tmp_path / "splits/files.jsonl").open()]
     assert {entry["path"]: entry.get("skipped") for entry in listed} == {
-        **{f"org--text/{path}": None for path in FILES}, "org--text/.hub/": "hidden"}
+        **{f"org--text/{path}": None for path in FILES},
+        "org--text/.hub/": "hidden",
+    }
     built = stage("02_build_hf_dataset.py", "--save-dir", "hf_datasets/text", "--fields", "text")
     assert "6,000" in built.stdout
 
 
 def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tmp_path):
-    told = stage(SCRIPT, "--dataset-name", NAME, "--include", FILES[0], "--include", "README.md",
-                 "--include", "en/*.jsn.gz").stdout
+    told = stage(
+        SCRIPT,
+        "--dataset-name",
+        NAME,
+        "--include",
+        FILES[0],
+        "--include",
+        "README.md",
+        "--include",
+        "en/*.jsn.gz",
+    ).stdout
     assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in told
     hub.requests.clear()
     more = fetch(stage).stdout  # adds to what is there
@@ -125,11 +154,14 @@ def test_what_is_in_the_way_is_kept(repo, stage: StageRunner, tmp_path):
 def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     nothing = stage(SCRIPT, "--dataset-name", NAME, "--include", "fr/*", expect=2).stderr
     assert "no file that matches fr/*" in nothing and "README.md" in nothing
-    assert "there is no dataset org/none" in stage(
-        SCRIPT, "--dataset-name", "org/none", "--include", "*", expect=2).stderr
+    assert (
+        "there is no dataset org/none"
+        in stage(SCRIPT, "--dataset-name", "org/none", "--include", "*", expect=2).stderr
+    )
     assert "needs --include" in stage(SCRIPT, "--dataset-name", NAME, expect=2).stderr
-    told = stage(SCRIPT, "--dataset-name", "../x", "--model-size", "1B", "--allow-pickle",
-                 expect=2).stderr
+    told = stage(
+        SCRIPT, "--dataset-name", "../x", "--model-size", "1B", "--allow-pickle", expect=2
+    ).stderr
     assert "4 problems" in told and "--allow-pickle belongs to --model-name" in told
     repo.sizes[FILES[0]] = 10**15
     assert "not enough room" in fetch(stage, expect=4).stderr
@@ -147,8 +179,9 @@ def test_files_that_cannot_all_be_moved_stay_together(tmp_path):
         (tmp_path / "new" / path).write_text(path)
     (tmp_path / "en").write_text("mine")
     with pytest.raises(OSError):
-        raw_text.put_in_place(tmp_path / "new", tmp_path / ".hub",
-                               [{"path": "a"}, {"path": "en/b"}])
+        raw_text.put_in_place(
+            tmp_path / "new", tmp_path / ".hub", [{"path": "a"}, {"path": "en/b"}]
+        )
     assert (tmp_path / "new/a").read_text() == "a" and not (tmp_path / "a").exists()
 
 
@@ -157,10 +190,12 @@ def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(repo: Repo, stage: St
     train = ("04_train_fsdp.py", "-e", "x", "-d", NAME, "-m", NAME)
     told = stage(*train, expect=3).stderr
     assert "2 problems" in told and f"03_download_model.py --model-name {NAME}" in told
-    for script, kind in (("03_download_model.py", "--dataset-name"),
-                         ("02_build_hf_dataset.py", "--data-folder")):
+    for script, kind in (
+        ("03_download_model.py", "--dataset-name"),
+        ("02_build_hf_dataset.py", "--data-folder"),
+    ):
         line = next(line for line in told.splitlines() if f"{script} {kind}" in line)
         words = shlex.split(line.replace("run:", ""))
-        stage(script, *words[words.index(kind):], "--no-progress")
+        stage(script, *words[words.index(kind) :], "--no-progress")
     assert "2 problems" not in (again := stage(*train, expect=3).stderr)
     assert "no finished model" in again

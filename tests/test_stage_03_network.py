@@ -18,16 +18,22 @@ from tests.hub_server import HubServer
 
 def fetched_all(where: Path, hub: HubServer) -> bool:
     there = {path.name: path.read_bytes() for path in (where / TARGET).iterdir()}
-    return all(content == hub.repos[NAME].files[name] for name, content in there.items()
-               if name != "manifest.json")
+    return all(
+        content == hub.repos[NAME].files[name]
+        for name, content in there.items()
+        if name != "manifest.json"
+    )
 
 
 @pytest.mark.slow
 def test_busy_answers_and_broken_streams_are_waited_out(hub, stage: StageRunner, tmp_path):
     repo = hub.repos[NAME]
-    repo.busy = {"": [(503, {})], SHARDS[0]: [(429, {"Retry-After": "3"}), (500, {})],
-                 SHARDS[1]: [(503, {}), (502, {})],
-                 "config.json": [(429, {"RateLimit": '"resolvers";r=0;t=2'})]}
+    repo.busy = {
+        "": [(503, {})],
+        SHARDS[0]: [(429, {"Retry-After": "3"}), (500, {})],
+        SHARDS[1]: [(503, {}), (502, {})],
+        "config.json": [(429, {"RateLimit": '"resolvers";r=0;t=2'})],
+    }
     repo.cut = {SHARDS[0]: 70_000, SHARDS[1]: 100_000}
     began = time.monotonic()
     stage(SCRIPT, "--model-name", NAME)
@@ -70,10 +76,30 @@ def test_a_certificate_that_is_not_trusted(hub, stage: StageRunner, tmp_path):
     if not shutil.which("openssl"):
         pytest.skip("needs openssl to make a certificate")
     pem = tmp_path / "both.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-                    "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=hub",
-                    "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", pem,
-                    "-out", tmp_path / "cert.pem"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=hub",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            pem,
+            "-out",
+            tmp_path / "cert.pem",
+        ],
+        check=True,
+        capture_output=True,
+    )
     with pem.open("a") as file:
         file.write((tmp_path / "cert.pem").read_text())
     with HubServer(pem) as server:
@@ -85,8 +111,7 @@ def test_a_certificate_that_is_not_trusted(hub, stage: StageRunner, tmp_path):
         missing = {**at, "SSL_CERT_FILE": "nowhere.pem"}
         told = stage(SCRIPT, "--model-name", NAME, env=missing, expect=2).stderr
         assert "Traceback" not in told and "certificate" in told
-        stage(SCRIPT, "--model-name", NAME,
-              env={**at, "SSL_CERT_FILE": str(tmp_path / "cert.pem")})
+        stage(SCRIPT, "--model-name", NAME, env={**at, "SSL_CERT_FILE": str(tmp_path / "cert.pem")})
     assert fetched_all(tmp_path, hub)
 
 
@@ -106,11 +131,17 @@ def test_the_stored_login_is_used_and_a_bad_token_told(hub, stage: StageRunner, 
 def test_a_password_in_the_address_is_not_shown(hub, stage: StageRunner, tmp_path):
     secret = hub.url.replace("//", "//user:pa55word@")
     for arguments, code in ((("--dry-run",), 0), ((), None)):
-        done = stage(SCRIPT, "--model-name", NAME, *arguments, env={"HF_ENDPOINT": secret},
-                     expect=code)
+        done = stage(
+            SCRIPT, "--model-name", NAME, *arguments, env={"HF_ENDPOINT": secret}, expect=code
+        )
         assert "pa55word" not in done.stdout + done.stderr
-    down = stage(SCRIPT, "--model-name", "org/x", expect=2,
-                 env={"HF_ENDPOINT": "http://user:pa55word@127.0.0.1:9"})
+    down = stage(
+        SCRIPT,
+        "--model-name",
+        "org/x",
+        expect=2,
+        env={"HF_ENDPOINT": "http://user:pa55word@127.0.0.1:9"},
+    )
     assert "out of reach" in down.stderr and "pa55word" not in down.stdout + down.stderr
     assert not holds(tmp_path, "pa55word")
 

@@ -25,6 +25,7 @@ CODE = Path(__file__).parent / "models/novel"
 
 # ------------------------------------------------------------------ pickles
 
+
 def pickled(content: object, **how: object) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **how)
@@ -42,8 +43,11 @@ def weights(hub: HubServer) -> dict[str, torch.Tensor]:
 
 
 def published(where: Path) -> dict[str, torch.Tensor]:
-    return {key: tensor for path in sorted((where / TARGET).glob("*.safetensors"))
-            for key, tensor in load(path.read_bytes()).items()}
+    return {
+        key: tensor
+        for path in sorted((where / TARGET).glob("*.safetensors"))
+        for key, tensor in load(path.read_bytes()).items()
+    }
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -51,7 +55,8 @@ def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tm
     change_config(hub.repos[NAME], tie_word_embeddings=True)
     whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     hub.repos[NAME].files["pytorch_model.bin"] = pickled(
-        whole, _use_new_zipfile_serialization=not legacy)
+        whole, _use_new_zipfile_serialization=not legacy
+    )
     refused = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "only pickles" in refused and "--allow-pickle" in refused
     stage(SCRIPT, "--model-name", NAME, "--allow-pickle")
@@ -68,23 +73,32 @@ def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tm
 
 def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_path):
     files, keys = hub.repos[NAME].files, sorted(weights)
-    parts = {f"pytorch_model-0000{i}-of-00002.bin": {key: weights[key] for key in keys[i - 1::2]}
-             for i in (1, 2)}
+    parts = {
+        f"pytorch_model-0000{i}-of-00002.bin": {key: weights[key] for key in keys[i - 1 :: 2]}
+        for i in (1, 2)
+    }
     files |= {name: pickled(part) for name, part in parts.items()}
     files["pytorch_model.bin.index.json"] = json.dumps(
-        {"weight_map": {key: name for name, part in parts.items() for key in part}}).encode()
+        {"weight_map": {key: name for name, part in parts.items() for key in part}}
+    ).encode()
     stage(SCRIPT, "--model-name", NAME, "--allow-pickle")
     index = json.loads((tmp_path / TARGET / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(SHARDS)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
     made = published(tmp_path)
     assert all(torch.equal(made[key], weights[key]) for key in weights)
-    load_all = "import sys, transformers as t; " \
-               "m, i = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], " \
-               "output_loading_info=True); print(not any(i.values()))"
-    done = subprocess.run([sys.executable, "-c", load_all, tmp_path / TARGET], text=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
-                          check=True)
+    load_all = (
+        "import sys, transformers as t; "
+        "m, i = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], "
+        "output_loading_info=True); print(not any(i.values()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", load_all, tmp_path / TARGET],
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout.strip() == "True"
 
 
@@ -93,8 +107,16 @@ class Evil:
         return Path.touch, (Path("evil"),)
 
 
-@pytest.mark.parametrize("content", [pickled({"a": Evil()}), pickle.dumps(Evil()), b"garbage",
-                                     pickled({"a": 1}), pickled([torch.zeros(1)])])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickled({"a": Evil()}),
+        pickle.dumps(Evil()),
+        b"garbage",
+        pickled({"a": 1}),
+        pickled([torch.zeros(1)]),
+    ],
+)
 def test_a_pickle_of_anything_else_is_not_run(hub, weights, stage: StageRunner, tmp_path, content):
     hub.repos[NAME].files["pytorch_model.bin"] = content
     done = stage(SCRIPT, "--model-name", NAME, "--allow-pickle", expect=2)
@@ -107,6 +129,7 @@ def test_a_pickle_of_anything_else_is_not_run(hub, weights, stage: StageRunner, 
 
 # ------------------------------------------------------------------ code
 
+
 @pytest.fixture
 def novel(hub: HubServer) -> Repo:
     """Serve a model of a type that transformers does not know, with its code."""
@@ -118,10 +141,17 @@ def novel(hub: HubServer) -> Repo:
     tiny = hub.repos[NAME].files
     files = {path.name: path.read_bytes() for path in CODE.glob("*_novel.py")}
     files |= {name: tiny[name] for name in ("tokenizer.json", "tokenizer_config.json")}
-    files["config.json"] = json.dumps({
-        "model_type": "novel", "vocab_size": 320, "architectures": ["NovelForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_novel.NovelConfig",
-                     "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"}}).encode()
+    files["config.json"] = json.dumps(
+        {
+            "model_type": "novel",
+            "vocab_size": 320,
+            "architectures": ["NovelForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_novel.NovelConfig",
+                "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM",
+            },
+        }
+    ).encode()
     files["model.safetensors"] = save(tensors, metadata={"format": "pt"})
     files["setup.py"] = b"raise SystemExit('not part of the model')"
     hub.repos["org/novel"] = Repo(files)
@@ -143,48 +173,80 @@ def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_p
     assert not list((tmp_path / "hf_home").rglob("*.py"))
     made = json.loads((target / "manifest.json").read_text())
     assert set(made["summary"]["remote_code"]["org/novel"]) == code
-    offline = "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(" \
-              "sys.argv[1], trust_remote_code=True); print(type(m).__name__)"
-    done = subprocess.run([sys.executable, "-c", offline, target], text=True, capture_output=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    offline = (
+        "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained("
+        "sys.argv[1], trust_remote_code=True); print(type(m).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", offline, target],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=True,
+    )
     assert done.stdout.strip() == "NovelForCausalLM"
     with (target / "layers_novel.py").open("a") as file:
         file.write("#")
     assert "layers_novel.py holds" in stage(SCRIPT, "--verify", expect=3).stderr
     from lib.core.errors import ArtifactError
     from lib.models.architecture import build_on_meta
+
     with pytest.raises(ArtifactError, match="not the code that stage 03 fetched"):
         build_on_meta(target, trust_code=True)
 
 
 def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRunner, tmp_path):
-    change_config(novel, auto_map={
-        "AutoConfig": "org/code--configuration_novel.NovelConfig",
-        "AutoModelForCausalLM": "org/code--modeling_novel.NovelForCausalLM"})
-    hub.repos["org/code"] = Repo({name: novel.files.pop(name) for name in list(novel.files)
-                                  if name.endswith("_novel.py")})
+    change_config(
+        novel,
+        auto_map={
+            "AutoConfig": "org/code--configuration_novel.NovelConfig",
+            "AutoModelForCausalLM": "org/code--modeling_novel.NovelForCausalLM",
+        },
+    )
+    hub.repos["org/code"] = Repo(
+        {name: novel.files.pop(name) for name in list(novel.files) if name.endswith("_novel.py")}
+    )
     run_novel(stage, "--trust-remote-code")
     config = json.loads((tmp_path / ".cache/models/org--novel/config.json").read_text())
     assert config["auto_map"]["AutoConfig"] == "configuration_novel.NovelConfig"
 
 
-@pytest.mark.parametrize("reference", ["../x.NovelConfig", "x", *(
-    pytest.param(path, marks=pytest.mark.slow)
-    for path in ("/tmp/x.NovelConfig", "sub/x.C", "org/../code--x.C", ".C"))])
-def test_code_that_does_not_lie_beside_the_config_is_refused(hub, novel, stage: StageRunner,
-                                                             tmp_path, reference):
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "../x.NovelConfig",
+        "x",
+        *(
+            pytest.param(path, marks=pytest.mark.slow)
+            for path in ("/tmp/x.NovelConfig", "sub/x.C", "org/../code--x.C", ".C")
+        ),
+    ],
+)
+def test_code_that_does_not_lie_beside_the_config_is_refused(
+    hub, novel, stage: StageRunner, tmp_path, reference
+):
     novel.files |= {path: b"class NovelConfig: pass" for path in ("/tmp/x.py", "../x.py", ".py")}
-    change_config(novel, auto_map={"AutoConfig": reference,
-                                   "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"})
+    change_config(
+        novel,
+        auto_map={
+            "AutoConfig": reference,
+            "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM",
+        },
+    )
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
     assert "Traceback" not in error and not hub.paths("x.py") and not leftovers(tmp_path)
     assert "does not lie beside its config.json" in error or "not a name of a repository" in error
 
 
-@pytest.mark.parametrize("code, said", [
-    (b"import nopackage_x\n", "-m pip install nopackage_x"), (b"def (", "is not Python"),
-    pytest.param(b"raise RuntimeError('boo')\n", "RuntimeError: boo", marks=pytest.mark.slow),
-    pytest.param(b"class Other: pass\n", "NovelForCausalLM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (b"import nopackage_x\n", "-m pip install nopackage_x"),
+        (b"def (", "is not Python"),
+        pytest.param(b"raise RuntimeError('boo')\n", "RuntimeError: boo", marks=pytest.mark.slow),
+        pytest.param(b"class Other: pass\n", "NovelForCausalLM", marks=pytest.mark.slow),
+    ],
+)
 def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code, said):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
@@ -193,8 +255,9 @@ def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code,
 
 
 def test_a_tokenizer_with_code_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path):
-    hub.repos[NAME].files["tokenizer_config.json"] = json.dumps({
-        "tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}).encode()
+    hub.repos[NAME].files["tokenizer_config.json"] = json.dumps(
+        {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}
+    ).encode()
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "it needs code of its own" in error and not hub.paths("-of-")
     assert not leftovers(tmp_path)
@@ -208,6 +271,7 @@ def test_code_on_a_known_type_is_not_fetched(hub, stage: StageRunner, tmp_path):
 
 # ------------------------------------------------------------------ a Hugging Face cache
 
+
 def fill_cache(where: Path, repo: Repo, leave_out: str = "none") -> Path:
     """Lay out a repository as huggingface_hub does."""
     home = where / "hub/models--org--tiny-llama"
@@ -220,8 +284,11 @@ def fill_cache(where: Path, repo: Repo, leave_out: str = "none") -> Path:
         if name == leave_out or "/" in name:
             continue
         is_large = name.endswith((".safetensors", ".bin"))
-        digest = hashlib.sha256(content).hexdigest() if is_large else \
-            hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        digest = (
+            hashlib.sha256(content).hexdigest()
+            if is_large
+            else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        )
         (home / "blobs" / digest).write_bytes(content)
         (snapshot / name).symlink_to(f"../../blobs/{digest}")
     return snapshot
@@ -252,16 +319,31 @@ def test_a_whole_cache_stands_in_for_a_hub_out_of_reach(hub, stage: StageRunner,
     (snapshot / SHARDS[1]).unlink()
     part = stage(SCRIPT, "--model-name", NAME, *again, "--overwrite", env=away, expect=2).stderr
     assert "as far as the Hugging Face cache holds it" in part and SHARDS[1] in part
-    assert "out of reach" in stage(SCRIPT, "--model-name", NAME, "--revision", "v2", "--overwrite",
-                                   env=away, expect=2).stderr
+    assert (
+        "out of reach"
+        in stage(
+            SCRIPT, "--model-name", NAME, "--revision", "v2", "--overwrite", env=away, expect=2
+        ).stderr
+    )
 
 
 # ------------------------------------------------------------------ from scratch, any architecture
 
-QWEN = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "vocab_size": 151936, "torch_dtype": "bfloat16", "bos_token_id": 151643,
-        "eos_token_id": 151643, "pad_token_id": 151000, "auto_map": {"AutoConfig": "x.Y"}}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "pad_token_id": 151000,
+    "auto_map": {"AutoConfig": "x.Y"},
+}
 
 
 def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model_files):
@@ -291,23 +373,31 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     assert "--from-scratch --config-json qwen.json --tokenizer tokens --overwrite" in told
 
 
-@pytest.mark.parametrize("content, said", [
-    ("{", "is not JSON"), ("[]", "not a config of a model"), ('{"model_type": "novel"}', "'novel'"),
-    ('{"model_type": "bert"}', "no causal language model"),
-    ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers: 0"),
-    ('{"model_type": "mixtral", "num_local_experts": 0}', "num_local_experts: 0"),
-    ('{"model_type": "llama", "hidden_act": "nope"}', "'nope'"),
-    ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantization_config")])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "is not JSON"),
+        ("[]", "not a config of a model"),
+        ('{"model_type": "novel"}', "'novel'"),
+        ('{"model_type": "bert"}', "no causal language model"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers: 0"),
+        ('{"model_type": "mixtral", "num_local_experts": 0}', "num_local_experts: 0"),
+        ('{"model_type": "llama", "hidden_act": "nope"}', "'nope'"),
+        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantization_config"),
+    ],
+)
 def test_a_config_that_is_none(stage: StageRunner, tmp_path, model_files, content, said):
     (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
     (tmp_path / "c.json").write_text(content)
-    error = stage(SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".",
-                  expect=2).stderr
+    error = stage(
+        SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".", expect=2
+    ).stderr
     assert said in error and "Traceback" not in error and not leftovers(tmp_path)
     assert "c.json" in error and "/tmp/" not in error
 
 
 # ------------------------------------------------------------------ --verify
+
 
 def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner, tmp_path):
     assert "there is no directory .cache" in stage(SCRIPT, "--verify", expect=2).stderr
@@ -319,8 +409,9 @@ def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner,
     tokens = cache / "tokens/corpus-0123"
     shutil.copytree(cache / "models/org--tiny-llama", tokens)
     made = json.loads((tokens / "manifest.json").read_text())
-    (tokens / "manifest.json").write_text(json.dumps({**made, "kind": "tokens/1",
-                                                      "stage": "04_train_fsdp.py"}))
+    (tokens / "manifest.json").write_text(
+        json.dumps({**made, "kind": "tokens/1", "stage": "04_train_fsdp.py"})
+    )
     (cache / "models/half").mkdir()
     (cache / "web").mkdir()
     (cache / "web/manifest.json").write_text('{"name": "an app"}')

@@ -26,8 +26,26 @@ from tests.training import (
 )
 
 STEPS = 12
-COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
-          "--log-freq", 1, "--ckpt-freq", 4, "--eval-freq", 6, "--eval-batches", 3)
+COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    4,
+    "--eval-freq",
+    6,
+    "--eval-batches",
+    3,
+)
 TRAIN = (*COMMON, "--max-steps", STEPS, "-b", 2, "--grad-accum-steps", 2)  # on two ranks: batch 8
 
 
@@ -55,10 +73,35 @@ def refused(root: Path, *arguments: object, code: int, says: str) -> None:
 
 
 def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: Path):
-    run_stage("04_train_fsdp.py", "-e", "one", *COMMON, "--max-steps", STEPS, "-b", 2,
-              "--global-batch-size", 8, cwd=project)  # without torchrun
-    done = run_stage("04_train_fsdp.py", "-e", "wide", *COMMON, "--max-steps", STEPS, "-b", 4,
-                     "--log-freq", 3, "--log-style", "dict", cwd=project, ranks=2)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "one",
+        *COMMON,
+        "--max-steps",
+        STEPS,
+        "-b",
+        2,
+        "--global-batch-size",
+        8,
+        cwd=project,
+    )  # without torchrun
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "wide",
+        *COMMON,
+        "--max-steps",
+        STEPS,
+        "-b",
+        4,
+        "--log-freq",
+        3,
+        "--log-style",
+        "dict",
+        cwd=project,
+        ranks=2,
+    )
     expected = losses(trained, "two")
     assert len(expected) == STEPS and expected[STEPS] < expected[1] - 0.5
     assert losses(project, "one") == pytest.approx(expected, rel=1e-4)
@@ -68,19 +111,22 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
         since = [expected[step] for step in range(first, row["step"] + 1)]
         assert row["train/loss"] == pytest.approx(since[-1], rel=1e-4)
         assert row["train/loss_mean"] == pytest.approx(sum(since) / len(since), rel=1e-4)
-    assert re.findall(r"^\d\d:\d\d:\d\d \[rank=(\d)\] {'global_step': (\d+),", done.stdout,
-                      re.MULTILINE) == [("0", str(row["step"])) for row in logged]
+    assert re.findall(
+        r"^\d\d:\d\d:\d\d \[rank=(\d)\] {'global_step': (\d+),", done.stdout, re.MULTILINE
+    ) == [("0", str(row["step"])) for row in logged]
     for name in ("one", "wide"):
         validation = [row["eval/loss"] for row in metrics(project, name) if "eval/loss" in row]
-        assert validation == pytest.approx([row["eval/loss"] for row in metrics(trained, "two")
-                                            if "eval/loss" in row], rel=1e-4)
+        assert validation == pytest.approx(
+            [row["eval/loss"] for row in metrics(trained, "two") if "eval/loss" in row], rel=1e-4
+        )
 
 
 @pytest.mark.slow
 def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
     command = stage_command("04_train_fsdp.py", "-e", "two", *TRAIN, ranks=2)
-    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     log = project / "outputs" / "two" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and len(log.read_text().splitlines()) >= 6):
@@ -100,23 +146,49 @@ def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
 
 def test_other_world_size_takes_up_the_run(experiment: Path, trained: Path):
     shutil.rmtree(experiment / "outputs" / "two" / "checkpoints" / "step_00000012")
-    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
-                     cwd=experiment)
-    assert "the 8 samples of a step that the run was begun with are kept: 2 per process × 4 " \
-           "accumulation × 1 rank; the options alone would make it 2" in done.stdout
+    done = run_stage(
+        "04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2, cwd=experiment
+    )
+    assert (
+        "the 8 samples of a step that the run was begun with are kept: 2 per process × 4 "
+        "accumulation × 1 rank; the options alone would make it 2" in done.stdout
+    )
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
 
 
 def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
     before = {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
     began = time.monotonic()
-    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
-                     "--global-batch-size", 8, cwd=experiment)
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "two",
+        *COMMON,
+        "--max-steps",
+        STEPS,
+        "-b",
+        2,
+        "--global-batch-size",
+        8,
+        cwd=experiment,
+    )
     assert "already done" in done.stdout and time.monotonic() - began < 6
-    assert before == {path: path.stat().st_mtime_ns
-                      for path in (experiment / "outputs").rglob("*")}
-    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS + 2, "-b", 2,
-                     "--global-batch-size", 8, "--profile", "2:4", cwd=experiment)
+    assert before == {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "two",
+        *COMMON,
+        "--max-steps",
+        STEPS + 2,
+        "-b",
+        2,
+        "--global-batch-size",
+        8,
+        "--profile",
+        "2:4",
+        cwd=experiment,
+    )
     assert "resumed from" in done.stdout and "schedule" in done.stdout
     assert "--profile 2:4 records nothing: the run goes on after step 12" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
@@ -135,27 +207,49 @@ def test_what_a_run_leaves(trained: Path):
     config = yaml.safe_load((root / "config.yaml").read_text())
     assert config["options"]["lr"] == 0.01 and config["versions"]["torch"]
     assert list((root / "tb").iterdir()) and (root / "model" / "tokenizer.json").exists()
-    assert [p.name for p in sorted((root / "logs").iterdir())] == ["rank_00000.log",
-                                                                   "rank_00001.log"]
+    assert [p.name for p in sorted((root / "logs").iterdir())] == [
+        "rank_00000.log",
+        "rank_00001.log",
+    ]
     row = metrics(trained, "two")[-1]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.pop("time"))
     assert row["train/loss_mean"] == row["train/loss"]  # a row for every step
     logs = [(root / "logs" / f"rank_0000{rank}.log").read_text() for rank in (0, 1)]
-    own = [re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO \[rank=(\d)\] "
-                      r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'reserved_gib': .*"
-                      r"'total_gib': .*'max_peak_gib': .*'time/data'", log, re.MULTILINE)
-           for log in logs]
+    own = [
+        re.findall(
+            r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO \[rank=(\d)\] "
+            r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'reserved_gib': .*"
+            r"'total_gib': .*'max_peak_gib': .*'time/data'",
+            log,
+            re.MULTILINE,
+        )
+        for log in logs
+    ]
     assert own == [[(str(rank), str(step)) for step in range(1, STEPS + 1)] for rank in (0, 1)]
     assert "  loss " not in "".join(logs)  # that is the line of the console
-    keys = {"step", "epoch", "train/loss", "train/loss_mean", "train/grad_norm",
-            "train/learning_rate", "train/tokens_seen", "perf/tokens_per_sec",
-            "perf/tokens_per_sec_per_device", "perf/run_tokens_per_sec",
-            "perf/label_tokens_per_sec", "perf/tflops",
-            "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
-            "time/optimizer", "eval/loss", "eval/perplexity",
-            *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
-            *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total",
-                                                "max_peak")), "memory/max_peak_rank"}
+    keys = {
+        "step",
+        "epoch",
+        "train/loss",
+        "train/loss_mean",
+        "train/grad_norm",
+        "train/learning_rate",
+        "train/tokens_seen",
+        "perf/tokens_per_sec",
+        "perf/tokens_per_sec_per_device",
+        "perf/run_tokens_per_sec",
+        "perf/label_tokens_per_sec",
+        "perf/tflops",
+        "perf/mfu",
+        "perf/slowest_rank",
+        "perf/slowest_ratio",
+        "time/optimizer",
+        "eval/loss",
+        "eval/perplexity",
+        *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
+        *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total", "max_peak")),
+        "memory/max_peak_rank",
+    }
     assert keys == set(row) and all(isinstance(row[key], (int, float)) for key in keys)
     files = sorted(p.name for p in (root / "checkpoints" / "step_00000012").iterdir())
     assert files == ["COMMIT.json", "dcp", "manifest.json", "rng.safetensors", "train_state.json"]
@@ -164,10 +258,28 @@ def test_what_a_run_leaves(trained: Path):
 def test_changed_settings_are_refused_by_name(experiment: Path):
     one = ("-e", "two", *COMMON, "--max-steps", 20, "-b", 2)
     refused(experiment, *one, "--global-batch-size", 4, code=2, says="--global-batch-size: 8")
-    refused(experiment, *one, "--global-batch-size", 8, "--seed", 1, "--beta1", 0.8, code=2,
-            says="--beta1: 0.9 there, 0.8 now")
-    refused(experiment, *one, "--global-batch-size", 8, "--seed", 1, code=2,
-            says="--seed: 0 there, 1 now")
+    refused(
+        experiment,
+        *one,
+        "--global-batch-size",
+        8,
+        "--seed",
+        1,
+        "--beta1",
+        0.8,
+        code=2,
+        says="--beta1: 0.9 there, 0.8 now",
+    )
+    refused(
+        experiment,
+        *one,
+        "--global-batch-size",
+        8,
+        "--seed",
+        1,
+        code=2,
+        says="--seed: 0 there, 1 now",
+    )
     save_model(experiment / "model")
     config = json.loads((experiment / "model" / "config.json").read_text())
     (experiment / "model" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
@@ -179,14 +291,17 @@ def test_checkpoints_of_another_model_are_refused(experiment: Path):
     save_tokenizer(experiment / "other", experiment / "raw_text")
     config = json.loads((experiment / "other" / "config.json").read_text())
     (experiment / "other" / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": 1}))
+        json.dumps({**config, "num_hidden_layers": 1})
+    )
     (experiment / "other" / "model.safetensors").unlink()
     arguments = ["-e", "new", *COMMON, "-b", 8, "--max-steps", 4, "--from-scratch"]
     arguments[arguments.index("-m") + 1] = "other"
     run_stage("04_train_fsdp.py", *arguments, cwd=experiment)
     shutil.rmtree(experiment / "outputs" / "new" / "checkpoints")
-    shutil.copytree(experiment / "outputs" / "two" / "checkpoints",
-                    experiment / "outputs" / "new" / "checkpoints")
+    shutil.copytree(
+        experiment / "outputs" / "two" / "checkpoints",
+        experiment / "outputs" / "new" / "checkpoints",
+    )
     refused(experiment, *arguments, "--max-steps", 20, code=2, says="begun with other settings")
 
 
@@ -215,13 +330,42 @@ def test_bad_input_is_refused_in_words(project: Path):
     refused(project, "-e", "exp", "-m", "model", code=2, says="-d")
     refused(project, *run, "-d", "corpus", "--sead", 1, code=2, says="--seed")
     refused(project, *run, "-d", "corpus", "--seq-length", 4096, code=2, says="at most 128")
-    refused(project, *run, "-d", "corpus", "-b", 3, "--global-batch-size", 8, code=2,
-            says="a multiple of 3")
-    refused(project, *run, "-d", "corpus", "--min-lr", 1, "--beta1", 1, "-s", 1, "--max-steps", 3,
-            "--warmup-steps", 4, "--profile", "2:5", code=2, says="5 problems")
+    refused(
+        project,
+        *run,
+        "-d",
+        "corpus",
+        "-b",
+        3,
+        "--global-batch-size",
+        8,
+        code=2,
+        says="a multiple of 3",
+    )
+    refused(
+        project,
+        *run,
+        "-d",
+        "corpus",
+        "--min-lr",
+        1,
+        "--beta1",
+        1,
+        "-s",
+        1,
+        "--max-steps",
+        3,
+        "--warmup-steps",
+        4,
+        "--profile",
+        "2:5",
+        code=2,
+        says="5 problems",
+    )
     (project / "hf_datasets" / "broken").mkdir()
-    shutil.copy(project / "hf_datasets" / "corpus" / "manifest.json",
-                project / "hf_datasets" / "broken")
+    shutil.copy(
+        project / "hf_datasets" / "corpus" / "manifest.json", project / "hf_datasets" / "broken"
+    )
     refused(project, *run, "-d", "broken", code=3, says="is missing")
     config = json.loads((project / "model" / "config.json").read_text())
     (project / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
@@ -244,15 +388,42 @@ def test_dry_run_leaves_nothing(project: Path):
 
 
 def test_artifacts_may_be_moved_between_stages(project: Path, tmp_path_factory):
-    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", "--shard-size", 8,
-              "--global-batch-size", 1000, "-b", 3, cwd=project)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        *COMMON,
+        "--prepare-only",
+        "--shard-size",
+        8,
+        "--global-batch-size",
+        1000,
+        "-b",
+        3,
+        cwd=project,
+    )
     far = tmp_path_factory.mktemp("far")
     shutil.move(project / "hf_datasets" / "corpus", far / "texts")
     shutil.move(project / "model", far / "model")
     shutil.move(project / ".cache", far / "cache")
-    done = run_stage("04_train_fsdp.py", "-e", "x", "-d", far / "texts", "-m", far / "model",
-                     "--cache-dir", far / "cache", "-s", SEQ_LENGTH, "--max-steps", 2,
-                     "--save-dir", far / "out", cwd=project)
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        far / "texts",
+        "-m",
+        far / "model",
+        "--cache-dir",
+        far / "cache",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        2,
+        "--save-dir",
+        far / "out",
+        cwd=project,
+    )
     assert "done: 2 steps" in done.stdout
     assert len(list((far / "cache" / "tokens").iterdir())) == 1  # the one that was moved is used
 
@@ -269,9 +440,19 @@ def test_dropout_goes_on_bit_for_bit(project: Path):
     from transformers import GPT2Config
 
     (project / "model" / "model.safetensors").unlink()
-    save_model(project / "model", GPT2Config(
-        vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4,
-        embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2))
+    save_model(
+        project / "model",
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=128,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            embd_pdrop=0.2,
+            resid_pdrop=0.2,
+            attn_pdrop=0.2,
+        ),
+    )
     common = (*COMMON, "-b", 2)
     run_stage("04_train_fsdp.py", "-e", "whole", *common, "--max-steps", 8, cwd=project, ranks=2)
     shutil.copytree(project / "outputs" / "whole", project / "outputs" / "cut")
@@ -282,8 +463,19 @@ def test_dropout_goes_on_bit_for_bit(project: Path):
 
 def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
     folder = experiment / "outputs" / "two" / "checkpoints"
-    one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps", STEPS,
-           "--resume", "outputs/two/checkpoints/step_00000004")
+    one = (
+        "-e",
+        "two",
+        *COMMON,
+        "-b",
+        2,
+        "--global-batch-size",
+        8,
+        "--max-steps",
+        STEPS,
+        "--resume",
+        "outputs/two/checkpoints/step_00000004",
+    )
     refused(experiment, *one, "--seed", 3, code=2, says="--seed: 0 there, 3 now")
     assert steps_saved(experiment, "two") == [4, 8, 12]  # a refusal moves nothing
     done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
@@ -306,8 +498,9 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     assert state["global_step"] == state["step"]
     before = done.stdout.partition("done: ")[0].splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in before), before
-    dry = run_stage("04_train_fsdp.py", *one, "--num-epochs", 3, "--grad-clip", 0,
-                    "--dry-run", cwd=project).stdout
+    dry = run_stage(
+        "04_train_fsdp.py", *one, "--num-epochs", 3, "--grad-clip", 0, "--dry-run", cwd=project
+    ).stdout
     assert "[rank=0]" not in dry  # a plan is no run
 
 
@@ -337,10 +530,22 @@ def test_settings_may_change_until_something_is_saved(project: Path):
 def test_ranks_that_were_not_started_alike_stop(project: Path):
     """Two ranks by hand: the second logs at other steps, which would hang at the first log line."""
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
-    launches = [start_stage(
-        "04_train_fsdp.py", "-e", "x", *COMMON, "--log-freq", 1 + number, "--max-steps", 4,
-        cwd=project, output=project / f"rank_{number}", env=variables)
-        for number, variables in enumerate(forks.rank_variables(2, free_port()))]
+    launches = [
+        start_stage(
+            "04_train_fsdp.py",
+            "-e",
+            "x",
+            *COMMON,
+            "--log-freq",
+            1 + number,
+            "--max-steps",
+            4,
+            cwd=project,
+            output=project / f"rank_{number}",
+            env=variables,
+        )
+        for number, variables in enumerate(forks.rank_variables(2, free_port()))
+    ]
     assert [launch.wait() for launch in launches] == [[2], [2]]
     for number in range(2):
         error = (project / f"rank_{number}").read_text()
@@ -380,8 +585,18 @@ def test_packed_documents(project: Path):
     tokens, labels = (int(number.replace(",", "")) for number in told.groups())
     assert labels < tokens < 6 * 400
     assert tokens == pytest.approx(metrics(project, "one")[-1]["train/tokens_seen"], rel=0.03)
-    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 1, "--grad-accum-steps", 2, cwd=project,
-              ranks=2)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "two",
+        *one,
+        "-b",
+        1,
+        "--grad-accum-steps",
+        2,
+        cwd=project,
+        ranks=2,
+    )
     assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)
     seen = [row["train/tokens_seen"] for row in metrics(project, "one")]
     assert 5 * 400 < seen[-1] < 6 * 400 and seen == sorted(seen)
@@ -394,19 +609,38 @@ def test_packed_documents(project: Path):
 def test_a_mixture(project: Path):
     """Shares, losses and a resume do not depend on the ranks, nor on how tokens are read."""
     write_corpus(project / "raw_more", documents=17)
-    run_stage("02_build_hf_dataset.py", "--data-folder", "raw_more", "--save-dir",
-              "hf_datasets/more", "--validation-percent", 30, cwd=project)
+    run_stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        "raw_more",
+        "--save-dir",
+        "hf_datasets/more",
+        "--validation-percent",
+        30,
+        cwd=project,
+    )
     one = (*COMMON[2:], "-d", "corpus=0.75", "-d", "more=0.25", "--max-steps", 8)
     plan = run_stage("04_train_fsdp.py", "-e", "one", *one, "--prepare-only", cwd=project)
     plan = run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, "--dry-run", cwd=project)
     assert "75 % of the samples" in plan.stdout and "25 % of the samples" in plan.stdout
     run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
-    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 2, "--token-reads", "pread", cwd=project,
-              ranks=2)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "two",
+        *one,
+        "-b",
+        2,
+        "--token-reads",
+        "pread",
+        cwd=project,
+        ranks=2,
+    )
     assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)
     [*_, last] = (row for row in metrics(project, "one") if "eval/loss" in row)
     assert last["eval/loss"] == pytest.approx(
-        0.75 * last["eval/loss/corpus"] + 0.25 * last["eval/loss/more"])
+        0.75 * last["eval/loss/corpus"] + 0.25 * last["eval/loss/more"]
+    )
     assert last["eval/loss/corpus"] != last["eval/loss/more"]
     shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000008")
     run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 4, cwd=project)
@@ -417,5 +651,5 @@ def test_a_mixture(project: Path):
 
 def test_the_loop_is_in_plain_sight():
     source = (ROOT / "04_train_fsdp.py").read_text()
-    loop = source[source.index("def train("):source.index("if __name__")]
+    loop = source[source.index("def train(") : source.index("if __name__")]
     assert len(loop.splitlines()) <= 80 and ".backward()" in loop and "optimizer.step()" in loop

@@ -11,8 +11,27 @@ import pytest
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, losses
 
-COMMON = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-          "--lr", "1e-2", "--log-freq", 1, "--ckpt-freq", 4, "--eval-freq", 0, "--max-steps")
+COMMON = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    4,
+    "--eval-freq",
+    0,
+    "--max-steps",
+)
 
 
 def cursor(project: Path) -> int:
@@ -60,12 +79,14 @@ def test_another_batch_goes_on_with_the_next_sample(run: Path) -> None:
 
 
 def test_another_order_begins_with_its_first_sample(run: Path) -> None:
-    run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 4, "--seed", 1, "--resume-with-changes",
-              cwd=run)
+    run_stage(
+        "04_train_fsdp.py", *COMMON, 8, "-b", 4, "--seed", 1, "--resume-with-changes", cwd=run
+    )
     assert cursor(run) == 4 * 4
 
 
 def test_it_needs_an_end(run: Path) -> None:
-    done = run_stage("04_train_fsdp.py", *COMMON[:-1], "-b", 2, "--resume-with-changes", cwd=run,
-                     expect=2)
+    done = run_stage(
+        "04_train_fsdp.py", *COMMON[:-1], "-b", 2, "--resume-with-changes", cwd=run, expect=2
+    )
     assert "--resume-with-changes needs --max-steps" in done.stderr

@@ -26,26 +26,64 @@ from tests.tokens import chats
 from tests.training import metrics, save_model
 
 STEPS, BATCH, LENGTH = 8, 4, 256
-TRAIN = ("04_train_fsdp.py", "-m", "model", "-s", LENGTH, "--lr", "1e-2", "--precision", "fp32",
-         "--log-freq", 1, "--num-workers", 2)
-RUN = (*TRAIN, "-e", "run", "-d", "talks", "-b", 2, "--grad-accum-steps", 2, "--max-steps", STEPS,
-       "--eval-freq", STEPS, "--ckpt-freq", STEPS // 2)
+TRAIN = (
+    "04_train_fsdp.py",
+    "-m",
+    "model",
+    "-s",
+    LENGTH,
+    "--lr",
+    "1e-2",
+    "--precision",
+    "fp32",
+    "--log-freq",
+    1,
+    "--num-workers",
+    2,
+)
+RUN = (
+    *TRAIN,
+    "-e",
+    "run",
+    "-d",
+    "talks",
+    "-b",
+    2,
+    "--grad-accum-steps",
+    2,
+    "--max-steps",
+    STEPS,
+    "--eval-freq",
+    STEPS,
+    "--ckpt-freq",
+    STEPS // 2,
+)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with a chat dataset, one of text, a model, and a run of one process."""
     import datasets
+
     root = tmp_path_factory.mktemp("chats")
     talks = [chats.talk(seed) for seed in range(110)]
     chats.save(root / "hf_datasets/talks", train=talks[:90], validation=talks[90:])
     text = [" ".join(message["content"] for message in talk.messages) for talk in talks]
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(root / "hf_datasets/text"))
     chats.save_tokenizer(root / "model")
-    save_model(root / "model", LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
-        tie_word_embeddings=True))
+    save_model(
+        root / "model",
+        LlamaConfig(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=True,
+        ),
+    )
     run_stage(*RUN, cwd=root)
     return root
 
@@ -57,8 +95,9 @@ def project(trained: Path, tmp_path: Path) -> Path:
 
 
 def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "train") -> Samples:
-    [directory] = (path for path in (root / ".cache/tokens").glob(f"{dataset}-*")
-                   if ".packs-" not in path.name)
+    [directory] = (
+        path for path in (root / ".cache/tokens").glob(f"{dataset}-*") if ".packs-" not in path.name
+    )
     opened = store.open_store(directory)
     if packed:
         return packing.prepare(opened, LENGTH)[split]
@@ -76,18 +115,22 @@ def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) ->
         for begin, end in zip(begins, [*begins[1:], len(inputs)], strict=True):
             if (labels[begin:end] != IGNORED).any():
                 logits = model(inputs[None, begin:end], use_cache=False).logits[0]
-                total = total + F.cross_entropy(logits, labels[begin:end], ignore_index=IGNORED,
-                                                reduction="sum")
+                total = total + F.cross_entropy(
+                    logits, labels[begin:end], ignore_index=IGNORED, reduction="sum"
+                )
         count += int((labels != IGNORED).sum())
     return total / count
 
 
-def reference(model_dir: Path, samples: Samples, steps: int, held_out: Samples | None = None,
-              ) -> tuple[list[float], float]:
+def reference(
+    model_dir: Path, samples: Samples, steps: int, held_out: Samples | None = None
+) -> tuple[list[float], float]:
     """Return the loss of each step of a loop that a person would write, and of held-out samples."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
-    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     schedule, found = Schedule("cosine", 1e-2, 1e-3, 0, steps), []
     for step in range(steps):
@@ -121,11 +164,13 @@ def test_the_loss_is_that_of_a_plain_loop_over_the_trained_tokens(trained: Path)
 def test_the_store_holds_what_one_encoder_makes(trained: Path) -> None:
     """Two processes made it."""
     dataset = open_dataset(trained / "hf_datasets/talks")
-    encoder = ChatEncoder(ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH),
-                          Encoder(trained / "model", 1))
+    encoder = ChatEncoder(
+        ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH), Encoder(trained / "model", 1)
+    )
     made = encoder.encode([chat for rows in dataset.conversations("train") for chat, _ in rows])
-    [path] = (path for path in (trained / ".cache/tokens").glob("talks-*")
-              if "packs" not in path.name)
+    [path] = (
+        path for path in (trained / ".cache/tokens").glob("talks-*") if "packs" not in path.name
+    )
     split = store.open_store(path).splits["train"]
     assert np.array_equal(split.tokens, made.tokens)
     assert np.array_equal(split.labels[:], made.trained) and made.trained.any()
@@ -136,27 +181,53 @@ def test_ranks_and_a_resume_change_nothing(project: Path, trained: Path) -> None
     done = run_stage(*RUN, cwd=project)
     assert "resumed from outputs/run/checkpoints/step_00000004" in done.stdout
     assert losses(project) == losses(trained)
-    shards = [sorted((root / "outputs/run/checkpoints/step_00000008/dcp").glob("*.distcp"))
-              for root in (project, trained)]
-    assert shards[0] and [one.read_bytes() for one in shards[0]] == \
-        [one.read_bytes() for one in shards[1]]
-    run_stage(*TRAIN, "-e", "two", "-d", "talks", "-b", 2, "--max-steps", STEPS,
-              "--eval-freq", STEPS, cwd=project, ranks=2)
+    shards = [
+        sorted((root / "outputs/run/checkpoints/step_00000008/dcp").glob("*.distcp"))
+        for root in (project, trained)
+    ]
+    assert shards[0] and [one.read_bytes() for one in shards[0]] == [
+        one.read_bytes() for one in shards[1]
+    ]
+    run_stage(
+        *TRAIN,
+        "-e",
+        "two",
+        "-d",
+        "talks",
+        "-b",
+        2,
+        "--max-steps",
+        STEPS,
+        "--eval-freq",
+        STEPS,
+        cwd=project,
+        ranks=2,
+    )
     assert losses(project, "two") == pytest.approx(losses(trained), rel=1e-5)
-    assert metrics(project, "two")[-1]["eval/loss"] == \
-        pytest.approx(metrics(trained, "run")[-1]["eval/loss"], rel=1e-5)
+    assert metrics(project, "two")[-1]["eval/loss"] == pytest.approx(
+        metrics(trained, "run")[-1]["eval/loss"], rel=1e-5
+    )
 
 
 def test_what_decides_the_labels_is_part_of_a_run(project: Path) -> None:
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
-    changes = ("--train-on", "last", "--too-long", "split", "--packing", "concat",
-               "--chat-template", "other.jinja")
+    changes = (
+        "--train-on",
+        "last",
+        "--too-long",
+        "split",
+        "--packing",
+        "concat",
+        "--chat-template",
+        "other.jinja",
+    )
     done = run_stage(*RUN, *changes, "--max-steps", 9, cwd=project, expect=2)
     assert "was begun with other settings" in done.stderr
     assert all(told in done.stderr for told in (*changes[:6:2], "chat template"))
     assert len(list((project / ".cache/tokens").iterdir())) == 2, "nothing was prepared for it"
-    done = run_stage(*RUN, "--train-on", "last", "--max-steps", 9, "--resume-with-changes",
-                     cwd=project)
+    done = run_stage(
+        *RUN, "--train-on", "last", "--max-steps", 9, "--resume-with-changes", cwd=project
+    )
     assert "--resume-with-changes: --train-on" in done.stdout + done.stderr
     assert len(losses(project)) == 9
 
@@ -189,14 +260,32 @@ def test_a_run_goes_on_with_the_text_of_its_own_template(project: Path) -> None:
 
 @pytest.mark.parametrize("way", ["concat", "documents"])
 def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
-    done = run_stage(*TRAIN, "-e", "mixed", "-d", "talks=2", "-d", "text=1", "-b", BATCH,
-                     "--max-steps", 4, "--packing", way, "--eval-freq", 4, cwd=project)
+    done = run_stage(
+        *TRAIN,
+        "-e",
+        "mixed",
+        "-d",
+        "talks=2",
+        "-d",
+        "text=1",
+        "-b",
+        BATCH,
+        "--max-steps",
+        4,
+        "--packing",
+        way,
+        "--eval-freq",
+        4,
+        cwd=project,
+    )
     assert "of them trained" in done.stdout
-    corpora = mixture.open_corpora([f"{project}/hf_datasets/{name}={weight}"
-                                    for name, weight in (("talks", 2), ("text", 1))])
+    corpora = mixture.open_corpora(
+        [f"{project}/hf_datasets/{name}={weight}" for name, weight in (("talks", 2), ("text", 1))]
+    )
     packed = way == "documents"
-    samples = mixture.mix(corpora, [samples_of(project, name, packed)
-                                    for name in ("talks", "text")])
+    samples = mixture.mix(
+        corpora, [samples_of(project, name, packed) for name in ("talks", "text")]
+    )
     held_out = samples_of(project, "talks", packed, "validation")
     expected, held = reference(project / "model", samples, 4, held_out)
     assert losses(project, "mixed") == pytest.approx(expected, rel=1e-5)

@@ -11,8 +11,26 @@ from safetensors import safe_open
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, losses, metrics
 
-ARGUMENTS = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--lr", "1e-2", "--log-freq", 1,
-             "--ckpt-freq", 2, "--max-steps", 4, "-b", 2, "--global-batch-size", 8)
+ARGUMENTS = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    2,
+    "--max-steps",
+    4,
+    "-b",
+    2,
+    "--global-batch-size",
+    8,
+)
 FP8 = (*ARGUMENTS, "--precision", "fp8")
 
 
@@ -29,8 +47,17 @@ def shapes(file: Path) -> dict[str, list[int]]:
 
 
 def train(root: Path, name: str, *options: object, ranks: int = 2, **how: object) -> str:
-    done = run_stage("04_train_fsdp.py", "-e", name, *FP8, *options, cwd=root, ranks=ranks,
-                     before="tests.test_stage_04_float8:lift", **how)
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        name,
+        *FP8,
+        *options,
+        cwd=root,
+        ranks=ranks,
+        before="tests.test_stage_04_float8:lift",
+        **how,
+    )
     return done.stdout + done.stderr
 
 
@@ -39,8 +66,9 @@ def test_a_run_in_8_bits(project: Path) -> None:
     said = train(project, "whole")
     assert "fp8: 14 linears of the blocks in 8-bit floats, scaled tensorwise; the rest in " in said
     assert "float32 masters and reductions, fp8 compute" in said and "Failed to load" not in said
-    run_stage("04_train_fsdp.py", "-e", "wide", *ARGUMENTS, "--precision", "bf16", cwd=project,
-              ranks=2)
+    run_stage(
+        "04_train_fsdp.py", "-e", "wide", *ARGUMENTS, "--precision", "bf16", cwd=project, ranks=2
+    )
     expected = losses(project, "whole")
     assert expected != losses(project, "wide")
     assert expected == pytest.approx(losses(project, "wide"), rel=0.01)
@@ -50,11 +78,13 @@ def test_a_run_in_8_bits(project: Path) -> None:
     shutil.rmtree(runs / "cut" / "checkpoints" / "step_00000004")
     assert "step 2 of 4" in train(project, "cut", "--activation-checkpointing", "full")
     exact = ("train/loss", "train/grad_norm")
-    assert [[row[key] for key in exact] for row in metrics(project, "cut")] == \
-        [[row[key] for key in exact] for row in metrics(project, "whole")]
+    assert [[row[key] for key in exact] for row in metrics(project, "cut")] == [
+        [row[key] for key in exact] for row in metrics(project, "whole")
+    ]
 
-    done = run_stage("04_train_fsdp.py", "-e", "whole", *ARGUMENTS, "--precision", "bf16",
-                     cwd=project, expect=2)
+    done = run_stage(
+        "04_train_fsdp.py", "-e", "whole", *ARGUMENTS, "--precision", "bf16", cwd=project, expect=2
+    )
     assert "--precision: fp8 there, bf16 now" in done.stderr
     said = train(project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0)
     assert "--fp8-recipe:" in said
@@ -64,7 +94,10 @@ def test_a_run_in_8_bits(project: Path) -> None:
 
     for name in ("whole", "wide"):
         run_stage("05_export_checkpoint.py", "-e", name, cwd=project)
-    files = [next((runs / name / "export" / "step_00000004").glob("*.safetensors"))
-             for name in ("whole", "wide")]
-    assert shapes(files[0]) == shapes(files[1]) and files[0].stat().st_size == \
-        files[1].stat().st_size
+    files = [
+        next((runs / name / "export" / "step_00000004").glob("*.safetensors"))
+        for name in ("whole", "wide")
+    ]
+    assert (
+        shapes(files[0]) == shapes(files[1]) and files[0].stat().st_size == files[1].stat().st_size
+    )

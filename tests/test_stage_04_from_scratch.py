@@ -31,8 +31,12 @@ def test_it_trains_without_stage_03(project: Path) -> None:
     first = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 2, cwd=project, ranks=2).stdout
     assert "drawn from seed 0" in first and first.count("made from scratch") == 1
     run_stage("03_download_model.py", *TINY, cwd=project)
-    for name in ("config.json", "generation_config.json", "tokenizer.json",
-                 "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         made = project / ".cache" / "models" / "scratch-tiny" / name
         assert (project / "outputs" / "own" / "model" / name).read_bytes() == made.read_bytes()
     assert json.loads(made.with_name("config.json").read_text())["vocab_size"] == 512
@@ -43,25 +47,52 @@ def test_it_trains_without_stage_03(project: Path) -> None:
     again = run_stage(STAGE, *RUN, *TINY, "--max-steps", 3, "-b", 4, cwd=project).stdout
     assert "resumed from" in again and "made from scratch" not in again
     assert list(losses(project, "own")) == [1, 2, 3]
-    other = run_stage(STAGE, *RUN, *TINY, "--model-size", "350M", "--max-steps", 4, "-b", 4,
-                      "--dry-run", cwd=project, expect=2)
+    other = run_stage(
+        STAGE,
+        *RUN,
+        *TINY,
+        "--model-size",
+        "350M",
+        "--max-steps",
+        4,
+        "-b",
+        4,
+        "--dry-run",
+        cwd=project,
+        expect=2,
+    )
     assert "--model-size: tiny there, 350M now" in other.stderr
 
     shutil.rmtree(project / ".cache")
     shutil.rmtree(project / "model")  # the run stands alone
     run_stage("05_export_checkpoint.py", "-e", "own", "--out", "exported", cwd=project)
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     assert AutoModelForCausalLM.from_pretrained(project / "exported").config.vocab_size == 512
     assert len(AutoTokenizer.from_pretrained(project / "exported")) <= 500
 
 
-@pytest.mark.parametrize(("given", "says"), [
-    (("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
-     ("3 problems", "--from-scratch", "not both", "--vocab-size 9 is too small for a tokenizer")),
-    (("--from-scratch", "-m", "model", "--vocab-size", 9, "--tokenizer", "model"),
-     ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to")),
-    ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),
-    ((*TINY, "--tokenizer", "nowhere"), ("nowhere holds no tokenizer",))], ids=str)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
+            (
+                "3 problems",
+                "--from-scratch",
+                "not both",
+                "--vocab-size 9 is too small for a tokenizer",
+            ),
+        ),
+        (
+            ("--from-scratch", "-m", "model", "--vocab-size", 9, "--tokenizer", "model"),
+            ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to"),
+        ),
+        ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),
+        ((*TINY, "--tokenizer", "nowhere"), ("nowhere holds no tokenizer",)),
+    ],
+    ids=str,
+)
 def test_what_makes_no_sense_is_refused(project: Path, given: tuple, says: tuple[str, ...]) -> None:
     done = run_stage(STAGE, *RUN, *given, cwd=project, expect=2)
     assert not [text for text in says if text not in done.stderr], done.stderr
@@ -81,12 +112,20 @@ def prepared_as(model: Path, target: Path) -> None:
     """Copy a model to where stage 03 would have prepared it."""
     shutil.copytree(model, target)
     files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
-    manifest.write(target, kind="model/1", stage="03_download_model.py", files=files,
-                   options={"model_name": "org/own"}, identity={}, summary={})
+    manifest.write(
+        target,
+        kind="model/1",
+        stage="03_download_model.py",
+        files=files,
+        options={"model_name": "org/own"},
+        identity={},
+        summary={},
+    )
 
 
 def test_weights_that_are_missing_are_not_drawn_unasked(
-        project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(project)
     run, model = (*RUN[:4], "-m", "model"), project / "model"
     assert found(*run) == (3e-5, False)
@@ -114,8 +153,10 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     log.setup()
     for plan in (("--dry-run", "--plan-gpus", 8), ("--prepare-only",)):
         assert found(*run, *plan) == (3e-5, False)
-        assert "warning: training would end here: the model model has no weights" in \
-            capsys.readouterr().out
+        assert (
+            "warning: training would end here: the model model has no weights"
+            in capsys.readouterr().out
+        )
     prepared_as(model, project / ".cache/models/org--own")
     with pytest.raises(UsageError, match="--from-scratch does not say which model") as caught:
         found(*RUN[:4], "--from-scratch")

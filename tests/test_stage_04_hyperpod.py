@@ -23,8 +23,28 @@ from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client impor
 )
 
 STEPS, RANKS = 40, 2
-COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2, "--lr",
-          "1e-2", "--log-freq", 1, "--eval-freq", 0, "--ckpt-freq", 16, "--max-steps", STEPS)
+COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--eval-freq",
+    0,
+    "--ckpt-freq",
+    16,
+    "--max-steps",
+    STEPS,
+)
 IN_MEMORY = (*COMMON, "-e", "run", "--ckpt-local-freq", 2, "--ckpt-hyperpod")
 Slots = dict[tuple[int, int], bytes]  # by rank and step
 
@@ -44,8 +64,9 @@ def in_memory(project: Path) -> list[int]:
 def client_of(project: Path, address: str) -> InMemoryCheckpointClient:
     """Return a client of the run's namespace."""
     run = yaml.safe_load((project / "outputs/run/config.yaml").read_text())["run"]
-    return InMemoryCheckpointClient(f"run-{run}", "0", str(RANKS),
-                                    InMemoryClientConfig(base_url=address), steps_retained=2)
+    return InMemoryCheckpointClient(
+        f"run-{run}", "0", str(RANKS), InMemoryClientConfig(base_url=address), steps_retained=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +76,19 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
     with service() as address:
-        launch = start_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS,
-                             output=root / "printed")
+        launch = start_stage(
+            "04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS, output=root / "printed"
+        )
         while max([0, *in_memory(root)]) <= 20:
             assert not launch.poll(), (root / "printed").read_text()
             time.sleep(0.01)
         launch.kill()
         client = client_of(root, address)
-        slots = {(rank, step): client.get_checkpoint(step, rank=rank)
-                 for step in client.get_latest_checkpoints() for rank in range(RANKS + 1)}
+        slots = {
+            (rank, step): client.get_checkpoint(step, rank=rank)
+            for step in client.get_latest_checkpoints()
+            for rank in range(RANKS + 1)
+        }
     return root, {slot: content for slot, content in slots.items() if content is not None}
 
 
@@ -107,8 +132,9 @@ def resumed_from(project: Path) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_memory_with_the_same_losses(run: Path, slots: Slots,
-                                                               address: str) -> None:
+def test_a_killed_run_goes_on_from_memory_with_the_same_losses(
+    run: Path, slots: Slots, address: str
+) -> None:
     client = fill(run, address, slots)
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
     assert resumed_from(run) == ("hyperpod", newest_whole(slots))
@@ -120,8 +146,9 @@ def test_a_killed_run_goes_on_from_memory_with_the_same_losses(run: Path, slots:
 
 
 @pytest.mark.long
-def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(run: Path, slots: Slots,
-                                                                   address: str) -> None:
+def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(
+    run: Path, slots: Slots, address: str
+) -> None:
     for step in {step for _, step in slots}:
         part = slots.get((1, step), b"")
         slots[1, step] = part[:-1] + b"\xa5"
@@ -154,9 +181,14 @@ def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
 
 def test_options_that_contradict_it_are_refused(project: Path) -> None:
     bad = (*COMMON, "-e", "run", "--dry-run", "--ckpt-hyperpod")
-    printed = run_stage("04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk",
-                        cwd=project, expect=2).stderr
+    printed = run_stage(
+        "04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk", cwd=project, expect=2
+    ).stderr
     assert "--ckpt-local-dir or --ckpt-hyperpod, not both" in printed
     assert "--ckpt-hyperpod cluster:9200 is not an address" in printed
-    assert "is not an address" in run_stage("04_train_fsdp.py", *bad, "http://user:word@cluster",
-                                        cwd=project, expect=2).stderr
+    assert (
+        "is not an address"
+        in run_stage(
+            "04_train_fsdp.py", *bad, "http://user:word@cluster", cwd=project, expect=2
+        ).stderr
+    )

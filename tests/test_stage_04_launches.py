@@ -13,8 +13,22 @@ from tests.conftest import StageRunner, kill_all, run_stage
 from tests.test_stage_04_stop import start
 from tests.training import SEQ_LENGTH, steps_saved
 
-TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2,
-         "--ckpt-freq", 1, "--eval-freq", 0)
+TRAIN = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--ckpt-freq",
+    1,
+    "--eval-freq",
+    0,
+)
 SCRIPT = "04_train_fsdp.py"
 
 
@@ -22,16 +36,28 @@ def runs(project: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in (project / "outputs").iterdir())
 
 
-@pytest.mark.parametrize("first, again, another", [
-    pytest.param({"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"},
-                 id="a launcher"),
-    pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
-                 {"SLURM_JOB_ID": "7"}, marks=pytest.mark.slow, id="Slurm")])
-def test_a_launch_overwrites_refuses_and_stops_once(project: Path, stage: StageRunner,
-                                                    first: dict, again: dict, another: dict):
+@pytest.mark.parametrize(
+    "first, again, another",
+    [
+        pytest.param(
+            {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"}, id="a launcher"
+        ),
+        pytest.param(
+            {"SLURM_JOB_ID": "7"},
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
+            {"SLURM_JOB_ID": "7"},
+            marks=pytest.mark.slow,
+            id="Slurm",
+        ),
+    ],
+)
+def test_a_launch_overwrites_refuses_and_stops_once(
+    project: Path, stage: StageRunner, first: dict, again: dict, another: dict
+):
     def run(environment: dict, *options: object, expect: int = 0) -> str:
-        done = stage(SCRIPT, "-e", "run", *TRAIN, *options, cwd=project, env=environment,
-                     expect=expect)
+        done = stage(
+            SCRIPT, "-e", "run", *TRAIN, *options, cwd=project, env=environment, expect=expect
+        )
         return done.stdout + done.stderr
 
     stop = project / "outputs" / "run" / "stop"
@@ -61,6 +87,7 @@ def ask_while_preparing(rank: int) -> None:
     def asked(*arguments: object) -> object:
         Path("outputs/run/stop").touch()
         return prepare(*arguments)
+
     data.prepare_data = asked
 
 
@@ -69,25 +96,47 @@ def test_a_stop_file_of_the_time_of_preparation_ends_the_launch(project: Path):
     run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 1, cwd=project)
     (theirs := project / "outputs" / "run" / "notes.tmp-1").touch()
     (left := theirs.with_name("state.json.tmp-1")).touch()
-    done = run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 5, cwd=project, expect=75,
-                     before=f"{__name__}:ask_while_preparing")
+    done = run_stage(
+        SCRIPT,
+        "-e",
+        "run",
+        *TRAIN,
+        "--max-steps",
+        5,
+        cwd=project,
+        expect=75,
+        before=f"{__name__}:ask_while_preparing",
+    )
     assert "stopped by the stop file after step 2" in done.stdout + done.stderr
     assert theirs.exists() and not left.exists()
 
 
-def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(project: Path,
-                                                                   stage: StageRunner):
+def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(
+    project: Path, stage: StageRunner
+):
     for steps in (1, 2):
-        stage(SCRIPT, "-e", "run", *TRAIN, "--resume", "never", "--max-steps", steps, cwd=project,
-              env={"LAUNCH_MARK": "a"})
+        stage(
+            SCRIPT,
+            "-e",
+            "run",
+            *TRAIN,
+            "--resume",
+            "never",
+            "--max-steps",
+            steps,
+            cwd=project,
+            env={"LAUNCH_MARK": "a"},
+        )
     assert steps_saved(project, "run") == [1, 2]
 
 
-def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(project: Path,
-                                                                         stage: StageRunner):
+def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(
+    project: Path, stage: StageRunner
+):
     def run(name: str, steps: int, *options: object, expect: int = 0) -> str:
-        done = stage(SCRIPT, "-e", name, *TRAIN, *options, "--max-steps", steps, cwd=project,
-                     expect=expect)
+        done = stage(
+            SCRIPT, "-e", name, *TRAIN, *options, "--max-steps", steps, cwd=project, expect=expect
+        )
         return done.stdout + done.stderr
 
     run("base", 2)
@@ -95,14 +144,20 @@ def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(project
     assert "resumed from" in run("run", 3, "--resume", named)
     shutil.rmtree(named)
     assert "step 3 of 4" in run("run", 4, "--resume", named)
-    assert "is not a checkpoint" in run("run", 5, "--resume", named.with_name("step_00000001x"),
-                                        expect=3)
+    assert "is not a checkpoint" in run(
+        "run", 5, "--resume", named.with_name("step_00000001x"), expect=3
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("options", [pytest.param((), id="before the first save"),
-                                     pytest.param(("--ckpt-freq", 2), id="after a save")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="before the first save"),
+        pytest.param(("--ckpt-freq", 2), id="after a save"),
+    ],
+)
 def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, options: tuple):
     process = start(project, *options, ranks=ranks)
     process.send_signal(signal.SIGUSR1)  # torchrun does not catch it, so it dies at once
@@ -117,16 +172,36 @@ def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, o
 
 @pytest.mark.slow
 def test_a_batch_that_is_left_open_is_chosen_once(project: Path) -> None:
-    command = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", "auto",
-               "--ckpt-freq", 1, "--eval-batches", 1)
-    first = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 1, cwd=project,
-                      ranks=2)
+    command = (
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--precision",
+        "fp32",
+        "-b",
+        "auto",
+        "--ckpt-freq",
+        1,
+        "--eval-batches",
+        1,
+    )
+    first = run_stage(
+        "04_train_fsdp.py", "-e", "open", *command, "--max-steps", 1, cwd=project, ranks=2
+    )
     assert "--batch-size auto: 64 per process, 2,048 tokens in a pass" in first.stdout
-    commit = json.loads((project / "outputs/open/checkpoints/step_00000001/COMMIT.json")
-                        .read_text())
+    commit = json.loads(
+        (project / "outputs/open/checkpoints/step_00000001/COMMIT.json").read_text()
+    )
     assert commit["identity"]["options"]["global_batch_size"] == 128
     again = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
-    assert "64 per process, 2,048 tokens in a pass, the largest that divides the 128 samples of " \
-        "a step over 1 rank" in again.stdout and "step 1 of 2" in again.stdout
+    assert (
+        "64 per process, 2,048 tokens in a pass, the largest that divides the 128 samples of "
+        "a step over 1 rank"
+        in again.stdout
+        and "step 1 of 2" in again.stdout
+    )
     done = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
     assert "already done" in done.stdout

@@ -16,18 +16,45 @@ from tests.conftest import ROOT, free_port, run_stage, start_stage
 from tests.training import SEQ_LENGTH, losses, steps_saved
 
 STEPS = 40
-COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2, "--lr",
-          "1e-2", "--log-freq", 1, "--eval-freq", 0, "--ckpt-freq", 16, "--max-steps", STEPS)
+COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--eval-freq",
+    0,
+    "--ckpt-freq",
+    16,
+    "--max-steps",
+    STEPS,
+)
 LOCAL = (*COMMON, "--ckpt-local-freq", 2, "-e", "run")
 
 
 def start(project: Path) -> list[forks.Launch]:
     """Start stage 04 as two nodes of one rank, each with a disk of its own."""
-    return [start_stage(
-        "04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", f"disk_{node}", cwd=project,
-        output=project / "printed",
-        env={**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node)})
-        for node, variables in enumerate(forks.rank_variables(2, free_port()))]
+    return [
+        start_stage(
+            "04_train_fsdp.py",
+            *LOCAL,
+            "--ckpt-local-dir",
+            f"disk_{node}",
+            cwd=project,
+            output=project / "printed",
+            env={**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node)},
+        )
+        for node, variables in enumerate(forks.rank_variables(2, free_port()))
+    ]
 
 
 def go_on(project: Path, expect: int = 0) -> str:
@@ -47,8 +74,10 @@ def resumed_from(project: Path) -> tuple[str, int]:
 
 def local_steps(project: Path, node: int) -> list[int]:
     """Return the steps on a node's own disk, newest first."""
-    return sorted((int(path.name[5:]) for path in project.glob(f"disk_{node}/run-*/step_????????")),
-                  reverse=True)
+    return sorted(
+        (int(path.name[5:]) for path in project.glob(f"disk_{node}/run-*/step_????????")),
+        reverse=True,
+    )
 
 
 def on_both(project: Path) -> list[int]:

@@ -14,9 +14,29 @@ from lib.checkpoints.storage import StrictReader
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, losses, prepare, save_model
 
-RUN = ("04_train_fsdp.py", "-d", "corpus", "-s", SEQ_LENGTH, "-b", 2, "--lr", "3e-2", "--log-freq",
-       1, "--eval-freq", 0, "--ckpt-freq", 2, "--precision", "fp32", "--compile", "off",
-       "--lora-rank", 4)
+RUN = (
+    "04_train_fsdp.py",
+    "-d",
+    "corpus",
+    "-s",
+    SEQ_LENGTH,
+    "-b",
+    2,
+    "--lr",
+    "3e-2",
+    "--log-freq",
+    1,
+    "--eval-freq",
+    0,
+    "--ckpt-freq",
+    2,
+    "--precision",
+    "fp32",
+    "--compile",
+    "off",
+    "--lora-rank",
+    4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +59,7 @@ def flip(path: Path) -> None:
 def in_cache(root: Path, home: Path) -> None:
     """Lay the model out as the Hugging Face cache does."""
     from lib.core import hashing
+
     repository = home / "hub/models--org--base"
     snapshot = repository / "snapshots" / ("a" * 40)
     for folder in (snapshot, repository / "blobs", repository / "refs"):
@@ -53,16 +74,25 @@ def in_cache(root: Path, home: Path) -> None:
 def prepared(root: Path, name: str) -> Path:
     """Give the model a manifest, as stage 03 writes it."""
     from lib.core import manifest
+
     target = root / ".cache/models" / name
     shutil.copytree(root / "model", target)
     files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
-    manifest.write(target, kind="model/1", stage="03_download_model.py", identity={}, options={},
-                   files=files, summary={})
+    manifest.write(
+        target,
+        kind="model/1",
+        stage="03_download_model.py",
+        identity={},
+        options={},
+        files=files,
+        summary={},
+    )
     return target
 
 
-def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp_path: Path,
-                                                                 ) -> None:
+def test_a_base_with_other_bytes_is_found_and_another_is_refused(
+    root: Path, tmp_path: Path
+) -> None:
     shutil.copytree(root / "model", root / "base")
     said = train(root, "run", "-m", "base", "--max-steps", 4)
     checkpoint = root / "outputs/run/checkpoints/step_00000004"
@@ -87,8 +117,17 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     assert "is not the file" in train(root, "kept", "-m", "moved", "--max-steps", 3, expect=3)
     assert (root / "outputs/kept/config.yaml").read_bytes() == before
     assert train(root, "other", "-m", "moved", "--max-steps", 1)  # a run of its own may have it
-    said = train(root, "from", "-m", "moved", "--max-steps", 8, "--resume",
-                 "outputs/run/checkpoints/step_00000006", expect=3)
+    said = train(
+        root,
+        "from",
+        "-m",
+        "moved",
+        "--max-steps",
+        8,
+        "--resume",
+        "outputs/run/checkpoints/step_00000006",
+        expect=3,
+    )
     assert "is not the file that the adapters of" in said
 
     flip(root / "moved/model.safetensors")  # as it was
@@ -100,14 +139,25 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     for rank in (0, 8):
         said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
         assert "--lora-rank: 4 there" in said
-        said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank,
-                     "--resume-with-changes", expect=2)
+        said = train(
+            root,
+            "run",
+            "-m",
+            "model",
+            "--max-steps",
+            8,
+            "--lora-rank",
+            rank,
+            "--resume-with-changes",
+            expect=2,
+        )
         assert "holds other trained parameters, which this run cannot take over" in said
 
 
 @pytest.mark.parametrize("kind", ["prepared", "cached"])
-def test_damage_in_a_base_with_digests_is_found_in_each_launch(root: Path, tmp_path: Path,
-                                                               kind: str) -> None:
+def test_damage_in_a_base_with_digests_is_found_in_each_launch(
+    root: Path, tmp_path: Path, kind: str
+) -> None:
     env = {"HF_HOME": str(tmp_path / "hf")}
     if kind == "cached":
         in_cache(root, tmp_path / "hf")
@@ -119,13 +169,19 @@ def test_damage_in_a_base_with_digests_is_found_in_each_launch(root: Path, tmp_p
     said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in said and "damaged" in said
     assert "resumed from" not in said
-    command = "03_download_model.py --model-name org/base" if kind == "cached" else \
-        "it was made by" if "it was made by" in said else "03_download_model.py"
+    command = (
+        "03_download_model.py --model-name org/base"
+        if kind == "cached"
+        else "it was made by"
+        if "it was made by" in said
+        else "03_download_model.py"
+    )
     assert command in said.partition("damaged")[2]
 
 
-@pytest.mark.parametrize("saving", [("--ckpt-async", "off"),
-                                    ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1)])
+@pytest.mark.parametrize(
+    "saving", [("--ckpt-async", "off"), ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1)]
+)
 def test_a_run_with_dropout_goes_on_bit_for_bit(root: Path, saving: tuple[object, ...]) -> None:
     options = ("-m", "model", "--lora-dropout", 0.1, "--max-steps", 6, *saving)
     name = saving[0].strip("-")
@@ -143,10 +199,30 @@ def test_a_run_with_dropout_goes_on_bit_for_bit(root: Path, saving: tuple[object
 def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
     options = ("-m", "model", "--global-batch-size", 4, "-b", 1)
     for steps, ranks in ((2, 2), (4, 0), (8, 2)):
-        train(root, "many", *options, "--max-steps", steps, "--warmup-steps", 0,
-              "--lr-scheduler", "constant", ranks=ranks)
-    train(root, "one", *options, "--max-steps", 8, "--warmup-steps", 0, "--lr-scheduler",
-          "constant", ranks=2)
+        train(
+            root,
+            "many",
+            *options,
+            "--max-steps",
+            steps,
+            "--warmup-steps",
+            0,
+            "--lr-scheduler",
+            "constant",
+            ranks=ranks,
+        )
+    train(
+        root,
+        "one",
+        *options,
+        "--max-steps",
+        8,
+        "--warmup-steps",
+        0,
+        "--lr-scheduler",
+        "constant",
+        ranks=2,
+    )
     assert losses(root, "many") == pytest.approx(losses(root, "one"), rel=1e-6)
     full = ("--lora-rank", 0, "--max-steps", 1, *options)
     train(root, "full", *full, ranks=2)
@@ -154,19 +230,37 @@ def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
 
 
 def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
-    train(root, "first", "-m", "model", "--max-steps", 3, "--lora-targets", "attention",
-          "--lora-rslora", "on")
+    train(
+        root,
+        "first",
+        "-m",
+        "model",
+        "--max-steps",
+        3,
+        "--lora-targets",
+        "attention",
+        "--lora-rslora",
+        "on",
+    )
     run_stage("05_export_checkpoint.py", "-e", "first", "--adapter", "--out", "adapter", cwd=root)
-    begin = (*(option for option in RUN if option not in ("--lora-rank", 4)), "-m", "model",
-             "--lora-from", "adapter", "-e", "second")
+    begin = (
+        *(option for option in RUN if option not in ("--lora-rank", 4)),
+        "-m",
+        "model",
+        "--lora-from",
+        "adapter",
+        "-e",
+        "second",
+    )
     said = run_stage(*begin, "--max-steps", 4, cwd=root, ranks=2).stdout
     assert "adapters: taken from adapter" in said and "rsLoRA: rank 4, alpha 8, on 8 lin" in said
     run_stage(*begin[:-1], "same", "--max-steps", 1, "--lr", 0, cwd=root)
     run_stage("05_export_checkpoint.py", "-e", "same", "--adapter", "--out", "round", cwd=root)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (root / "round" / name).read_bytes() == (root / "adapter" / name).read_bytes()
-    refused = run_stage(*begin, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root,
-                        expect=2)
+    refused = run_stage(
+        *begin, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root, expect=2
+    )
     assert refused.stderr.count("is not that of adapter") == 2
     flip(root / "adapter/adapter_model.safetensors")
     refused = run_stage(*begin, "--max-steps", 6, cwd=root, expect=2).stderr
@@ -184,12 +278,30 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
 def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
     """Three ranks share four experts, by their rows."""
     shutil.copytree(root / "model", root / "mixture")
-    save_model(root / "mixture", MixtralConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=128))
-    options = ("-m", "mixture", "--lora-targets", "gate_up_proj|down_proj|q_proj", "--max-steps",
-               4, "--global-batch-size", 6)
+    save_model(
+        root / "mixture",
+        MixtralConfig(
+            vocab_size=512,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+        ),
+    )
+    options = (
+        "-m",
+        "mixture",
+        "--lora-targets",
+        "gate_up_proj|down_proj|q_proj",
+        "--max-steps",
+        4,
+        "--global-batch-size",
+        6,
+    )
     said = train(root, "alone", *options)
     assert "on 2 linears and the experts of 4 parameters" in said and "no adapters" not in said
     for kind in ("selective", "full"):

@@ -12,17 +12,32 @@ from tests.tokens import chats
 from tests.training import SEQ_LENGTH, losses, prepare, save_model, steps_saved, write_corpus
 
 STEPS = 5
-RUN = ("04_train_fsdp.py", "-s", SEQ_LENGTH, "--lr", "3e-2", "--log-freq", 1, "--max-steps", STEPS,
-       "--global-batch-size", 8, "--lora-rank", 4)
+RUN = (
+    "04_train_fsdp.py",
+    "-s",
+    SEQ_LENGTH,
+    "--lr",
+    "3e-2",
+    "--log-freq",
+    1,
+    "--max-steps",
+    STEPS,
+    "--global-batch-size",
+    8,
+    "--lora-rank",
+    4,
+)
 
 
 def offload(_: int) -> None:
     """Shard as with --cpu-offload on a GPU: shards, gradients and states lie elsewhere."""
     from lib.parallel import parallelize
+
     shard = parallelize.shard
 
     def offloaded(*arguments: object) -> str:
         return shard(*arguments[:3], True, False)
+
     parallelize.shard = offloaded
 
 
@@ -31,21 +46,43 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with text, more text and conversations."""
     root = prepare(tmp_path_factory.mktemp("pairs"))
     write_corpus(root / "raw_more", documents=17)
-    run_stage("02_build_hf_dataset.py", "--data-folder", "raw_more", "--save-dir",
-              "hf_datasets/more", cwd=root)
+    run_stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        "raw_more",
+        "--save-dir",
+        "hf_datasets/more",
+        cwd=root,
+    )
     chats.save(root / "hf_datasets/talks", train=[chats.talk(seed) for seed in range(40)])
     chats.save_tokenizer(root / "chatty")
-    save_model(root / "chatty", LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256))
+    save_model(
+        root / "chatty",
+        LlamaConfig(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+        ),
+    )
     return root
 
 
 def train(root: Path, name: str, *options: object, ranks: int = 2, before: str = "") -> str:
     defaults = [("-m", "model"), ("-d", "corpus"), ("--precision", "fp32"), ("--compile", "off")]
-    done = run_stage(*RUN, "-e", name, *options, *(
-        word for option in defaults if option[0] not in options for word in option),
-        cwd=root, ranks=ranks, before=before)
+    done = run_stage(
+        *RUN,
+        "-e",
+        name,
+        *options,
+        *(word for option in defaults if option[0] not in options for word in option),
+        cwd=root,
+        ranks=ranks,
+        before=before,
+    )
     return done.stdout
 
 
@@ -66,20 +103,38 @@ def plain(root: Path) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize(("options", "before"), [
-    pytest.param((), "", id="nothing else"),
-    pytest.param(("--activation-checkpointing", "selective", "--shard-size", 1), "",
-                 id="selective, replicas, whole frozen weights"),
-    pytest.param(("-b", 1, "--activation-checkpointing", "full", "--ckpt-freq", 2), "",
-                 id="full, accumulation, async saves"),
-    pytest.param((), "tests.test_stage_04_lora_pairs:offload", id="offload"),
-    pytest.param(("--shard-size", 1, "--activation-checkpointing", "full"),
-                 "tests.test_stage_04_lora_pairs:offload", id="offload, replicas"),
-    pytest.param(("--compile", "on"), "", id="compile", marks=pytest.mark.slow),
-    pytest.param(("--compile", "on", "--activation-checkpointing", "selective", "--shard-size", 1),
-                 "", id="compile, selective, replicas", marks=pytest.mark.slow)])
-def test_on_two_ranks(root: Path, plain: dict[int, float], tmp_path: Path,
-                      options: tuple[object, ...], before: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        pytest.param((), "", id="nothing else"),
+        pytest.param(
+            ("--activation-checkpointing", "selective", "--shard-size", 1),
+            "",
+            id="selective, replicas, whole frozen weights",
+        ),
+        pytest.param(
+            ("-b", 1, "--activation-checkpointing", "full", "--ckpt-freq", 2),
+            "",
+            id="full, accumulation, async saves",
+        ),
+        pytest.param((), "tests.test_stage_04_lora_pairs:offload", id="offload"),
+        pytest.param(
+            ("--shard-size", 1, "--activation-checkpointing", "full"),
+            "tests.test_stage_04_lora_pairs:offload",
+            id="offload, replicas",
+        ),
+        pytest.param(("--compile", "on"), "", id="compile", marks=pytest.mark.slow),
+        pytest.param(
+            ("--compile", "on", "--activation-checkpointing", "selective", "--shard-size", 1),
+            "",
+            id="compile, selective, replicas",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_on_two_ranks(
+    root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], before: str
+) -> None:
     batch = () if "-b" in options else ("-b", 4)
     said = train(root, tmp_path.name, *batch, *options, before=before)
     assert losses(root, tmp_path.name) == pytest.approx(plain, rel=1e-6)
@@ -89,15 +144,20 @@ def test_on_two_ranks(root: Path, plain: dict[int, float], tmp_path: Path,
     prove(root, tmp_path.name)
 
 
-@pytest.mark.parametrize(("options", "rel"), [
-    pytest.param(("--packing", "documents"), 1e-6, id="documents"),
-    pytest.param(("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture"),
-    pytest.param(("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat"),
-    pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit"),
-    pytest.param(("--precision", "bf16"), 1e-3, id="bf16"),
-    pytest.param(("--precision", "fp16"), 1e-3, id="fp16")])
-def test_as_in_one_process(root: Path, plain: dict[int, float], tmp_path: Path,
-                           options: tuple[object, ...], rel: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "rel"),
+    [
+        pytest.param(("--packing", "documents"), 1e-6, id="documents"),
+        pytest.param(("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture"),
+        pytest.param(("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat"),
+        pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit"),
+        pytest.param(("--precision", "bf16"), 1e-3, id="bf16"),
+        pytest.param(("--precision", "fp16"), 1e-3, id="fp16"),
+    ],
+)
+def test_as_in_one_process(
+    root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], rel: float
+) -> None:
     train(root, tmp_path.name, *options, "-b", 8, ranks=0)
     expected = losses(root, tmp_path.name)
     assert expected != plain and expected[STEPS] < expected[1] - 0.05

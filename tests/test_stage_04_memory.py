@@ -22,24 +22,46 @@ def train_within(size: int, project: Path, *arguments: object) -> subprocess.Com
     """Train with so many bytes of memory, of which the libraries alone take 0.3 to 0.5 GB."""
     with of_memory(size) as join:
         return subprocess.run(
-            [*join, *stage_command("04_train_fsdp.py", *TRAIN, *arguments)], cwd=project,
-            capture_output=True, text=True, timeout=300, env={**os.environ, **forks.CPU})
+            [*join, *stage_command("04_train_fsdp.py", *TRAIN, *arguments)],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, **forks.CPU},
+        )
 
 
 @pytest.mark.slow
 def test_a_model_that_is_too_large_is_refused_before_it_takes_memory(project: Path) -> None:
     """The kernel would kill what takes more than there is. With --plan-only-warn it does."""
-    large = ("-e", "large", "--from-scratch", "--model-size", "350M", "--tokenizer", "model",
-             "-s", 64)
+    large = (
+        "-e",
+        "large",
+        "--from-scratch",
+        "--model-size",
+        "350M",
+        "--tokenizer",
+        "model",
+        "-s",
+        64,
+    )
     done = train_within(1_500_000_000, project, *large)
     assert done.returncode == 2, done.stdout + done.stderr
-    needs, has = map(float, re.search(r"error: this run does not fit: a rank needs ([\d.]+) GiB "
-                                      r"and can have ([\d.]+) [MG]iB of host memory",
-                                      done.stderr).groups())
+    needs, has = map(
+        float,
+        re.search(
+            r"error: this run does not fit: a rank needs ([\d.]+) GiB "
+            r"and can have ([\d.]+) [MG]iB of host memory",
+            done.stderr,
+        ).groups(),
+    )
     assert 4 < needs < 5 and has
     assert re.search(r"hint: +it fits on \d+ ranks, on machines with as much memory", done.stderr)
-    assert re.search(r"no option makes it fit on these ranks; a model of well below [\d.]+M "
-                     "parameters may", done.stderr)
+    assert re.search(
+        r"no option makes it fit on these ranks; a model of well below [\d.]+M "
+        "parameters may",
+        done.stderr,
+    )
     assert not (project / ".cache/tokens").exists() and not (project / "outputs").exists()
     begun = train_within(1_500_000_000, project, *large, "--plan-only-warn")
     assert begun.returncode == -9 and "warning: this run does not fit: a rank needs" in begun.stdout
@@ -50,15 +72,27 @@ def test_a_model_that_is_too_large_is_refused_before_it_takes_memory(project: Pa
 def test_what_does_not_fit_otherwise_is_computed_again(project: Path) -> None:
     """A run with as much memory as this takes more without recomputation: 1.4 GiB here."""
     save_tokenizer(project / "wide", project / "raw_text")
-    save_model(project / "wide", LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024))
+    save_model(
+        project / "wide",
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+        ),
+    )
     wide = ("-m", "wide", "-s", 512, "-b", 8)
     done = train_within(1_350_000_000, project, "-e", "auto", *wide)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "--activation-checkpointing auto: selective, since less recomputation is not sure" \
+    assert (
+        "--activation-checkpointing auto: selective, since less recomputation is not sure"
         in done.stdout
+    )
     assert "--activation-checkpointing selective (memory plan)" in done.stdout
-    kept = run_stage("04_train_fsdp.py", "-e", "auto", *TRAIN[:3], 2, *TRAIN[4:], *wide,
-                     "--dry-run", cwd=project)
+    kept = run_stage(
+        "04_train_fsdp.py", "-e", "auto", *TRAIN[:3], 2, *TRAIN[4:], *wide, "--dry-run", cwd=project
+    )
     assert "--activation-checkpointing selective (earlier launch)" in kept.stdout

@@ -20,8 +20,28 @@ from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
 STEPS, BATCH, AFTER, FREQ = 30, 2, 3, 5
-COMMON = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "-b", BATCH, "--precision",
-          "fp32", "--max-steps", STEPS, "--log-freq", 1, "--ckpt-freq", 10, "--eval-freq", 0)
+COMMON = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "-b",
+    BATCH,
+    "--precision",
+    "fp32",
+    "--max-steps",
+    STEPS,
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    10,
+    "--eval-freq",
+    0,
+)
 ROLLBACK = (*COMMON, "--ckpt-freq", FREQ, "--rollback-after", AFTER)
 
 
@@ -40,8 +60,7 @@ def tokens_of_steps(samples: Windows) -> list[set[int]]:
     return [set(inputs_of(samples, step).ravel().tolist()) for step in range(4 * STEPS)]
 
 
-def expected(is_bad: list[bool], freq: int = FREQ,
-             ) -> tuple[list[dict[str, int]], set[int], int]:
+def expected(is_bad: list[bool], freq: int = FREQ) -> tuple[list[dict[str, int]], set[int], int]:
     """Return the rollbacks, the bad steps that stay and the steps passed over, by the rules.
 
     freq: steps between checkpoints.
@@ -75,9 +94,18 @@ def poison(project: Path, token: int) -> None:
     """Make the embedding of one token NaN: so is every batch that holds it, and no other."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
-    save_model(project / "model", LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128))
+    save_model(
+        project / "model",
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+        ),
+    )
     path = project / "model" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][token] = math.nan
@@ -87,8 +115,11 @@ def poison(project: Path, token: int) -> None:
 def test_such_steps_change_nothing(project: Path) -> None:
     samples = windows(project)
     held = tokens_of_steps(samples)[:STEPS]
-    token = next(t for t in sorted(set.union(*held)) if t not in held[0] | held[1]
-                 and 3 <= sum(t in tokens for tokens in held) <= 12)
+    token = next(
+        t
+        for t in sorted(set.union(*held))
+        if t not in held[0] | held[1] and 3 <= sum(t in tokens for tokens in held) <= 12
+    )
     bad = {step + 1 for step, tokens in enumerate(held) if token in tokens}
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project)
@@ -97,8 +128,9 @@ def test_such_steps_change_nothing(project: Path) -> None:
     losses = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert {step for step, loss in losses.items() if loss is None} == bad
     assert losses[max(set(losses) - bad)] < losses[1]
-    moments = json.loads((project / "outputs/run/checkpoints/step_00000030/train_state.json"
-                          ).read_text())["optimizer_steps"]
+    moments = json.loads(
+        (project / "outputs/run/checkpoints/step_00000030/train_state.json").read_text()
+    )["optimizer_steps"]
     assert moments == STEPS - len(bad)
 
 
@@ -110,16 +142,25 @@ def test_the_first_step_is_explained(project: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("options", "ranks"), [
-    pytest.param((), 0, id="whole"), pytest.param(("--lora-rank", 4), 0, id="adapters"),
-    pytest.param(("-b", 1), 2, id="two ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        pytest.param((), 0, id="whole"),
+        pytest.param(("--lora-rank", 4), 0, id="adapters"),
+        pytest.param(("-b", 1), 2, id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
-        project: Path, options: tuple[object, ...], ranks: int) -> None:
+    project: Path, options: tuple[object, ...], ranks: int
+) -> None:
     held = tokens_of_steps(windows(project))
     token, (rollbacks, bad, offset) = next(
-        (t, found) for t in sorted(set.union(*held)) if t not in held[0]
+        (t, found)
+        for t in sorted(set.union(*held))
+        if t not in held[0]
         and len((found := expected([t in tokens for tokens in held]))[0]) == 1
-        and found[0][0]["diverged_at"] < STEPS - FREQ)
+        and found[0][0]["diverged_at"] < STEPS - FREQ
+    )
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
     assert "the data of the steps between is passed over (rollback 1 of at most 3)" in done.stdout
@@ -140,8 +181,11 @@ def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
 
 def test_rollbacks_are_capped(project: Path) -> None:
     held = tokens_of_steps(windows(project))
-    token = next(t for t in sorted(set.union(*held)) if t not in held[0]
-                 and len(expected([t in tokens for tokens in held], freq=1)[0]) == 4)
+    token = next(
+        t
+        for t in sorted(set.union(*held))
+        if t not in held[0] and len(expected([t in tokens for tokens in held], freq=1)[0]) == 4
+    )
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, "--ckpt-freq", 1, cwd=project, expect=2)
     assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
@@ -150,13 +194,19 @@ def test_rollbacks_are_capped(project: Path) -> None:
 
 def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
     held = tokens_of_steps(windows(project))
-    token = next(t for t in sorted(set.union(*held)) if t not in held[0]
-                 and all(t in tokens for tokens in held[1:1 + AFTER]))
+    token = next(
+        t
+        for t in sorted(set.union(*held))
+        if t not in held[0] and all(t in tokens for tokens in held[1 : 1 + AFTER])
+    )
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project, expect=2)
     problem, *parts = done.stderr.strip().splitlines()
-    assert re.fullmatch(rf"error: training has diverged: {AFTER} bad steps in a row, and there is "
-                        "no checkpoint from before", problem)
+    assert re.fullmatch(
+        rf"error: training has diverged: {AFTER} bad steps in a row, and there is "
+        "no checkpoint from before",
+        problem,
+    )
     assert [part.split()[0] for part in parts] == ["found:", "hint:", "run:"]
     assert "-e run-lower-lr --lr 3e-06 --min-lr 3e-07" in parts[-1]
     state = json.loads((project / "outputs/run/state.json").read_text())
@@ -175,6 +225,7 @@ def test_a_spike_changes_nothing(project: Path) -> None:
         sound += 1
         usual += (norm - usual) / min(sound, 100)
     assert [event["step"] for event in events(project, "skip_step")] == spikes and spikes
-    state = json.loads((project / "outputs/run/checkpoints/step_00000040/train_state.json"
-                        ).read_text())
+    state = json.loads(
+        (project / "outputs/run/checkpoints/step_00000040/train_state.json").read_text()
+    )
     assert state["optimizer_steps"] == sound

@@ -11,14 +11,34 @@ from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, losses, metrics
 
 STEPS = 12
-ARGUMENTS = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
-             "--log-freq", 1, "--ckpt-freq", 4, "--max-steps", STEPS, "-b", 2,
-             "--global-batch-size", 8)
+ARGUMENTS = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    4,
+    "--max-steps",
+    STEPS,
+    "-b",
+    2,
+    "--global-batch-size",
+    8,
+)
 
 
 def train(root: Path, name: str, kind: str, ranks: int = 2) -> str:
-    return run_stage("04_train_fsdp.py", "-e", name, *ARGUMENTS, "--optimizer", kind, cwd=root,
-                     ranks=ranks).stdout
+    return run_stage(
+        "04_train_fsdp.py", "-e", name, *ARGUMENTS, "--optimizer", kind, cwd=root, ranks=ranks
+    ).stdout
 
 
 def cut(root: Path, name: str) -> None:
@@ -35,21 +55,29 @@ def test_8bit_moments(project: Path) -> None:
     expected = losses(project, "small")
     assert expected[STEPS] < expected[1] - 0.5
     assert expected == pytest.approx(losses(project, "large"), rel=0.02)
-    sizes = {name: sum(path.stat().st_size for path in (
-        project / "outputs" / name / "checkpoints" / "step_00000012" / "dcp").glob("*optimizer*"))
-        for name in ("large", "small")}
+    sizes = {
+        name: sum(
+            path.stat().st_size
+            for path in (project / "outputs" / name / "checkpoints" / "step_00000012" / "dcp").glob(
+                "*optimizer*"
+            )
+        )
+        for name in ("large", "small")
+    }
     assert sizes["small"] < 0.8 * sizes["large"]  # rows of 32 numbers; most is the file format's
 
     cut(project, "again")
     assert "step 4 of 12" in train(project, "again", "adamw8bit")
     exact = ("train/loss", "train/grad_norm")
-    assert [[row[key] for key in exact] for row in metrics(project, "again")] == \
-        [[row[key] for key in exact] for row in metrics(project, "small")]
+    assert [[row[key] for key in exact] for row in metrics(project, "again")] == [
+        [row[key] for key in exact] for row in metrics(project, "small")
+    ]
 
     cut(project, "alone")  # on another number of ranks
     train(project, "alone", "adamw8bit", ranks=0)
     assert losses(project, "alone") == pytest.approx(expected, rel=1e-3)
 
-    done = run_stage("04_train_fsdp.py", "-e", "small", *ARGUMENTS, "--max-steps", 20,
-                     cwd=project, expect=2)
+    done = run_stage(
+        "04_train_fsdp.py", "-e", "small", *ARGUMENTS, "--max-steps", 20, cwd=project, expect=2
+    )
     assert "--optimizer: adamw8bit there" in done.stderr

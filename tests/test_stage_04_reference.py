@@ -21,26 +21,39 @@ from tests.models.families import FAMILIES, make_checkpoint
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
 STEPS, BATCH = 20, 8
-MIXTRAL = MixtralConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48,
-                        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128)
+MIXTRAL = MixtralConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=128,
+)
 
 
-def reference(model_dir: Path, samples: Samples, lora: Lora | None = None,
-              ) -> list[dict[str, float]]:
+def reference(
+    model_dir: Path, samples: Samples, lora: Lora | None = None
+) -> list[dict[str, float]]:
     """Return loss and gradient norm of each step of a loop that a person would write."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     if lora:
         model = by_peft(model, lora)
     decayed = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
     others = [p for p in model.parameters() if p.ndim == 1]
-    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
-                               {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
     schedule, found = Schedule("cosine", 1e-2, 1e-3, 1, STEPS), []
     for step in range(STEPS):
         numbers = order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
-        inputs, labels, positions = (part if part is None else torch.from_numpy(part.copy())
-                                     for part in samples.rows(numbers))
+        inputs, labels, positions = (
+            part if part is None else torch.from_numpy(part.copy())
+            for part in samples.rows(numbers)
+        )
         logits = model(inputs, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -56,15 +69,23 @@ def reference(model_dir: Path, samples: Samples, lora: Lora | None = None,
 def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Return a model with the adapters of peft, which begin with the same numbers as ours."""
     from peft import LoraConfig, get_peft_model
+
     names = choose(model, lora.targets)
     with torch.device("meta"):
         ours = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     lora.convert(ours, Placement())
     ours.to_empty(device="cpu")
     draw_added(ours, seed=0)
-    found = get_peft_model(model, LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=names,
-        fan_in_fan_out=model.config.model_type == "gpt2"))
+    found = get_peft_model(
+        model,
+        LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            use_rslora=lora.rslora,
+            target_modules=names,
+            fan_in_fan_out=model.config.model_type == "gpt2",
+        ),
+    )
     for name in names:
         theirs = found.get_submodule(f"base_model.model.{name}")
         for part in ("lora_A", "lora_B"):
@@ -73,58 +94,137 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
     return found
 
 
-@pytest.mark.parametrize(("family", "options", "ranks"), [
-    pytest.param("llama_tied", (), 2, id="llama"),
-    pytest.param("llama", ("--lora-rslora", "on", "--packing", "documents"), 0,
-                 id="llama, rslora, documents, one process"),
-    pytest.param("mixtral", ("--lora-targets", "attention"), 2, id="mixtral, attention"),
-    pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
-    pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
-    pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp"),
-    pytest.param("falcon_7b", ("--lora-targets", "query_key_value|dense"), 2,
-                 id="falcon, by name")])
-def test_twenty_steps_with_adapters(project: Path, family: str, options: tuple[object, ...],
-                                    ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "options", "ranks"),
+    [
+        pytest.param("llama_tied", (), 2, id="llama"),
+        pytest.param(
+            "llama",
+            ("--lora-rslora", "on", "--packing", "documents"),
+            0,
+            id="llama, rslora, documents, one process",
+        ),
+        pytest.param("mixtral", ("--lora-targets", "attention"), 2, id="mixtral, attention"),
+        pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
+        pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
+        pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp"),
+        pytest.param(
+            "falcon_7b", ("--lora-targets", "query_key_value|dense"), 2, id="falcon, by name"
+        ),
+    ],
+)
+def test_twenty_steps_with_adapters(
+    project: Path, family: str, options: tuple[object, ...], ranks: int
+) -> None:
     """Against those of peft."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    make_checkpoint(project / "model", FAMILIES[family](
-        VOCABULARY, **dropouts if family == "gpt2" else {}))
-    run_stage("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
-              "-b", 2 if ranks else 4, "--grad-accum-steps", 2, "--max-steps", STEPS,
-              "--lr", "1e-2", "--precision", "fp32", "--log-freq", 1, "--lora-rank", 4, *options,
-              cwd=project, ranks=ranks)
+    make_checkpoint(
+        project / "model", FAMILIES[family](VOCABULARY, **dropouts if family == "gpt2" else {})
+    )
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "run",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "-b",
+        2 if ranks else 4,
+        "--grad-accum-steps",
+        2,
+        "--max-steps",
+        STEPS,
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--log-freq",
+        1,
+        "--lora-rank",
+        4,
+        *options,
+        cwd=project,
+        ranks=ranks,
+    )
     given = dict(zip(options[::2], options[1::2], strict=True))
-    lora = Lora(4, given.get("--lora-alpha", 8), 0.0, given.get("--lora-targets", ALL),
-                "--lora-rslora" in given)
-    check(project, reference(project / "model", samples_of(
-        project, given.get("--packing", "concat"), SEQ_LENGTH), lora), fall=0.05)
+    lora = Lora(
+        4,
+        given.get("--lora-alpha", 8),
+        0.0,
+        given.get("--lora-targets", ALL),
+        "--lora-rslora" in given,
+    )
+    check(
+        project,
+        reference(
+            project / "model",
+            samples_of(project, given.get("--packing", "concat"), SEQ_LENGTH),
+            lora,
+        ),
+        fall=0.05,
+    )
 
 
-@pytest.mark.parametrize(("config", "packing_"), [
-    pytest.param(None, "concat", id="llama"),
-    pytest.param(None, "documents", id="llama, documents", marks=pytest.mark.slow),
-    pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.slow),
-    pytest.param(MIXTRAL, "documents", id="mixtral, documents")])
+@pytest.mark.parametrize(
+    ("config", "packing_"),
+    [
+        pytest.param(None, "concat", id="llama"),
+        pytest.param(None, "documents", id="llama, documents", marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, "documents", id="mixtral, documents"),
+    ],
+)
 def test_twenty_steps(project: Path, config: PretrainedConfig | None, packing_: str) -> None:
     if config:
         for file in (project / "model").glob("*.safetensors"):
             file.unlink()
         save_model(project / "model", config)
     length = SEQ_LENGTH if packing_ == "concat" else 3 * SEQ_LENGTH
-    run_stage("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", length,
-              "-b", 2, "--grad-accum-steps", 2, "--max-steps", STEPS, "--lr", "1e-2",
-              "--precision", "fp32", "--log-freq", 1, "--packing", packing_, cwd=project, ranks=2)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "run",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        length,
+        "-b",
+        2,
+        "--grad-accum-steps",
+        2,
+        "--max-steps",
+        STEPS,
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--log-freq",
+        1,
+        "--packing",
+        packing_,
+        cwd=project,
+        ranks=2,
+    )
     check(project, reference(project / "model", samples_of(project, packing_, length)), fall=0.5)
 
 
 def samples_of(root: Path, packing_: str, length: int) -> Samples:
-    [directory] = (path for path in (root / ".cache" / "tokens").iterdir()
-                   if ".packs-" not in path.name)
+    [directory] = (
+        path for path in (root / ".cache" / "tokens").iterdir() if ".packs-" not in path.name
+    )
     tokens = store.open_store(directory)
-    return Windows(tokens.splits["train"].tokens, length) if packing_ == "concat" \
+    return (
+        Windows(tokens.splits["train"].tokens, length)
+        if packing_ == "concat"
         else packing.prepare(tokens, length)["train"]
+    )
 
 
 def check(root: Path, expected: list[dict[str, float]], fall: float) -> None:
@@ -132,5 +232,6 @@ def check(root: Path, expected: list[dict[str, float]], fall: float) -> None:
     rows = metrics(root, "run")
     assert len(rows) == STEPS and expected[-1]["train/loss"] < expected[0]["train/loss"] - fall
     for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-3)):
-        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected],
-                                                           rel=tolerance)
+        assert [row[key] for row in rows] == pytest.approx(
+            [row[key] for row in expected], rel=tolerance
+        )

@@ -20,13 +20,34 @@ from tests.train.test_no_waiting import WAITING
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
 STEPS, SAMPLES = 7, 6  # samples of a step
-RUN = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-       "--max-steps", STEPS, "--eval-batches", 1)
+RUN = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--max-steps",
+    STEPS,
+    "--eval-batches",
+    1,
+)
 STOPPED_AT, FAILS_AT = 4, 4  # the step in which a signal comes, or an error
 NEVER = 1000
 # FSDP calls others for the weights.
-EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list",
-             "gather_object", "barrier")
+EXCHANGES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "gather_object",
+    "barrier",
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -49,8 +70,9 @@ class Recorder(TorchDispatchMode):
         yield
         self._silent = before
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                           named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         if function._schema.name in WAITING:
             self.note("asked", function._schema.name)
         return function(*arguments, **(named or {}))
@@ -66,8 +88,9 @@ def record(rank: int) -> None:
 
     recorder = Recorder(rank)
 
-    def around(owner: Any, name: str, begins: str = "", ends: str = "", silent: bool = False,
-               ) -> None:
+    def around(
+        owner: Any, name: str, begins: str = "", ends: str = "", silent: bool = False
+    ) -> None:
         """Note when a function begins and ends, and the step of its first argument, if any."""
         real = getattr(owner, name)
 
@@ -79,6 +102,7 @@ def record(rank: int) -> None:
             if ends:
                 recorder.note(ends, parts[0].step)
             return result
+
         setattr(owner, name, noted)
 
     ask = StopRequest.ask
@@ -96,6 +120,7 @@ def record(rank: int) -> None:
         for name in EXCHANGES:
             around(dist, name, name)
         around(torch.Tensor, "tolist", "asked")
+
     StopRequest.ask = begin
 
 
@@ -104,28 +129,65 @@ def recorded(project: Path, rank: int = 0) -> list[tuple[str, Any]]:
     return [(kind, value) for kind, value in map(json.loads, lines)]
 
 
-def run(project: Path, *options: object, before: str = "", ranks: int = 1, expect: int = 0,
-        name: str = "run") -> str:
-    done = run_stage("04_train_fsdp.py", *RUN, "-b", SAMPLES // ranks, *options, "-e", name,
-                     cwd=project, ranks=ranks if ranks > 1 else 0, expect=expect,
-                     before=before and f"{__name__}:{before}")
+def run(
+    project: Path,
+    *options: object,
+    before: str = "",
+    ranks: int = 1,
+    expect: int = 0,
+    name: str = "run",
+) -> str:
+    done = run_stage(
+        "04_train_fsdp.py",
+        *RUN,
+        "-b",
+        SAMPLES // ranks,
+        *options,
+        "-e",
+        name,
+        cwd=project,
+        ranks=ranks if ranks > 1 else 0,
+        expect=expect,
+        before=before and f"{__name__}:{before}",
+    )
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow),
-                                   pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
-    run(project, "--log-freq", 2, "--ckpt-freq", NEVER, "--eval-freq", 0, ranks=ranks,
-        before="record")
+    run(
+        project,
+        "--log-freq",
+        2,
+        "--ckpt-freq",
+        NEVER,
+        "--eval-freq",
+        0,
+        ranks=ranks,
+        before="record",
+    )
     for rank in range(ranks):
         order = recorded(project, rank)
         assert [entry for entry in order if entry[0] in ("launched", "reading", "saving")] == [
-            ("launched", 1), ("launched", 2), ("reading", 1), ("launched", 3), ("reading", 2),
-            ("launched", 4), ("launched", 5), ("reading", 4), ("launched", 6), ("launched", 7),
-            ("reading", 6), ("reading", 7), ("saving", None)]
+            ("launched", 1),
+            ("launched", 2),
+            ("reading", 1),
+            ("launched", 3),
+            ("reading", 2),
+            ("launched", 4),
+            ("launched", 5),
+            ("reading", 4),
+            ("launched", 6),
+            ("launched", 7),
+            ("reading", 6),
+            ("reading", 7),
+            ("saving", None),
+        ]
         # Outside of a row nothing is asked or exchanged; for a row the ranks exchange numbers once.
         is_reading, exchanged = False, 0
-        for kind, _ in order[:order.index(("saving", None))]:
+        for kind, _ in order[: order.index(("saving", None))]:
             if kind == "reading":
                 is_reading, exchanged = True, 0
             elif kind == "read":
@@ -139,30 +201,55 @@ def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks
 
 def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return what the rows of each step say of the training, but for times and memory."""
-    return {row["step"]: {key: value for key, value in row.items()
-                          if key.startswith(("step", "epoch", "train/", "eval/"))} for row in rows}
+    return {
+        row["step"]: {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("step", "epoch", "train/", "eval/"))
+        }
+        for row in rows
+    }
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow),
-                                   pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_row_says_the_same_whenever_it_is_written(project: Path, ranks: int) -> None:
     """Each is written at once where each step is saved."""
     rows = []
     for name, every in (("late", NEVER), ("at_once", 1)):
-        run(project, "--log-freq", 1, "--ckpt-freq", every, "--eval-freq", 3, ranks=ranks,
-            name=name)
+        run(
+            project, "--log-freq", 1, "--ckpt-freq", every, "--eval-freq", 3, ranks=ranks, name=name
+        )
         rows.append(_training(metrics(project, name)))
     assert rows[0] == rows[1] and list(rows[0]) == [*range(1, STEPS + 1)]
     assert [step for step, row in rows[0].items() if "eval/loss" in row] == [3, 6, 7]
 
 
-@pytest.mark.parametrize(("log", "save", "evaluate"), [
-    (1, 2, 3), pytest.param(2, 3, 2, marks=pytest.mark.slow),
-    pytest.param(3, 2, 3, marks=pytest.mark.slow), pytest.param(7, 7, 7, marks=pytest.mark.slow)])
-def test_a_checkpoint_follows_the_row_of_its_step(project: Path, log: int, save: int,
-                                                  evaluate: int) -> None:
-    run(project, "--log-freq", log, "--ckpt-freq", save, "--eval-freq", evaluate, "--ckpt-keep", 9,
-        before="record")
+@pytest.mark.parametrize(
+    ("log", "save", "evaluate"),
+    [
+        (1, 2, 3),
+        pytest.param(2, 3, 2, marks=pytest.mark.slow),
+        pytest.param(3, 2, 3, marks=pytest.mark.slow),
+        pytest.param(7, 7, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_follows_the_row_of_its_step(
+    project: Path, log: int, save: int, evaluate: int
+) -> None:
+    run(
+        project,
+        "--log-freq",
+        log,
+        "--ckpt-freq",
+        save,
+        "--eval-freq",
+        evaluate,
+        "--ckpt-keep",
+        9,
+        before="record",
+    )
     steps = range(1, STEPS + 1)
     due = [step for step in steps if step in (1, STEPS) or not step % log or not step % evaluate]
     assert [row["step"] for row in metrics(project, "run")] == due
@@ -186,8 +273,9 @@ def test_a_checkpoint_follows_the_row_of_its_step(project: Path, log: int, save:
     assert steps_saved(project, "run") == saved
     rows = {row["step"]: row for row in metrics(project, "run")}
     for step in saved:
-        state = json.loads((project / f"outputs/run/checkpoints/step_{step:08d}/train_state.json"
-                            ).read_text())
+        state = json.loads(
+            (project / f"outputs/run/checkpoints/step_{step:08d}/train_state.json").read_text()
+        )
         assert state["loss"] == rows.get(step, {}).get("train/loss")
         assert state["eval_loss"] == rows.get(step, {}).get("eval/loss")
 
@@ -203,20 +291,32 @@ def stop(rank: int) -> None:
         if asked[0] == STOPPED_AT and rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         ask(request)
+
     StopRequest.ask = ask_or_stop
 
 
-@pytest.mark.parametrize("options", [("--log-freq", 1), pytest.param(
-    ("--log-freq", 3, "--ckpt-freq", STOPPED_AT, "--eval-freq", STOPPED_AT),
-    marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--log-freq", 1),
+        pytest.param(
+            ("--log-freq", 3, "--ckpt-freq", STOPPED_AT, "--eval-freq", STOPPED_AT),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stopped_run_has_all_its_rows(project: Path, ranks: int, options: tuple[object, ...],
-                                        ) -> None:
+def test_a_stopped_run_has_all_its_rows(
+    project: Path, ranks: int, options: tuple[object, ...]
+) -> None:
     options = ("--ckpt-freq", NEVER, "--eval-freq", 0, *options)
     run(project, *options, name="whole", ranks=ranks)
     run(project, *options, before="stop", ranks=ranks, expect=1 if ranks > 1 else 75)
-    due = [step for step in range(1, STOPPED_AT + 1)
-           if step in (1, STOPPED_AT) or not step % options[options.index("--log-freq", 1) + 1]]
+    due = [
+        step
+        for step in range(1, STOPPED_AT + 1)
+        if step in (1, STOPPED_AT) or not step % options[options.index("--log-freq", 1) + 1]
+    ]
     assert [row["step"] for row in metrics(project, "run")] == due
     assert json.loads((project / "outputs/run/state.json").read_text())["status"] == "preempted"
     run(project, *options, ranks=ranks)
@@ -235,15 +335,27 @@ def fail(rank: int) -> None:
         advance(state, step)
         if state.step == FAILS_AT:
             raise RuntimeError("of no matter which kind")
+
     TrainState.advance = advance_or_fail
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_error_leaves_the_row_before_it_or_says_that_it_is_missing(project: Path, ranks: int,
-                                                                      ) -> None:
+def test_an_error_leaves_the_row_before_it_or_says_that_it_is_missing(
+    project: Path, ranks: int
+) -> None:
     """What no rank has exchanged with the others a failing rank cannot ask them for."""
-    printed = run(project, "--log-freq", 1, "--ckpt-freq", NEVER, "--eval-freq", 0, before="fail",
-                  ranks=ranks, expect=1)
+    printed = run(
+        project,
+        "--log-freq",
+        1,
+        "--ckpt-freq",
+        NEVER,
+        "--eval-freq",
+        0,
+        before="fail",
+        ranks=ranks,
+        expect=1,
+    )
     assert "of no matter which kind" in printed
     rows = [row["step"] for row in metrics(project, "run")]
     assert rows == ([1, 2, 3] if ranks == 1 else [1, 2])

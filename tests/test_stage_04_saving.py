@@ -12,8 +12,24 @@ import pytest
 from tests.conftest import run_stage, stage_command
 from tests.training import SEQ_LENGTH, losses, metrics, steps_saved
 
-COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
-          "-b", 2, "--log-freq", 1, "--eval-batches", 1)
+COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "-b",
+    2,
+    "--log-freq",
+    1,
+    "--eval-batches",
+    1,
+)
 
 
 def events(root: Path, experiment: str) -> list[dict]:
@@ -24,8 +40,17 @@ def events(root: Path, experiment: str) -> list[dict]:
 def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
     """Both runs save every step, are cut back to step 5 and go on on two ranks."""
     for name, asynchronous in (("behind", "on"), ("at-once", "off")):
-        options = (*COMMON, "--max-steps", 8, "--ckpt-freq", 1, "--ckpt-keep", 0, "--ckpt-async",
-                   asynchronous)
+        options = (
+            *COMMON,
+            "--max-steps",
+            8,
+            "--ckpt-freq",
+            1,
+            "--ckpt-keep",
+            0,
+            "--ckpt-async",
+            asynchronous,
+        )
         done = run_stage("04_train_fsdp.py", "-e", name, *options, cwd=project, ranks=2)
         lines = [line for line in done.stdout.splitlines() if "step 3: sav" in line]
         assert len(lines) == 1 and "step_00000003 in " in lines[0]
@@ -36,31 +61,72 @@ def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
         run_stage("04_train_fsdp.py", "-e", name, *options, cwd=project, ranks=2)
     assert losses(project, "behind") == losses(project, "at-once")
     of_tensors = [
-        {entry["path"]: entry["digest"] for entry in json.loads(
-            (project / f"outputs/{name}/checkpoints/step_00000005/manifest.json").read_text()
-        )["files"] if entry["path"].endswith(".distcp")} for name in ("behind", "at-once")]
+        {
+            entry["path"]: entry["digest"]
+            for entry in json.loads(
+                (project / f"outputs/{name}/checkpoints/step_00000005/manifest.json").read_text()
+            )["files"]
+            if entry["path"].endswith(".distcp")
+        }
+        for name in ("behind", "at-once")
+    ]
     assert of_tensors[0] and of_tensors[0] == of_tensors[1]
 
 
 def test_what_is_kept(project: Path) -> None:
-    run_stage("04_train_fsdp.py", "-e", "run", *COMMON, "--max-steps", 9, "--ckpt-freq", 1,
-              "--eval-freq", 2, "--ckpt-keep", 2, "--ckpt-keep-every", 4, cwd=project)
-    measured = {row["step"]: row["eval/loss"] for row in metrics(project, "run")
-                if "eval/loss" in row}
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "run",
+        *COMMON,
+        "--max-steps",
+        9,
+        "--ckpt-freq",
+        1,
+        "--eval-freq",
+        2,
+        "--ckpt-keep",
+        2,
+        "--ckpt-keep-every",
+        4,
+        cwd=project,
+    )
+    measured = {
+        row["step"]: row["eval/loss"] for row in metrics(project, "run") if "eval/loss" in row
+    }
     best = min(measured, key=measured.__getitem__)
     assert steps_saved(project, "run") == sorted({4, 8, 9, best})
 
 
-@pytest.mark.parametrize(("steps", "ends_at", "failures"), [
-    pytest.param(20, 9, 3, id="three in a row"),
-    pytest.param(4, 4, 2, id="the last", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("steps", "ends_at", "failures"),
+    [
+        pytest.param(20, 9, 3, id="three in a row"),
+        pytest.param(4, 4, 2, id="the last", marks=pytest.mark.slow),
+    ],
+)
 def test_no_room(project: Path, steps: int, ends_at: int, failures: int) -> None:
     """A file size limit stands for a full disk: the write fails in the middle of the tensors."""
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
-    command = stage_command("04_train_fsdp.py", "-e", "full", *COMMON, "--max-steps", steps,
-                            "--ckpt-freq", 3, "--ckpt-async", "off")
-    done = subprocess.run(["bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "-", *command],
-                          cwd=project, capture_output=True, text=True, timeout=120)
+    command = stage_command(
+        "04_train_fsdp.py",
+        "-e",
+        "full",
+        *COMMON,
+        "--max-steps",
+        steps,
+        "--ckpt-freq",
+        3,
+        "--ckpt-async",
+        "off",
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "-", *command],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 4, done.stderr[-2000:]
     assert "no room to write" in done.stderr and "Traceback" not in done.stderr
     assert "NOT SAVED" in done.stdout

@@ -10,8 +10,26 @@ import pytest
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, losses, metrics
 
-COMMON = ("-d", "corpus", "-m", "model", "--precision", "fp32", "--lr", "1e-2", "--log-freq", 1,
-          "--ckpt-freq", 4, "--eval-freq", 2, "--eval-batches", 2, "--max-steps", 4)
+COMMON = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    4,
+    "--eval-freq",
+    2,
+    "--eval-batches",
+    2,
+    "--max-steps",
+    4,
+)
 WINDOWS = (*COMMON, "-s", SEQ_LENGTH, "-b", 2)
 DOCUMENTS = (*COMMON, "-s", 100, "-b", 2, "--packing", "documents")
 
@@ -21,27 +39,48 @@ def plain(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Return a project with the experiments `windows` (2 ranks, batch 8) and `documents` (1)."""
     root = tmp_path_factory.mktemp("plain")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
-    run_stage("04_train_fsdp.py", "-e", "windows", *WINDOWS, "--grad-accum-steps", 2, cwd=root,
-              ranks=2)
+    run_stage(
+        "04_train_fsdp.py", "-e", "windows", *WINDOWS, "--grad-accum-steps", 2, cwd=root, ranks=2
+    )
     run_stage("04_train_fsdp.py", "-e", "documents", *DOCUMENTS, cwd=root)
     return root
 
 
 def figures(root: Path, experiment: str) -> list[float]:
     """Return the losses and gradient norms of a run."""
-    return [row[key] for row in metrics(root, experiment)
-            for key in ("train/loss", "train/grad_norm", "eval/loss") if key in row]
+    return [
+        row[key]
+        for row in metrics(root, experiment)
+        for key in ("train/loss", "train/grad_norm", "eval/loss")
+        if key in row
+    ]
 
 
-@pytest.mark.parametrize("options", [
-    ("--activation-checkpointing", "full"), ("--activation-checkpointing", "selective"),
-    ("--shard-size", 1),
-    pytest.param(("--compile", "on", "--activation-checkpointing", "selective"),
-                 marks=pytest.mark.slow)], ids=lambda options: "-".join(map(str, options)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--activation-checkpointing", "full"),
+        ("--activation-checkpointing", "selective"),
+        ("--shard-size", 1),
+        pytest.param(
+            ("--compile", "on", "--activation-checkpointing", "selective"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
 def test_windows(plain: Path, options: tuple[object, ...]) -> None:
     name = "x".join(map(str, options)).strip("-")
-    done = run_stage("04_train_fsdp.py", "-e", name, *WINDOWS, "--grad-accum-steps", 2, *options,
-                     cwd=plain, ranks=2)
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        name,
+        *WINDOWS,
+        "--grad-accum-steps",
+        2,
+        *options,
+        cwd=plain,
+        ranks=2,
+    )
     assert figures(plain, name) == pytest.approx(figures(plain, "windows"), rel=1e-4)
     if options[0] == "--activation-checkpointing":
         assert figures(plain, name) == figures(plain, "windows")
@@ -51,9 +90,14 @@ def test_windows(plain: Path, options: tuple[object, ...]) -> None:
         assert "over 1 rank, 2 replicas" in done.stdout
 
 
-@pytest.mark.parametrize("options", [("--attention", "varlen"), pytest.param(
-    ("--attention", "varlen", "--compile", "on"), marks=pytest.mark.slow)],
-    ids=lambda options: "-".join(map(str, options)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--attention", "varlen"),
+        pytest.param(("--attention", "varlen", "--compile", "on"), marks=pytest.mark.slow),
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
 def test_documents(plain: Path, options: tuple[object, ...]) -> None:
     name = "x".join(options).strip("-")
     run_stage("04_train_fsdp.py", "-e", name, *DOCUMENTS, *options, cwd=plain)
@@ -62,19 +106,44 @@ def test_documents(plain: Path, options: tuple[object, ...]) -> None:
 
 def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
     shutil.copytree(plain / "outputs" / "windows", plain / "outputs" / "turned")
-    run_stage("04_train_fsdp.py", "-e", "turned", *WINDOWS[:-4], "--max-steps", 6, *WINDOWS[-4:],
-              "--grad-accum-steps", 4, "--activation-checkpointing", "full", cwd=plain)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "turned",
+        *WINDOWS[:-4],
+        "--max-steps",
+        6,
+        *WINDOWS[-4:],
+        "--grad-accum-steps",
+        4,
+        "--activation-checkpointing",
+        "full",
+        cwd=plain,
+    )
     assert set(losses(plain, "turned")) == {1, 2, 3, 4, 5, 6}
-    later = run_stage("04_train_fsdp.py", "-e", "turned", *WINDOWS[:-4], "--max-steps", 8,
-                      *WINDOWS[-4:], "--grad-accum-steps", 8, "--dry-run", cwd=plain)
+    later = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "turned",
+        *WINDOWS[:-4],
+        "--max-steps",
+        8,
+        *WINDOWS[-4:],
+        "--grad-accum-steps",
+        8,
+        "--dry-run",
+        cwd=plain,
+    )
     assert "--activation-checkpointing full (earlier launch)" in later.stdout
 
 
 def test_what_cannot_work_is_refused(plain: Path) -> None:
-    for options, says in ((("--attention", "flex"), "cannot train on a CPU"),
-                          (("--shard-size", 3), "does not divide the 1 rank"),
-                          (("--attention", "flash_attention_2"), "there is no GPU for flash_attn"),
-                          (("--precision", "fp8"), "--precision fp8 needs a GPU"),
-                          (("--fp8-recipe", "rowwise"), "belongs to --precision fp8")):
+    for options, says in (
+        (("--attention", "flex"), "cannot train on a CPU"),
+        (("--shard-size", 3), "does not divide the 1 rank"),
+        (("--attention", "flash_attention_2"), "there is no GPU for flash_attn"),
+        (("--precision", "fp8"), "--precision fp8 needs a GPU"),
+        (("--fp8-recipe", "rowwise"), "belongs to --precision fp8"),
+    ):
         done = run_stage("04_train_fsdp.py", "-e", "no", *WINDOWS, *options, cwd=plain, expect=2)
         assert says in done.stderr and "Traceback" not in done.stderr

@@ -15,15 +15,39 @@ import pytest
 from tests.conftest import kill_all, run_stage, stage_command, start_stage
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
-ENDLESS = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
-           "-b", 2, "--max-steps", 50_000, "--ckpt-freq", 50_000, "--eval-freq", 0, "--log-freq", 1)
+ENDLESS = (
+    "-e",
+    "run",
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "-b",
+    2,
+    "--max-steps",
+    50_000,
+    "--ckpt-freq",
+    50_000,
+    "--eval-freq",
+    0,
+    "--log-freq",
+    1,
+)
 
 
 def start(project: Path, *options: object, ranks: int | None = None) -> subprocess.Popen:
     """Launch a run that does not end by itself and wait for its third step."""
-    process = subprocess.Popen(stage_command("04_train_fsdp.py", *ENDLESS, *options, ranks=ranks),
-                               cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True)
+    process = subprocess.Popen(
+        stage_command("04_train_fsdp.py", *ENDLESS, *options, ranks=ranks),
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 120
     while not (project / "outputs/run/metrics.jsonl").exists() or len(metrics(project, "run")) < 3:
         assert process.poll() is None and time.monotonic() < deadline
@@ -34,8 +58,9 @@ def start(project: Path, *options: object, ranks: int | None = None) -> subproce
 def stop(project: Path, reason: str) -> str:
     """Start a run, give it a reason to stop, and return what it printed."""
     options = ("--max-minutes", 0.05) if reason == "--max-minutes" else ()
-    launch = start_stage("04_train_fsdp.py", *ENDLESS, *options, cwd=project,
-                         output=project / "printed")
+    launch = start_stage(
+        "04_train_fsdp.py", *ENDLESS, *options, cwd=project, output=project / "printed"
+    )
     while not (project / "outputs/run/metrics.jsonl").exists() or len(metrics(project, "run")) < 3:
         assert not launch.poll(0.05), (project / "printed").read_text()
     if reason == "SIGUSR1":
@@ -47,8 +72,10 @@ def stop(project: Path, reason: str) -> str:
     return output[1]
 
 
-@pytest.mark.parametrize("reason", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1",
-                                    "--max-minutes", "the stop file"])
+@pytest.mark.parametrize(
+    "reason",
+    [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1", "--max-minutes", "the stop file"],
+)
 def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
     if reason == "SIGTERM":  # as a person starts it
         process = start(project)
@@ -72,12 +99,14 @@ def ask_while_loading(rank: int) -> None:
     def asked(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         load(*arguments)
+
     model.first_weights = asked
 
 
 def test_a_signal_while_the_weights_load_ends_the_first_step(project: Path) -> None:
-    done = run_stage("04_train_fsdp.py", *ENDLESS, cwd=project, expect=75,
-                     before=f"{__name__}:ask_while_loading")
+    done = run_stage(
+        "04_train_fsdp.py", *ENDLESS, cwd=project, expect=75, before=f"{__name__}:ask_while_loading"
+    )
     assert "stopped by SIGTERM after step 1, which is saved" in done.stdout + done.stderr
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
     assert state["status"] == "preempted" and steps_saved(project, "run") == [1]
@@ -99,8 +128,9 @@ def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> N
     assert "in train" in stacks and "Thread" in stacks
     seen = run_stage("launch/monitor.py", "run", "--once", cwd=project).stdout
     told = next(line for line in seen.splitlines() if "waited for" in line)
-    assert re.search(r"rank 0 hung in gloo:\w+, number \d+ of group \w+, and waited for rank 1$",
-                     told.strip())
+    assert re.search(
+        r"rank 0 hung in gloo:\w+, number \d+ of group \w+, and waited for rank 1$", told.strip()
+    )
 
 
 def _environment(pid: str) -> dict[str, str]:

@@ -21,16 +21,37 @@ from tests.hub_server import HubServer, Repo
 from tests.training import SEQ_LENGTH, losses, metrics
 
 STEPS = 30
-COMMON = ("-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2", "--streaming",
-          "--log-freq", 1, "--ckpt-freq", 6, "--num-workers", 2, "-b", 2, "--grad-accum-steps", 3)
+COMMON = (
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-2",
+    "--streaming",
+    "--log-freq",
+    1,
+    "--ckpt-freq",
+    6,
+    "--num-workers",
+    2,
+    "-b",
+    2,
+    "--grad-accum-steps",
+    3,
+)
 TRAIN = ("-d", "shards", *COMMON, "--max-steps", STEPS)
 EXACT = ("step", "epoch", "train/loss", "train/grad_norm", "train/tokens_seen")
 
 
 def documents(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(draw.choices(("kan", "lo", "mita", "ru", "sevi"), k=draw.randint(3, 40)))
-            for _ in range(count)]
+    return [
+        " ".join(draw.choices(("kan", "lo", "mita", "ru", "sevi"), k=draw.randint(3, 40)))
+        for _ in range(count)
+    ]
 
 
 def lines(texts: list[str], field: str = "text") -> bytes:
@@ -47,8 +68,9 @@ def write_shards(root: Path) -> None:
 
 
 def same(root: Path, one: str, other: str) -> bool:
-    rows = [[{key: row[key] for key in EXACT} for row in metrics(root, name)]
-            for name in (one, other)]
+    rows = [
+        [{key: row[key] for key in EXACT} for row in metrics(root, name)] for name in (one, other)
+    ]
     return rows[0] == rows[1]
 
 
@@ -71,8 +93,9 @@ def children(directory: Path) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if (entry / "cwd").readlink() == directory and \
-                    b"spawn_main" in (entry / "cmdline").read_bytes():
+            if (entry / "cwd").readlink() == directory and b"spawn_main" in (
+                entry / "cmdline"
+            ).read_bytes():
                 found.append(entry.name)
         except OSError:
             pass  # it has just ended
@@ -105,13 +128,15 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
     log = (streamed / "whole.log").read_text()
     assert "1 worker process per rank" in log and "none with --streaming" in log
     other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
-    assert re.search(r"left out so far: 2 × a line that is not JSON \(the first in a.jsonl at \d",
-                     log + other)
+    assert re.search(
+        r"left out so far: 2 × a line that is not JSON \(the first in a.jsonl at \d", log + other
+    )
     row = metrics(streamed, "whole")[-1]
     assert 0 < row["perf/loader_share"] < 1 and row["perf/loader_tokens_per_sec_per_device"] > 0
     assert row["train/tokens_seen"] == STEPS * 2 * 2 * 3 * SEQ_LENGTH
-    state = json.loads((streamed / "outputs/whole/checkpoints/step_00000030/train_state.json"
-                        ).read_text())
+    state = json.loads(
+        (streamed / "outputs/whole/checkpoints/step_00000030/train_state.json").read_text()
+    )
     cursors = state["cursors"]
     assert [set(cursor) for cursor in cursors] == [{"epoch", "piece", "place", "token"}] * 2
     assert min(cursor["epoch"] for cursor in cursors) > 0
@@ -134,8 +159,9 @@ def test_killed_run_goes_on_bit_for_bit(streamed: Path, tmp_path: Path):
     again = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2)
     assert "ranks: 2 there, 1 now" in again.stderr
     (project / "shards/more/d.json").write_bytes(lines(documents(20, 4)))
-    again = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2,
-                      env={"WORLD_SIZE": "2"})
+    again = run_stage(
+        "04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2, env={"WORLD_SIZE": "2"}
+    )
     assert "dataset: " in again.stderr and "ranks" not in again.stderr
 
 
@@ -143,19 +169,53 @@ def test_what_does_not_go_with_streaming_is_refused(project: Path):
     run = ("-m", "model", "-s", SEQ_LENGTH)
     streaming = (*run, "-d", "shards", "--streaming")
     refused(project, *streaming, code=2, says="needs --max-steps")
-    refused(project, *streaming, "--max-steps", 2, "--packing", "documents", "-d", "b=0.5",
-            "--prepare-only", "--num-epochs", 1, "--include", "*", code=2, says="5 problems")
-    refused(project, *run, "-d", "shards", "--online", "--text-field", "x", code=2,
-            says="2 problems")
+    refused(
+        project,
+        *streaming,
+        "--max-steps",
+        2,
+        "--packing",
+        "documents",
+        "-d",
+        "b=0.5",
+        "--prepare-only",
+        "--num-epochs",
+        1,
+        "--include",
+        "*",
+        code=2,
+        says="5 problems",
+    )
+    refused(
+        project, *run, "-d", "shards", "--online", "--text-field", "x", code=2, says="2 problems"
+    )
     once = (*streaming, "--max-steps", 2)
     refused(project, *once, "--text-field", "body", code=2, says="it has url, text")
     (project / "empty").mkdir()
     refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=2, says="no shard")
-    refused(project, *run, "-d", "none", "--streaming", "--max-steps", 2, code=3,
-            says="none does not exist")
+    refused(
+        project,
+        *run,
+        "-d",
+        "none",
+        "--streaming",
+        "--max-steps",
+        2,
+        code=3,
+        says="none does not exist",
+    )
     (project / "empty/a.jsonl.gz").write_bytes(b"not compressed at all")
-    refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=3,
-            says="no readable document")
+    refused(
+        project,
+        *run,
+        "-d",
+        "empty",
+        "--streaming",
+        "--max-steps",
+        2,
+        code=3,
+        says="no readable document",
+    )
     assert not list((project / "outputs").iterdir())
 
 
@@ -164,8 +224,10 @@ def test_dry_run_leaves_nothing(project: Path):
         (project / "shards" / name).write_text("of another kind")
     before = sorted(project.rglob("*"))
     done = run_stage("04_train_fsdp.py", "-e", "x", *TRAIN, "--dry-run", cwd=project)
-    assert "takes 4 of the 6 files of shards and passes over 2, which are neither JSON Lines nor " \
-           "Parquet by their names: more/table.csv, notes.txt" in done.stdout
+    assert (
+        "takes 4 of the 6 files of shards and passes over 2, which are neither JSON Lines nor "
+        "Parquet by their names: more/table.csv, notes.txt" in done.stdout
+    )
     assert "4 files" in done.stdout and "pieces" in done.stdout
     assert sorted(project.rglob("*")) == before
 
@@ -173,30 +235,53 @@ def test_dry_run_leaves_nothing(project: Path):
 @pytest.fixture
 def repo(hub: HubServer) -> Repo:
     """Serve a dataset as C4 is."""
-    hub.repos["org/text"] = Repo({
-        **{f"en/train.{i}.json.gz": gzip.compress(lines(documents(40, i)), mtime=0)
-           for i in range(5)}, "README.md": b"# Text\n"}, kind="dataset")
+    hub.repos["org/text"] = Repo(
+        {
+            **{
+                f"en/train.{i}.json.gz": gzip.compress(lines(documents(40, i)), mtime=0)
+                for i in range(5)
+            },
+            "README.md": b"# Text\n",
+        },
+        kind="dataset",
+    )
     return hub.repos["org/text"]
 
 
 @pytest.mark.slow
 def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
-    arguments = ("-d", "org/text", "--online", "--include", "en/*.json.gz", *COMMON,
-                 "--max-steps", 9)
+    arguments = (
+        "-d",
+        "org/text",
+        "--online",
+        "--include",
+        "en/*.json.gz",
+        *COMMON,
+        "--max-steps",
+        9,
+    )
     run_stage("04_train_fsdp.py", "-e", "whole", *arguments, cwd=project, ranks=2)
     assert not hub.paths("README.md")
     assert all("/datasets/org/text" in request.path for request in hub.requests)
     kept = project / ".cache/streaming/org--text/en"
-    assert all(path.read_bytes() == repo.files[f"en/{path.name}"]
-               for path in kept.glob("train.*.gz"))
+    assert all(
+        path.read_bytes() == repo.files[f"en/{path.name}"] for path in kept.glob("train.*.gz")
+    )
     shutil.copytree(project / "outputs/whole", project / "outputs/cut")
     shutil.rmtree(project / "outputs/cut/checkpoints/step_00000009")
     began_with, repo.commit = repo.commit, "89abcdef0123456789abcdef0123456789abcdef"
     refused(project, *arguments, "-e", "cut", code=2, says=f"has no revision '{began_with}'")
     repo.commit = began_with
     hub.requests.clear()
-    run_stage("04_train_fsdp.py", "-e", "cut", *arguments, cwd=project, ranks=2,
-              env={"HF_HUB_OFFLINE": "1"})
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "cut",
+        *arguments,
+        cwd=project,
+        ranks=2,
+        env={"HF_HUB_OFFLINE": "1"},
+    )
     assert same(project, "cut", "whole")
     assert all("/resolve/" not in request.path for request in hub.requests)  # all is there
 
@@ -204,18 +289,52 @@ def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
 def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project: Path):
     refused(project, "-d", "org/text", *COMMON, "--max-steps", 2, code=3, says="does not exist")
     assert not hub.requests
-    refused(project, "-d", "org/none", "--online", *COMMON, "--max-steps", 2, code=2,
-            says="there is no dataset org/none")
-    done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "org/text", "--online", "--include",
-                     "*.md", "--include", "fr/*", *COMMON, "--max-steps", 2, cwd=project, expect=2)
+    refused(
+        project,
+        "-d",
+        "org/none",
+        "--online",
+        *COMMON,
+        "--max-steps",
+        2,
+        code=2,
+        says="there is no dataset org/none",
+    )
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "org/text",
+        "--online",
+        "--include",
+        "*.md",
+        "--include",
+        "fr/*",
+        *COMMON,
+        "--max-steps",
+        2,
+        cwd=project,
+        expect=2,
+    )
     assert "no shard in org/text" in done.stderr and "Traceback" not in done.stderr
     assert "--include fr/* matches none of the 6 files of org/text" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_dead_worker_ends_the_run_in_words(project: Path):
-    launch = start_stage("04_train_fsdp.py", "-e", "x", "-d", "shards", *COMMON, "--max-steps",
-                         5000, cwd=project, output=project / "printed")
+    launch = start_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "shards",
+        *COMMON,
+        "--max-steps",
+        5000,
+        cwd=project,
+        output=project / "printed",
+    )
     until_saved(launch, project / "outputs/x")
     workers = children(project.resolve())
     assert len(workers) == 2

@@ -17,8 +17,24 @@ from tests.conftest import run_stage, start_stage
 from tests.models.families import FAMILIES
 from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
-TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "float32", "-b", 4,
-         "--ckpt-freq", 2, "--eval-freq", 2, "--eval-batches", 2)
+TRAIN = (
+    "-d",
+    "corpus",
+    "-m",
+    "model",
+    "-s",
+    SEQ_LENGTH,
+    "--precision",
+    "float32",
+    "-b",
+    4,
+    "--ckpt-freq",
+    2,
+    "--eval-freq",
+    2,
+    "--eval-batches",
+    2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +42,33 @@ def trained(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """Return a project with `still` (lr 0, two ranks) and `moved` (a huge lr, so loss rises)."""
     root = tmp_path_factory.mktemp("exported")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
-    run_stage("04_train_fsdp.py", "-e", "outputs/still/", *TRAIN, "--max-steps", 2, "--lr", 0,
-              cwd=root, ranks=2)
-    run_stage("04_train_fsdp.py", "-e", "moved", *TRAIN, "--max-steps", 6, "--lr", 0.05,
-              "--lr-scheduler", "constant", "--ckpt-keep", 0, cwd=root)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "outputs/still/",
+        *TRAIN,
+        "--max-steps",
+        2,
+        "--lr",
+        0,
+        cwd=root,
+        ranks=2,
+    )
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "moved",
+        *TRAIN,
+        "--max-steps",
+        6,
+        "--lr",
+        0.05,
+        "--lr-scheduler",
+        "constant",
+        "--ckpt-keep",
+        0,
+        cwd=root,
+    )
     return root
 
 
@@ -42,8 +81,11 @@ def project(trained: Path, tmp_path: Path) -> Path:
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a model directory."""
-    return {key: value for path in sorted(directory.glob("*.safetensors"))
-            for key, value in load_file(path).items()}
+    return {
+        key: value
+        for path in sorted(directory.glob("*.safetensors"))
+        for key, value in load_file(path).items()
+    }
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -56,32 +98,51 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 def test_untouched_weights_come_out_bit_for_bit(project: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run_stage("05_export_checkpoint.py", "-e", "outputs/still", "--dtype", "fp32", "--out", "out",
-              cwd=project)
+    run_stage(
+        "05_export_checkpoint.py",
+        "-e",
+        "outputs/still",
+        "--dtype",
+        "fp32",
+        "--out",
+        "out",
+        cwd=project,
+    )
     assert_equal(tensors(project / "out"), tensors(project / "model"))
     exported = AutoModelForCausalLM.from_pretrained(project / "out")
     assert exported.dtype == torch.float32
     assert AutoTokenizer.from_pretrained(project / "out").eos_token == "</s>"
     config = json.loads((project / "out" / "config.json").read_text())
     assert config["dtype"] == "float32" and config["architectures"] == ["LlamaForCausalLM"]
-    for lost, says in (("model.safetensors", "model.safetensors is missing"),
-                       ("manifest.json", "has no weights")):  # what an incomplete copy leaves
+    for lost, says in (
+        ("model.safetensors", "model.safetensors is missing"),
+        ("manifest.json", "has no weights"),
+    ):  # what an incomplete copy leaves
         (project / "out" / lost).unlink()
-        done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "out", cwd=project,
-                         expect=3)
+        done = run_stage(
+            "04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "out", cwd=project, expect=3
+        )
         assert says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_shards_and_default_dtype(project: Path):
     from transformers import AutoModelForCausalLM
 
-    run_stage("05_export_checkpoint.py", "-e", "still", "--max-shard-size", "20KB", cwd=project,
-              fresh=True)
+    run_stage(
+        "05_export_checkpoint.py",
+        "-e",
+        "still",
+        "--max-shard-size",
+        "20KB",
+        cwd=project,
+        fresh=True,
+    )
     out = project / "outputs" / "still" / "export" / "step_00000002"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
-    assert all(p.stat().st_size < 22_000 or len(load_file(p)) == 1
-               for p in out.glob("*.safetensors"))
+    assert all(
+        p.stat().st_size < 22_000 or len(load_file(p)) == 1 for p in out.glob("*.safetensors")
+    )
     expected = {k: v.bfloat16() for k, v in tensors(project / "model").items()}
     assert_equal(tensors(out), expected)
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in expected.values())
@@ -89,13 +150,16 @@ def test_shards_and_default_dtype(project: Path):
 
 
 def test_steps_best_and_latest(project: Path):
-    rows = [json.loads(line) for line in
-            (project / "outputs" / "moved" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (project / "outputs" / "moved" / "metrics.jsonl").read_text().splitlines()
+    ]
     held_out = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
     best = min(held_out, key=held_out.__getitem__)
     for step, expected in (("latest", 6), ("best", best), ("2", 2)):
-        done = run_stage("05_export_checkpoint.py", "-e", "moved", "--step", step, "--dry-run",
-                         cwd=project)
+        done = run_stage(
+            "05_export_checkpoint.py", "-e", "moved", "--step", step, "--dry-run", cwd=project
+        )
         assert f"step_{expected:08d}" in done.stdout
     assert not (project / "outputs" / "moved" / "export").exists()
 
@@ -115,12 +179,14 @@ def test_again_refused_or_replaced(project: Path):
     before = (project / "out" / "manifest.json").read_bytes()
     done = run_stage("05_export_checkpoint.py", *arguments, cwd=project)
     assert "already done" in done.stdout
-    done = run_stage("05_export_checkpoint.py", *arguments, "--dtype", "float16", cwd=project,
-                     expect=2)
+    done = run_stage(
+        "05_export_checkpoint.py", *arguments, "--dtype", "float16", cwd=project, expect=2
+    )
     assert "--dtype: bfloat16 there, float16 now" in done.stderr
     assert (project / "out" / "manifest.json").read_bytes() == before
-    run_stage("05_export_checkpoint.py", *arguments, "--dtype", "float16", "--overwrite",
-              cwd=project)
+    run_stage(
+        "05_export_checkpoint.py", *arguments, "--dtype", "float16", "--overwrite", cwd=project
+    )
     assert tensors(project / "out")["model.norm.weight"].dtype == torch.float16
     assert not list(project.glob("out.*"))
 
@@ -129,6 +195,7 @@ def test_bad_input_is_refused_in_words(project: Path):
     def refused(*arguments: object, code: int, says: str) -> None:
         done = run_stage("05_export_checkpoint.py", *arguments, cwd=project, expect=code)
         assert says in done.stderr and "Traceback" not in done.stderr
+
     refused(code=2, says="-e is needed")
     refused("-e", "nowhere", code=3, says="moved, still")
     refused("-e", "moved", "--step", 3, code=3, says="steps 6, 4, 2")
@@ -144,7 +211,8 @@ def test_bad_input_is_refused_in_words(project: Path):
     (project / "outputs" / "moved" / "model" / "tokenizer.json").write_text("{}")
     refused("-e", "moved", code=3, says="missing or changed: tokenizer.json")
     (link := project / "outputs" / "moved" / "model" / "chat_template.jinja").symlink_to(
-        project / "raw_text" / "document_000.txt")
+        project / "raw_text" / "document_000.txt"
+    )
     refused("-e", "moved", code=3, says="holds links")
     link.unlink()
     payload.write_bytes(content[:-1])
@@ -158,14 +226,16 @@ def test_generates_what_the_trained_model_generates(project: Path):
     """From raw text to generated tokens: with the tokenizer and the settings of the export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run_stage("05_export_checkpoint.py", "-e", "still", "--out", "out", "--dtype", "float32",
-              cwd=project)
+    run_stage(
+        "05_export_checkpoint.py", "-e", "still", "--out", "out", "--dtype", "float32", cwd=project
+    )
     texts = []
     for directory in ("out", "model"):
         tokenizer = AutoTokenizer.from_pretrained(project / directory)
         model = AutoModelForCausalLM.from_pretrained(project / directory)
-        ids = model.generate(**tokenizer("kan lo", return_tensors="pt"), max_new_tokens=12,
-                             do_sample=False)
+        ids = model.generate(
+            **tokenizer("kan lo", return_tensors="pt"), max_new_tokens=12, do_sample=False
+        )
         assert ids.shape[1] > 12
         texts.append(tokenizer.decode(ids[0]))
     assert texts[0] == texts[1]
@@ -173,8 +243,19 @@ def test_generates_what_the_trained_model_generates(project: Path):
 
 def test_exports_while_training_goes_on(project: Path):
     """Each export is of a step that was committed, and a run that goes on is not disturbed."""
-    arguments = ("-e", "busy", *TRAIN, "--max-steps", 100000, "--ckpt-freq", 20, "--eval-freq", 0,
-                 "--ckpt-keep", 0)
+    arguments = (
+        "-e",
+        "busy",
+        *TRAIN,
+        "--max-steps",
+        100000,
+        "--ckpt-freq",
+        20,
+        "--eval-freq",
+        0,
+        "--ckpt-keep",
+        0,
+    )
     launch = start_stage("04_train_fsdp.py", *arguments, cwd=project)
     try:
         folder = project / "outputs" / "busy" / "checkpoints"
@@ -196,24 +277,40 @@ def still(project: Path, name: str, config: PretrainedConfig, ranks: int) -> str
     """Train a model at learning rate 0 and export it; return what training printed."""
     (project / "model" / "model.safetensors").unlink()
     save_model(project / "model", config, torch.bfloat16)
-    done = run_stage("04_train_fsdp.py", "-e", name, *TRAIN, "--max-steps", 2, "--lr", 0,
-                     cwd=project, ranks=ranks)
-    rows = [json.loads(line) for line in
-            (project / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        name,
+        *TRAIN,
+        "--max-steps",
+        2,
+        "--lr",
+        0,
+        cwd=project,
+        ranks=ranks,
+    )
+    rows = [
+        json.loads(line)
+        for line in (project / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["train/loss"] == pytest.approx(6.2, abs=0.6)  # about ln 512
     run_stage("05_export_checkpoint.py", "-e", name, "--out", "out", cwd=project)
     assert_equal(tensors(project / "out"), tensors(project / "model"))
-    run_stage("05_export_checkpoint.py", "-e", name, "--out", "full", "--dtype", "float32",
-              cwd=project)
-    assert_equal(tensors(project / "full"),
-                 {key: value.float() for key, value in tensors(project / "model").items()})
+    run_stage(
+        "05_export_checkpoint.py", "-e", name, "--out", "full", "--dtype", "float32", cwd=project
+    )
+    assert_equal(
+        tensors(project / "full"),
+        {key: value.float() for key, value in tensors(project / "model").items()},
+    )
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_and_comes_out_untouched(prepared_once: Path, tmp_path: Path,
-                                                     family: str):
+def test_every_family_trains_and_comes_out_untouched(
+    prepared_once: Path, tmp_path: Path, family: str
+):
     """lr 0 on two ranks, then the export: the names and bits that `save_pretrained` wrote."""
     from transformers import AutoModelForCausalLM
 
@@ -230,8 +327,24 @@ def test_more_ranks_than_experts(prepared_once: Path, tmp_path: Path, ranks: int
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
     config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)
     still(tmp_path, "experts", config, ranks)
-    train = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 1,
-             "--lr", "1e-2", "--max-steps", 4, "--log-freq", 1)
+    train = (
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--precision",
+        "fp32",
+        "-b",
+        1,
+        "--lr",
+        "1e-2",
+        "--max-steps",
+        4,
+        "--log-freq",
+        1,
+    )
     run_stage("04_train_fsdp.py", "-e", "many", *train, cwd=tmp_path, ranks=ranks)
     run_stage("04_train_fsdp.py", "-e", "one", *train, "--global-batch-size", ranks, cwd=tmp_path)
     assert losses(tmp_path, "many") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)

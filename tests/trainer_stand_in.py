@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 SUPERVISE = ROOT / "launch" / "supervise.py"
-TRAINER = '''
+TRAINER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
@@ -43,13 +43,19 @@ def sleep_on(mark):
                      start_new_session=True, stdout=subprocess.PIPE).stdout.readline()
 
 exec(plan[min(number, len(plan)) - 1])
-'''
+"""
 COMPLETE = "state('complete', 9)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def start(folder: Path, *plan: str, node: int = 0, options: tuple = (), arguments: tuple = (),
-          within: tuple = ()) -> subprocess.Popen:
+def start(
+    folder: Path,
+    *plan: str,
+    node: int = 0,
+    options: tuple = (),
+    arguments: tuple = (),
+    within: tuple = (),
+) -> subprocess.Popen:
     """Start the launcher of a node.
 
     plan: what the trainer there does in each attempt, the last one for good. within: command that
@@ -58,10 +64,28 @@ def start(folder: Path, *plan: str, node: int = 0, options: tuple = (), argument
     (folder / "04_train_fsdp.py").write_text(TRAINER)
     (folder / f"plan_{node}.json").write_text(json.dumps(plan))
     return subprocess.Popen(
-        [*within, sys.executable, SUPERVISE, "--backoff", "0.1", *map(str, options), "--",
-         sys.executable, "04_train_fsdp.py", "-e", "run", "-d", "corpus", *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "STAND_IN_NODE": str(node)})
+        [
+            *within,
+            sys.executable,
+            SUPERVISE,
+            "--backoff",
+            "0.1",
+            *map(str, options),
+            "--",
+            sys.executable,
+            "04_train_fsdp.py",
+            "-e",
+            "run",
+            "-d",
+            "corpus",
+            *arguments,
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "STAND_IN_NODE": str(node)},
+    )
 
 
 def attempts(folder: Path, node: int = 0) -> list[str]:

@@ -39,22 +39,33 @@ def save_tokenizer(directory: Path, corpus: Path, vocabulary: int = VOCABULARY) 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<s>", "</s>"],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     texts = [path.read_text() for path in sorted(corpus.rglob("*.txt"))]
     tokenizer.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>",
-                            eos_token="</s>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(directory)
 
 
-def save_model(directory: Path, config: PretrainedConfig | None = None,
-               dtype: torch.dtype = torch.float32) -> None:
+def save_model(
+    directory: Path, config: PretrainedConfig | None = None, dtype: torch.dtype = torch.float32
+) -> None:
     """Save a model with random weights (a Llama with tied embeddings unless told otherwise)."""
     config = config or LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        tie_word_embeddings=True)
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to(dtype).save_pretrained(directory)
@@ -97,8 +108,9 @@ def prepare(root: Path) -> Path:
 
     write_corpus(root / "raw_text")
     run_stage("01_organize_data.py", "--src_dir", "raw_text", "--num_dirs", 3, cwd=root)
-    run_stage("02_build_hf_dataset.py", "--data_folder", "splits", "--validation-percent", 15,
-              cwd=root)
+    run_stage(
+        "02_build_hf_dataset.py", "--data_folder", "splits", "--validation-percent", 15, cwd=root
+    )
     save_tokenizer(root / "model", root / "raw_text")
     save_model(root / "model")
     return root

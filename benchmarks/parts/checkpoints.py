@@ -54,8 +54,13 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.layout, self.work, self.rounds = ParallelLayout.start(), args.work, args.rounds
-        config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=2816,
-                             num_hidden_layers=args.layers, num_attention_heads=16)
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=args.layers,
+            num_attention_heads=16,
+        )
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
         parallelize.shard(self.model, self.layout.fsdp, "fp32")
@@ -66,16 +71,18 @@ class Bench:
         self.identity: dict[str, Any] = {"options": {}, "inputs": {}}
         self.tensors = self.capture().tensors
         self.locals = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
-        for moment in list(self.locals.values())[len(self.locals) // 3:]:
+        for moment in list(self.locals.values())[len(self.locals) // 3 :]:
             moment.normal_().abs_()  # zeros would be the easier content
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def capture(self, copies: Any = None) -> Any:
         """Return the state to be written, as the trainer takes it."""
-        tensors = contents.name_tensors(self.model,
-                                        registry.named_states(self.model, self.optimizer))
-        return capture(tensors, {"step": 1, "tokens": 1, "seed": 0}, self.identity,
-                       self.layout.device, copies)
+        tensors = contents.name_tensors(
+            self.model, registry.named_states(self.model, self.optimizer)
+        )
+        return capture(
+            tensors, {"step": 1, "tokens": 1, "seed": 0}, self.identity, self.layout.device, copies
+        )
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -91,10 +98,12 @@ class Bench:
 
     def in_turns(self, ways: Ways, after: Callable[[str], Any]) -> dict[str, list[float]]:
         """Return the seconds of each way in each round; the first round is not counted."""
+
         def timed(name: str) -> float:
             seconds = self.seconds(ways[name])
             after(name)
             return seconds
+
         found = processes.in_turns({name: partial(timed, name) for name in ways}, 1 + self.rounds)
         return {name: seconds[1:] for name, seconds in found.items()}
 
@@ -115,10 +124,17 @@ class Bench:
                 in_hash.append(TimedHasher.seconds)
                 TimedHasher.seconds = 0.0
             self.clear()
-        seconds = self.in_turns({
-            "raw write + fsync": self.write_raw, "ours": partial(self.write_ours, TimedHasher),
-            "ours, not hashed": partial(self.write_ours, NoHasher), "dcp.save": self.write_dcp,
-            "torch.save + fsync": self.write_torch}, after)
+
+        seconds = self.in_turns(
+            {
+                "raw write + fsync": self.write_raw,
+                "ours": partial(self.write_ours, TimedHasher),
+                "ours, not hashed": partial(self.write_ours, NoHasher),
+                "dcp.save": self.write_dcp,
+                "torch.save + fsync": self.write_torch,
+            },
+            after,
+        )
         return {"seconds": seconds, "hashing": in_hash[1:]}
 
     def write_ours(self, hasher: Callable[..., Any] = _new_hasher) -> None:
@@ -133,7 +149,7 @@ class Bench:
             for tensor in self.locals.values():
                 content = memoryview(tensor.numpy()).cast("B")
                 while content:
-                    content = content[file.write(content[:_PIECE]):]
+                    content = content[file.write(content[:_PIECE]) :]
             os.fsync(file.fileno())
 
     def write_torch(self) -> None:
@@ -152,8 +168,12 @@ class Bench:
         """Measure reading with and without the page cache."""
         for way in (self.write_ours, self.write_torch, self.write_dcp):
             self.seconds(way)
-        readers = {"raw read": self.read_raw, "ours, verified": self.read_ours,
-                   "dcp.load": self.read_dcp, "torch.load": self.read_torch}
+        readers = {
+            "raw read": self.read_raw,
+            "ours, verified": self.read_ours,
+            "dcp.load": self.read_dcp,
+            "torch.load": self.read_torch,
+        }
         seconds: dict[str, list[float]] = {}
         for cache in ("cold", "warm"):
             (self.drop if cache == "cold" else self.touch)()
@@ -165,7 +185,8 @@ class Bench:
         """Return this rank's share of the files of a checkpoint."""
         found = sorted(path for path in (self.work / below).rglob("*") if path.is_file())
         return sorted(found, key=lambda path: -path.stat().st_size)[
-            self.layout.rank::self.layout.ranks]
+            self.layout.rank :: self.layout.ranks
+        ]
 
     def drop(self) -> None:
         """Have the kernel forget what it has read of the files."""
@@ -190,8 +211,7 @@ class Bench:
     def read_ours(self) -> None:
         """Find the newest checkpoint, verify every byte, and load it."""
         newest = search.newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
-        snapshot.fill(newest, self.tensors, newest.record(), self.layout.device,
-                      self.layout.saving)
+        snapshot.fill(newest, self.tensors, newest.record(), self.layout.device, self.layout.saving)
 
     def read_dcp(self) -> None:
         """Load unverified."""
@@ -213,18 +233,29 @@ class Bench:
             return seconds
 
         def ours() -> Any:
-            return thread.submit(write, self.work / "ours", self.capture(copies),
-                                 self.layout.saving)
+            return thread.submit(
+                write, self.work / "ours", self.capture(copies), self.layout.saving
+            )
 
         def theirs() -> Any:
-            return dcp.async_save(self.tensors, checkpoint_id=self.work / "dcp",
-                                  process_group=self.layout.saving)
+            return dcp.async_save(
+                self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving
+            )
+
         found = processes.in_turns(
-            {"sync": sync, "ours": partial(self.beside, ours, copies),
-             "dcp.async_save": partial(self.beside, theirs, copies)}, 1 + self.rounds)
+            {
+                "sync": sync,
+                "ours": partial(self.beside, ours, copies),
+                "dcp.async_save": partial(self.beside, theirs, copies),
+            },
+            1 + self.rounds,
+        )
         counted: dict[str, Any] = {name: rows[1:] for name, rows in found.items()}
-        return {"sync": counted.pop("sync"), "async": counted,
-                "step": [row["step"] for rows in counted.values() for row in rows]}
+        return {
+            "sync": counted.pop("sync"),
+            "async": counted,
+            "step": [row["step"] for rows in counted.values() for row in rows],
+        }
 
     def beside(self, begin: Callable[[], Any], copies: TimedCopies) -> dict[str, float]:
         """Return the seconds of one save: held up, added to the steps, and until it is whole.
@@ -241,8 +272,7 @@ class Bench:
         pending.result()
         whole = time.perf_counter() - began
         self.clear()
-        return {"held": submitting + copies.waited, "longer": longer, "whole": whole,
-                "step": usual}
+        return {"held": submitting + copies.waited, "longer": longer, "whole": whole, "step": usual}
 
     def step(self) -> float:
         """Take a training step and return its seconds."""

@@ -15,9 +15,11 @@ _MB = 1_000_000
 
 def cpu_seconds(work: Callable[[], object]) -> float:
     """Return the CPU seconds (user and system) of some work in this process."""
+
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
+
     before = spent()
     work()
     return spent() - before
@@ -39,6 +41,7 @@ def parse_lines(paths: list[Path]) -> None:
     import orjson
 
     from lib.corpus.text_documents import extract_strings
+
     for path in paths:
         with path.open("rb", buffering=1 << 20) as file:
             for line in file:
@@ -58,8 +61,9 @@ def write_rate(directory: Path, size: int) -> float:
     return max(1, size // len(block)) * len(block) / seconds
 
 
-def seconds(paths: list[Path], out_bytes: int, directory: Path, workers: int, lines: bool,
-          ) -> dict[str, float]:
+def seconds(
+    paths: list[Path], out_bytes: int, directory: Path, workers: int, lines: bool
+) -> dict[str, float]:
     """Return the least seconds that each part of the machine needs."""
     read_all(paths)  # warm, as the contestants find them
     began = time.monotonic()
@@ -80,6 +84,7 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
 
     from lib.corpus import inputs, work
     from lib.corpus.tally import Shape
+
     files, _ = inputs.find(source, False)
     units = work.cut(source, files, directory / "parts", Shape())
 
@@ -88,6 +93,7 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
             work.process(unit)
             for part in unit.parts():
                 part.unlink()
+
     process() if len(files) > 1000 else None  # warm
     return cpu_seconds(process) / workers
 

@@ -49,9 +49,13 @@ def make(arguments: argparse.Namespace) -> None:
     from tests.training import save_tokenizer, write_corpus
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=arguments.vocabulary, hidden_size=arguments.width,
-                         intermediate_size=arguments.width * 11 // 4,
-                         num_hidden_layers=arguments.layers, num_attention_heads=16)
+    config = LlamaConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.width,
+        intermediate_size=arguments.width * 11 // 4,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=16,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(arguments.model, max_shard_size="500MB")
     write_corpus(arguments.model / "texts", 4)
@@ -76,8 +80,15 @@ def load(arguments: argparse.Namespace) -> None:
     mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
     found: list[Any] = [None] * layout.ranks
     dist.all_gather_object(found, mine)
-    processes.end({"seconds": seconds, "memory": [each["memory"] for each in found],
-                   "read": sum(each["read"] for each in found)} if layout.rank == 0 else None)
+    processes.end(
+        {
+            "seconds": seconds,
+            "memory": [each["memory"] for each in found],
+            "read": sum(each["read"] for each in found),
+        }
+        if layout.rank == 0
+        else None
+    )
 
 
 def _ours(path: Path, layout: ParallelLayout) -> Any:
@@ -120,14 +131,27 @@ def export(arguments: argparse.Namespace) -> None:
     stage = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stage)
     root = arguments.model.with_name(f"{arguments.model.name}-run")
-    _measure(lambda: stage.main(["-e", root.name, "--save-dir", str(root.parent), "--out",
-                                 str(arguments.out), "--dtype", arguments.dtype,
-                                 "--no-progress"]))
+    _measure(
+        lambda: stage.main(
+            [
+                "-e",
+                root.name,
+                "--save-dir",
+                str(root.parent),
+                "--out",
+                str(arguments.out),
+                "--dtype",
+                arguments.dtype,
+                "--no-progress",
+            ]
+        )
+    )
 
 
 def merge(arguments: argparse.Namespace) -> None:
     """Run accelerate's merge of a sharded state dict, in a process that has imported it."""
     from accelerate.utils import merge_fsdp_weights
+
     root = arguments.model.with_name(f"{arguments.model.name}-run")
     _measure(lambda: merge_fsdp_weights(str(root / "merge"), str(arguments.out)))
 
@@ -142,8 +166,16 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
     adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
-    write(run.checkpoints, capture(tensors, {"step": 1, "tokens": 1, "loss": 1.0},
-                                   {"options": {}, "inputs": {}}, layout.device), layout.saving)
+    write(
+        run.checkpoints,
+        capture(
+            tensors,
+            {"step": 1, "tokens": 1, "loss": 1.0},
+            {"options": {}, "inputs": {}},
+            layout.device,
+        ),
+        layout.saving,
+    )
     processes.end()
 
 
@@ -187,8 +219,16 @@ def _read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-_ROLES = {"make": make, "ours": load, "from_pretrained": load, "broadcast": load,
-          "checkpoint": checkpoint, "export": export, "merge": merge, "serve": serve}
+_ROLES = {
+    "make": make,
+    "ours": load,
+    "from_pretrained": load,
+    "broadcast": load,
+    "checkpoint": checkpoint,
+    "export": export,
+    "merge": merge,
+    "serve": serve,
+}
 
 
 if __name__ == "__main__":

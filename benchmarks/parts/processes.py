@@ -17,21 +17,30 @@ Result = TypeVar("Result")
 
 def torchrun(ranks: int) -> list[str]:
     """Return what starts a script on so many ranks of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={ranks}"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
 
 
 def command(script: str, ranks: int = 0, **options: object) -> list[str]:
     """Return what starts a script of this folder: on ranks, or in one process without torchrun."""
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return [*(torchrun(ranks) if ranks else [sys.executable]),
-            str(Path(__file__).with_name(script)), *words]
+    return [
+        *(torchrun(ranks) if ranks else [sys.executable]),
+        str(Path(__file__).with_name(script)),
+        *words,
+    ]
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Return what a command prints; exits where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True,
-                          env={**os.environ, **(environment or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **(environment or {})}
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

@@ -31,8 +31,9 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:  # what stage 04 does too; torchrun would leave one thread to each rank
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))
-                                  // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(
+            max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+        )
     tokens = store.open_store(next((args.work / ".cache" / "tokens").glob("data-*")))
     windows = Windows(tokens.splits["train"].tokens, args.length)
 
@@ -58,16 +59,30 @@ def main() -> None:
 
     clock = Clock()
     model = AutoModelForCausalLM.from_pretrained(args.work / "model", dtype=torch.float32)
-    Trainer(model, TrainingArguments(
-        output_dir=str(args.work / "trainer"), per_device_train_batch_size=args.batch,
-        max_steps=args.steps, bf16=precision.default() == "bf16", use_cpu=not on_gpu,
-        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True,
-        weight_decay=0.1, optim="adamw_torch_fused", ddp_find_unused_parameters=False),
-        train_dataset=Data(), callbacks=[clock]).train()
+    Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(args.work / "trainer"),
+            per_device_train_batch_size=args.batch,
+            max_steps=args.steps,
+            bf16=precision.default() == "bf16",
+            use_cpu=not on_gpu,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1,
+            disable_tqdm=True,
+            weight_decay=0.1,
+            optim="adamw_torch_fused",
+            ddp_find_unused_parameters=False,
+        ),
+        train_dataset=Data(),
+        callbacks=[clock],
+    ).train()
     if int(os.environ["RANK"]) == 0:
         peak = capacity.usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"] * 1024
-        (args.work / "trainer.json").write_text(json.dumps(
-            {"seconds": clock.seconds, "memory_mb": peak}))
+        (args.work / "trainer.json").write_text(
+            json.dumps({"seconds": clock.seconds, "memory_mb": peak})
+        )
 
 
 if __name__ == "__main__":

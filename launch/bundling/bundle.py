@@ -32,36 +32,83 @@ def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
     parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to make (needed)")
-    parser.add_argument("--dataset", action="append", default=[], metavar="NAME|PATH",
-                        help="dataset, as -d of stage 04 takes it; may be repeated (default: none)")
-    parser.add_argument("--model", action="append", default=[], metavar="NAME|DIR",
-                        help="model, as -m of stage 04 takes it; may be repeated (default: none)")
-    parser.add_argument("--tokens", action="append", default=[], metavar="NAME|DIR",
-                        help="token store under .cache/tokens/, or a dataset, as -d takes it, for "
-                             "all of its stores; may be repeated (default: none)")
-    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
-                        help="where models and token stores lie, and fetched wheels are kept")
-    parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}",
-                        metavar="X.Y", help="Python of the far side (default: this one)")
-    parser.add_argument("--platform", default=f"manylinux_2_28_{platform.machine()}",
-                        metavar="TAG", help="machine of the far side and the oldest glibc there")
-    parser.add_argument("--driver-version", type=torch_builds.read_driver, default="", metavar="V",
-                        help="NVIDIA driver of the far side, such as 535: the wheels of torch are "
-                             "a build that runs with it (default: that of requirements.txt)")
-    parser.add_argument("--cuda", type=torch_builds.read_cuda, default="", metavar="cuXYZ",
-                        help="build of torch to pack: cu126 or 12.6, or cpu (default: that of "
-                             "requirements.txt)")
-    parser.add_argument("--dev", action="store_true",
-                        help="also the wheels of requirements-dev.txt, for the tests")
-    parser.add_argument("--optional", action="store_true",
-                        help="also those of requirements-optional.txt, for --wandb and "
-                             "--ckpt-hyperpod")
+    parser.add_argument(
+        "--dataset",
+        action="append",
+        default=[],
+        metavar="NAME|PATH",
+        help="dataset, as -d of stage 04 takes it; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME|DIR",
+        help="model, as -m of stage 04 takes it; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--tokens",
+        action="append",
+        default=[],
+        metavar="NAME|DIR",
+        help="token store under .cache/tokens/, or a dataset, as -d takes it, for "
+        "all of its stores; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=Path(".cache"),
+        metavar="DIR",
+        help="where models and token stores lie, and fetched wheels are kept",
+    )
+    parser.add_argument(
+        "--python",
+        default=f"{sys.version_info[0]}.{sys.version_info[1]}",
+        metavar="X.Y",
+        help="Python of the far side (default: this one)",
+    )
+    parser.add_argument(
+        "--platform",
+        default=f"manylinux_2_28_{platform.machine()}",
+        metavar="TAG",
+        help="machine of the far side and the oldest glibc there",
+    )
+    parser.add_argument(
+        "--driver-version",
+        type=torch_builds.read_driver,
+        default="",
+        metavar="V",
+        help="NVIDIA driver of the far side, such as 535: the wheels of torch are "
+        "a build that runs with it (default: that of requirements.txt)",
+    )
+    parser.add_argument(
+        "--cuda",
+        type=torch_builds.read_cuda,
+        default="",
+        metavar="cuXYZ",
+        help="build of torch to pack: cu126 or 12.6, or cpu (default: that of requirements.txt)",
+    )
+    parser.add_argument(
+        "--dev", action="store_true", help="also the wheels of requirements-dev.txt, for the tests"
+    )
+    parser.add_argument(
+        "--optional",
+        action="store_true",
+        help="also those of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
+    )
     parser.add_argument("--no-wheels", action="store_true", help="leave the wheelhouse out")
-    parser.add_argument("--volume-size", type=options.positive_size, metavar="SIZE",
-                        help="most bytes in a volume, such as 20GB or 4GiB (default: one volume)")
-    parser.add_argument("--allow-dirty", action="store_true",
-                        help="pack the last commit although files differ from it; the changes "
-                             "stay behind, and the manifest names them")
+    parser.add_argument(
+        "--volume-size",
+        type=options.positive_size,
+        metavar="SIZE",
+        help="most bytes in a volume, such as 20GB or 4GiB (default: one volume)",
+    )
+    parser.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="pack the last commit although files differ from it; the changes "
+        "stay behind, and the manifest names them",
+    )
     parser.add_common(workers="copy and hash")
     return parser.parse(argv)
 
@@ -69,8 +116,10 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     opts = parse(argv)
     if opts.out is None:
-        raise UsageError("--out is needed: the directory of the bundle to make",
-                         expected="--out bundle --dataset CORPUS --model NAME, say")
+        raise UsageError(
+            "--out is needed: the directory of the bundle to make",
+            expected="--out bundle --dataset CORPUS --model NAME, say",
+        )
     for name in ("driver_version", "cuda", "optional") if opts.no_wheels else ():
         if getattr(opts, name):
             raise UsageError(f"{declared.flag(name)} chooses wheels, which --no-wheels leaves out")
@@ -79,17 +128,27 @@ def main(argv: list[str]) -> None:
     artifacts = bundle_contents.artifacts(opts)
     lists = code.requirements(*(kind for kind in ("dev", "optional") if getattr(opts, kind)))
     builds = wheelhouse.builds(lists, opts.cuda, opts.driver_version) if wanted else []
-    chosen = {name: value for name in ("cuda", "driver_version", "optional")
-              if (value := getattr(opts, name))}  # not in bundles of earlier versions
-    identity = {"options": {"python": wanted and wanted.python, "dev": opts.dev,
-                            "platform": wanted and wanted.platform,
-                            "volume_size": opts.volume_size, **chosen},
-                "inputs": {"commit": code.commit,
-                           **{found.to: found.fingerprint for found in artifacts}}}
+    chosen = {
+        name: value
+        for name in ("cuda", "driver_version", "optional")
+        if (value := getattr(opts, name))
+    }  # not in bundles of earlier versions
+    identity = {
+        "options": {
+            "python": wanted and wanted.python,
+            "dev": opts.dev,
+            "platform": wanted and wanted.platform,
+            "volume_size": opts.volume_size,
+            **chosen,
+        },
+        "inputs": {"commit": code.commit, **{found.to: found.fingerprint for found in artifacts}},
+    }
     _print_plan(opts, code, artifacts, wanted, lists, builds)
     if publish.is_done(opts.out, unpacking.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        log.info(f"already done: {opts.out}, "
-                 f"SHA-256 of its manifest {unpacking.manifest_digest(opts.out)}")
+        log.info(
+            f"already done: {opts.out}, "
+            f"SHA-256 of its manifest {unpacking.manifest_digest(opts.out)}"
+        )
         return
     if opts.dry_run:
         return
@@ -98,11 +157,15 @@ def main(argv: list[str]) -> None:
         place = wheelhouse.prepare(opts.cache_dir, lists, wanted, builds)
         payloads += bundle_contents.directory(place, "wheelhouse").payloads
     payloads += [payload for found in artifacts for payload in found.payloads]
-    summary = {"commit": code.commit, "changed_files_left_behind": code.changed,
-               "python": wanted and wanted.python, "platform": wanted and wanted.platform,
-               "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
-               "torch": _torch_facts(wheelhouse.torch_in(place)) if wanted else None,
-               "next": bundle_contents.next_commands(artifacts)}
+    summary = {
+        "commit": code.commit,
+        "changed_files_left_behind": code.changed,
+        "python": wanted and wanted.python,
+        "platform": wanted and wanted.platform,
+        "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
+        "torch": _torch_facts(wheelhouse.torch_in(place)) if wanted else None,
+        "next": bundle_contents.next_commands(artifacts),
+    }
     _build(opts, identity, payloads, code, summary)
 
 
@@ -111,57 +174,94 @@ def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
     if torch is None:
         return None
     driver = torch.oldest_driver
-    log.info(f"wheels of torch {torch}, " + (f"for NVIDIA driver {driver} or newer on the far side "
-             "(--driver-version packs those for an older one)" if driver else "for CPUs alone"))
+    log.info(
+        f"wheels of torch {torch}, "
+        + (
+            f"for NVIDIA driver {driver} or newer on the far side "
+            "(--driver-version packs those for an older one)"
+            if driver
+            else "for CPUs alone"
+        )
+    )
     if torch.cuda == torch_builds.WITHOUT_BLACKWELL:
-        log.info(f"  they have no code for Blackwell GPUs (B200, RTX 50), which --cuda "
-                 f"{torch_builds.BLACKWELL} packs")
+        log.info(
+            f"  they have no code for Blackwell GPUs (B200, RTX 50), which --cuda "
+            f"{torch_builds.BLACKWELL} packs"
+        )
     return {"version": str(torch), "cuda": torch.cuda, "driver": driver}
 
 
-def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
-           code: bundle_contents.Code, summary: dict[str, Any]) -> None:
+def _build(
+    opts: Options,
+    identity: dict[str, Any],
+    payloads: list[Payload],
+    code: bundle_contents.Code,
+    summary: dict[str, Any],
+) -> None:
     total = sum(payload.bytes for payload in payloads)
     if opts.volume_size and total > _MOST_VOLUMES * opts.volume_size:
-        raise UsageError(f"--volume-size is too small for {units.size(total)}",
-                         expected=f"at most {_MOST_VOLUMES} volumes")
+        raise UsageError(
+            f"--volume-size is too small for {units.size(total)}",
+            expected=f"at most {_MOST_VOLUMES} volumes",
+        )
     with publish.Build(opts.out, unpacking.KIND, identity, opts.overwrite, resumable=True) as build:
         writer = Writer(build.dir, build.target, payloads, opts.volume_size)
         publish.require_space(build.dir, writer.missing_bytes, "the bundle")
         entries = writer.write(opts.num_workers, not opts.no_progress)
         script = build.dir / "airgap.py"
         script.write_bytes(code.content("launch/bundling/unpacking.py"))
-        entries.append({"path": script.name, "to": None, "bytes": script.stat().st_size,
-                        "digest": hashing.file_digest(script, "sha256")})
+        entries.append(
+            {
+                "path": script.name,
+                "to": None,
+                "bytes": script.stat().st_size,
+                "digest": hashing.file_digest(script, "sha256"),
+            }
+        )
         writer.forget()
         volumes = len({entry["path"].partition("/")[0] for entry in entries}) - 1
         summary |= {"bytes": total, "volumes": volumes}
         summary["digest"] = unpacking.content_digest(entries, summary)
-        build.publish(stage="launch/airgap.py pack", options=options.resolved(opts), files=entries,
-                      summary=summary)
-    log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in "
-             f"{units.counted(volumes, 'volume')}; {writer.summary()}")
-    log.info(f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
-             "  (on the far side, verify prints it again: the same number, the same bundle)")
+        build.publish(
+            stage="launch/airgap.py pack",
+            options=options.resolved(opts),
+            files=entries,
+            summary=summary,
+        )
+    log.info(
+        f"{opts.out}: {len(payloads):,} files, {units.size(total)} in "
+        f"{units.counted(volumes, 'volume')}; {writer.summary()}"
+    )
+    log.info(
+        f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
+        "  (on the far side, verify prints it again: the same number, the same bundle)"
+    )
     python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
     name = shlex.quote(opts.out.name)
-    log.info(f"next, on the far side: {python} {name}/airgap.py unpack {name} --to project"
-             + install)
+    log.info(
+        f"next, on the far side: {python} {name}/airgap.py unpack {name} --to project" + install
+    )
 
 
-def _print_plan(opts: Options, code: bundle_contents.Code, artifacts: list[Any],
-                wanted: wheelhouse.Target | None, lists: dict[str, bytes],
-                builds: list[Torch]) -> None:
+def _print_plan(
+    opts: Options,
+    code: bundle_contents.Code,
+    artifacts: list[Any],
+    wanted: wheelhouse.Target | None,
+    lists: dict[str, bytes],
+    builds: list[Torch],
+) -> None:
     log.info(f"bundle {opts.out}")
     if code.changed:
         log.warn(f"not as in the commit, and left behind: {units.join_names(code.changed, 5)}")
     rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
     if wanted:
         torch = f", torch {builds[0]}" if builds else ""
-        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, " \
-                             f"{', '.join(lists)}{torch}"
-    rows |= {found.to: f"{units.size(sum(p.bytes for p in found.payloads))} from {found.source}"
-             for found in artifacts}
+        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, {', '.join(lists)}{torch}"
+    rows |= {
+        found.to: f"{units.size(sum(p.bytes for p in found.payloads))} from {found.source}"
+        for found in artifacts
+    }
     log.table(rows)
     for line in bundle_contents.remarks(opts, artifacts):
         log.warn(line)

@@ -67,8 +67,11 @@ class Code:
 
     def content(self, name: str) -> bytes:
         """Return what a file of the commit holds."""
-        return next(file.source for file in self.payloads
-                    if file.to == name and isinstance(file.source, bytes))
+        return next(
+            file.source
+            for file in self.payloads
+            if file.to == name and isinstance(file.source, bytes)
+        )
 
 
 def code(allow_dirty: bool) -> Code:
@@ -77,20 +80,32 @@ def code(allow_dirty: bool) -> Code:
     Files that git does not know matter only where code lies: not bundles, data and notes.
     """
     listed = _git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
-    changed = [line[3:] for line in listed.split("\0") if line
-               and (not line.startswith("??") or _is_code(line[3:]))]
+    changed = [
+        line[3:]
+        for line in listed.split("\0")
+        if line and (not line.startswith("??") or _is_code(line[3:]))
+    ]
     if changed and not allow_dirty:
-        raise UsageError("the code here is not that of its last commit",
-                         expected="everything committed, or --allow-dirty to leave the changes "
-                                  "behind", found="\n".join(changed[:10]))
+        raise UsageError(
+            "the code here is not that of its last commit",
+            expected="everything committed, or --allow-dirty to leave the changes behind",
+            found="\n".join(changed[:10]),
+        )
     payloads = []
     with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
         for member in archive:
             if not member.isfile() or (file := archive.extractfile(member)) is None:
                 continue
             data = file.read()
-            payloads.append(Payload(member.name, data, len(data), 0o755 if member.mode & 0o100
-                                    else 0o644, int(member.mtime) * 10**9))
+            payloads.append(
+                Payload(
+                    member.name,
+                    data,
+                    len(data),
+                    0o755 if member.mode & 0o100 else 0o644,
+                    int(member.mtime) * 10**9,
+                )
+            )
     return Code(_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
 
 
@@ -106,16 +121,20 @@ def _git(*arguments: str) -> bytes:
     except FileNotFoundError:
         raise UsageError("git is not installed, and the code is packed as its commit") from None
     if done.returncode:
-        raise UsageError(f"{_ROOT} is not a git checkout, and the code is packed as its commit",
-                         found=done.stderr.decode(errors="replace").strip())
+        raise UsageError(
+            f"{_ROOT} is not a git checkout, and the code is packed as its commit",
+            found=done.stderr.decode(errors="replace").strip(),
+        )
     return done.stdout
 
 
 def artifacts(opts: Options) -> list[PackedDirectory]:
     """Return what --model, --dataset and --tokens name; raises for all that is wrong at once."""
     problems = Problems()
-    found = [*(problems.collect(partial(_model, name, opts.cache_dir)) for name in opts.model),
-             *(problems.collect(partial(_dataset, name)) for name in opts.dataset)]
+    found = [
+        *(problems.collect(partial(_model, name, opts.cache_dir)) for name in opts.model),
+        *(problems.collect(partial(_dataset, name)) for name in opts.dataset),
+    ]
     for name in opts.tokens:
         found += problems.collect(partial(_tokens, name, opts.cache_dir)) or []
     problems.raise_if_any()
@@ -123,8 +142,10 @@ def artifacts(opts: Options) -> list[PackedDirectory]:
     for artifact in filter(None, found):
         there = places.setdefault(artifact.to, artifact)
         if there.source.resolve() != artifact.source.resolve():
-            problems.add(f"{there.source} and {artifact.source} would both become {artifact.to}",
-                         expected="directories of different names")
+            problems.add(
+                f"{there.source} and {artifact.source} would both become {artifact.to}",
+                expected="directories of different names",
+            )
     problems.raise_if_any()
     return list(places.values())
 
@@ -147,19 +168,31 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     path = Path(name)
     if path.name in ("", ".."):  # `.` and `..` end in no name
         path = path.resolve()
-    exact = [place for place in (path, root / name)
-             if manifest.kind_of(place) in (store.KIND, packing.KIND)]
-    chosen = exact[:1] or _stores_of_dataset(name, root) or \
-        _stores_of_dataset(mixture.split_weight(name)[0], root)
+    exact = [
+        place
+        for place in (path, root / name)
+        if manifest.kind_of(place) in (store.KIND, packing.KIND)
+    ]
+    chosen = (
+        exact[:1]
+        or _stores_of_dataset(name, root)
+        or _stores_of_dataset(mixture.split_weight(name)[0], root)
+    )
     for packed in exact[:1]:
         tokens = packed.with_name(packed.name.partition(_PACKS)[0])
-        chosen = [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))] \
-            if manifest.kind_of(packed) == store.KIND else [tokens, packed]
+        chosen = (
+            [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))]
+            if manifest.kind_of(packed) == store.KIND
+            else [tokens, packed]
+        )
     chosen = [place for place in chosen if _UNFINISHED not in place.name]
     if not chosen:
         there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
-        raise ArtifactError(f"no token store called {name}", found=f"under {root}: {there}",
-                            hint="stage 04 makes it, with --prepare-only")
+        raise ArtifactError(
+            f"no token store called {name}",
+            found=f"under {root}: {there}",
+            hint="stage 04 makes it, with --prepare-only",
+        )
     for place in chosen:
         kind = packing.KIND if _PACKS in place.name else store.KIND
         content = manifest.read(place, kind, "token store")
@@ -181,11 +214,15 @@ def _stores_of_dataset(name: str, root: Path) -> list[Path]:
     for tokens in root.glob("*"):
         content = manifest.read_if_any(tokens) or {}
         is_named = tokens.name.rpartition("-")[0] in names
-        if is_named or (content.get("kind") == store.KIND
-                        and _inputs(content).get("dataset") == fingerprint):
+        if is_named or (
+            content.get("kind") == store.KIND and _inputs(content).get("dataset") == fingerprint
+        ):
             stores.add(tokens.name)
-    return [tokens for tokens in sorted(root.glob("*")) if (tokens / MANIFEST).is_file()
-            and tokens.name.partition(_PACKS)[0] in stores]
+    return [
+        tokens
+        for tokens in sorted(root.glob("*"))
+        if (tokens / MANIFEST).is_file() and tokens.name.partition(_PACKS)[0] in stores
+    ]
 
 
 def directory(place: Path, to: str) -> PackedDirectory:
@@ -203,13 +240,23 @@ def directory(place: Path, to: str) -> PackedDirectory:
         if not path.is_file():
             raise ArtifactError(f"{path} is not a plain file and cannot be packed")
         status = path.stat()
-        payloads.append(Payload(to if path == root else f"{to}/{name}", path, status.st_size,
-                                0o755 if status.st_mode & 0o100 else 0o644, status.st_mtime_ns,
-                                digests.get(name, "")))
+        payloads.append(
+            Payload(
+                to if path == root else f"{to}/{name}",
+                path,
+                status.st_size,
+                0o755 if status.st_mode & 0o100 else 0o644,
+                status.st_mtime_ns,
+                digests.get(name, ""),
+            )
+        )
     if not payloads:
         raise ArtifactError(f"{place} contains no file to pack")
-    fingerprint = hashing.file_digest(place / MANIFEST, "sha256") if content else \
-        hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
+    fingerprint = (
+        hashing.file_digest(place / MANIFEST, "sha256")
+        if content
+        else hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
+    )
     return PackedDirectory(to, place, payloads, fingerprint, content["kind"] if content else "")
 
 
@@ -223,15 +270,19 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
         if artifact.kind == store.KIND:
             content = manifest.read(artifact.source, store.KIND, "token store")
             if _inputs(content).get("dataset") not in made_of:
-                lines.append(f"{artifact.to} is of a dataset that is not packed: stage 04 needs "
-                             "that too (--dataset)")
+                lines.append(
+                    f"{artifact.to} is of a dataset that is not packed: stage 04 needs "
+                    "that too (--dataset)"
+                )
     for model in (a for a in chosen if a.to.startswith(".cache/models/")):
         for dataset in data:
             for there in _stores_of(opts.cache_dir, dataset.source, model.source):
                 if f".cache/tokens/{there.name}" not in places:
-                    lines.append(f"the tokens of {dataset.to} for {model.to} are here and not "
-                                 f"packed: --tokens {there.name}, or they are made again on the "
-                                 "far side")
+                    lines.append(
+                        f"the tokens of {dataset.to} for {model.to} are here and not "
+                        f"packed: --tokens {there.name}, or they are made again on the "
+                        "far side"
+                    )
     return lines
 
 
@@ -241,15 +292,16 @@ def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     There are several where conversations were prepared with several lengths or templates.
     """
     try:
-        wanted = {"dataset": open_dataset(dataset).fingerprint,
-                  "tokenizer": encode.tokenizer_fingerprint(model)}
+        wanted = {
+            "dataset": open_dataset(dataset).fingerprint,
+            "tokenizer": encode.tokenizer_fingerprint(model),
+        }
     except ArtifactError:  # a model without a tokenizer
         return []
     found = []
     for place in sorted(paths.tokens_root(cache_dir).glob("*")):
         content = manifest.read_if_any(place) or {}
-        if content.get("kind") == store.KIND and \
-                wanted.items() <= _inputs(content).items():
+        if content.get("kind") == store.KIND and wanted.items() <= _inputs(content).items():
             found.append(place)
     return found
 

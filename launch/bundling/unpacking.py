@@ -45,28 +45,39 @@ class BundleError(Exception):
     """Says what is wrong, in lines as they are printed. code: the exit code."""
 
     def __init__(self, code: int, problem: str, **parts: str) -> None:
-        lines = [f"  {label + ':':<9} " + text.replace("\n", f"\n{'':12}")
-                for label, text in parts.items()]
+        lines = [
+            f"  {label + ':':<9} " + text.replace("\n", f"\n{'':12}")
+            for label, text in parts.items()
+        ]
         super().__init__("\n".join([f"error: {problem}", *lines]))
         self.code = code
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|verify|unpack")
     actions.add_parser("pack", add_help=False, help="make a bundle in a checkout: see pack --help")
     verify = actions.add_parser("verify", help="hash a bundle and name all that is damaged")
     unpack = actions.add_parser("unpack", help="verify a bundle, then make a project of it")
     for action in (verify, unpack):
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
-    unpack.add_argument("--to", type=Path, required=True, metavar="DIR",
-                        help="project directory to make; must be free (needed)")
-    unpack.add_argument("--install", action="store_true",
-                        help="make its .venv from the wheelhouse with this Python "
-                             "(default: off)")
-    unpack.add_argument("--dry-run", action="store_true",
-                        help="print the plan, write nothing (default: off)")
+    unpack.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="project directory to make; must be free (needed)",
+    )
+    unpack.add_argument(
+        "--install",
+        action="store_true",
+        help="make its .venv from the wheelhouse with this Python (default: off)",
+    )
+    unpack.add_argument(
+        "--dry-run", action="store_true", help="print the plan, write nothing (default: off)"
+    )
     return parser.parse_args(argv)
 
 
@@ -82,14 +93,18 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["kind"] != KIND:
-            raise BundleError(_DAMAGED, f"{bundle} is not a bundle",
-                              found=f"kind {content['kind']}")
+            raise BundleError(
+                _DAMAGED, f"{bundle} is not a bundle", found=f"kind {content['kind']}"
+            )
         if content_digest(content["files"], content["summary"]) != content["summary"]["digest"]:
             raise ValueError("it does not say what was written")
         _require_sound(content["files"])
     except FileNotFoundError:
-        raise BundleError(_DAMAGED, f"{bundle} is not a bundle (no {MANIFEST})",
-                          expected="the directory that `airgap.py pack` made") from None
+        raise BundleError(
+            _DAMAGED,
+            f"{bundle} is not a bundle (no {MANIFEST})",
+            expected="the directory that `airgap.py pack` made",
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise BundleError(_DAMAGED, f"{path} is damaged", found=lacks) from None
@@ -110,7 +125,7 @@ def _require_sound(entries: list[Entry]) -> None:
                 raise ValueError(f"{text!r} leads out of its directory")
         if entry["to"] and not 0 <= entry["mode"] <= 0o777:
             raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
-        numbers = [entry[key] for key in ("bytes", "offset", "mtime_ns")[:3 if entry["to"] else 1]]
+        numbers = [entry[key] for key in ("bytes", "offset", "mtime_ns")[: 3 if entry["to"] else 1]]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"{entry['path']!r} has sizes or times that are none")
     if len({entry["path"] for entry in entries}) < len(entries):
@@ -136,13 +151,21 @@ def verify(bundle: Path, content: dict[str, Any]) -> None:
     entries = content["files"]
     show = _progress("verifying", sum(entry["bytes"] for entry in entries))
     with ThreadPoolExecutor(_WORKERS) as pool:
-        problems = [*filter(None, pool.map(lambda e: _damage(bundle, e, show), entries)),
-                    *_extra(bundle, entries)]
+        problems = [
+            *filter(None, pool.map(lambda e: _damage(bundle, e, show), entries)),
+            *_extra(bundle, entries),
+        ]
     if problems:
-        raise BundleError(_DAMAGED, f"{bundle} is damaged: {len(problems)} problems",
-                          found="\n".join(problems), hint="copy these again, then verify again")
-    say(f"{bundle}: {len(entries)} files, every byte as it was packed\n"
-        f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}")
+        raise BundleError(
+            _DAMAGED,
+            f"{bundle} is damaged: {len(problems)} problems",
+            found="\n".join(problems),
+            hint="copy these again, then verify again",
+        )
+    say(
+        f"{bundle}: {len(entries)} files, every byte as it was packed\n"
+        f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}"
+    )
 
 
 def manifest_digest(bundle: Path) -> str:
@@ -154,8 +177,11 @@ def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
     path = bundle / entry["path"]
     try:
         if path.is_symlink() or not path.is_file():
-            return f"{entry['path']} is missing" if not os.path.lexists(path) else \
-                f"{entry['path']} is not a plain file"
+            return (
+                f"{entry['path']} is missing"
+                if not os.path.lexists(path)
+                else f"{entry['path']} is not a plain file"
+            )
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
         if copy_part(path, None, show) != entry["digest"]:
@@ -174,8 +200,11 @@ def _extra(bundle: Path, entries: list[Entry]) -> list[str]:
         for folder, folders, names in os.walk(top):
             links = [name for name in folders if Path(folder, name).is_symlink()]
             found += [Path(folder, name) for name in names + links]
-    plain = sorted(path.relative_to(bundle).as_posix() for path in found
-                   if path.is_symlink() or not path.is_dir())
+    plain = sorted(
+        path.relative_to(bundle).as_posix()
+        for path in found
+        if path.is_symlink() or not path.is_dir()
+    )
     return [f"{name} is not part of the bundle" for name in plain if name not in known]
 
 
@@ -201,6 +230,7 @@ def _progress(what: str, total: int) -> Callable[[int], None]:
             if time.monotonic() - state["line"] > _LINE_EVERY_S:
                 state["line"] = time.monotonic()
                 say(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
+
     return show
 
 
@@ -210,17 +240,22 @@ def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
     stamp = target / UNPACKED  # a copy of the manifest
     is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
     if not is_there and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BundleError(_USAGE, f"{target} exists and was not unpacked from this bundle",
-                          expected="a name that is free; artifacts can then be moved together")
+        raise BundleError(
+            _USAGE,
+            f"{target} exists and was not unpacked from this bundle",
+            expected="a name that is free; artifacts can then be moved together",
+        )
     torch = content["summary"].get("torch")  # not in bundles of earlier versions
     if wanted.install:
         _require_python(content)
         _require_driver(torch)
     _require_space(bundle, content, target, wanted.install, is_there)
-    say(f"{bundle}: code at {content['summary']['commit'][:12]}, "
+    say(
+        f"{bundle}: code at {content['summary']['commit'][:12]}, "
         f"{len(by_file(content['files']))} files → {target}"
         + (f", .venv of {sys.executable}" if wanted.install else "")
-        + (f", torch {torch['version']} for {_drivers(torch)}" if torch else ""))
+        + (f", torch {torch['version']} for {_drivers(torch)}" if torch else "")
+    )
     if wanted.dry_run:
         return
     if is_there:
@@ -231,20 +266,27 @@ def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
     if wanted.install:
         install(target)
     activate = " && . .venv/bin/activate" if wanted.install else ""
-    say("\n      ".join([f"\nnext: cd {shlex.quote(str(target))}{activate}",
-                        *content["summary"]["next"]]))
+    say(
+        "\n      ".join(
+            [f"\nnext: cd {shlex.quote(str(target))}{activate}", *content["summary"]["next"]]
+        )
+    )
 
 
-def _require_space(bundle: Path, content: dict[str, Any], target: Path, with_venv: bool,
-                   is_there: bool) -> None:
+def _require_space(
+    bundle: Path, content: dict[str, Any], target: Path, with_venv: bool, is_there: bool
+) -> None:
     needed = 0 if is_there else sum(entry["bytes"] for entry in content["files"])
     if with_venv and not (target / ".venv" / "installed").exists():
         needed += content["summary"]["installed_bytes"]
     where = next(path for path in (target, *target.absolute().parents) if path.exists())
     if (free := shutil.disk_usage(where).free) < needed:
-        raise BundleError(_FULL, f"not enough room under {where}",
-                          expected=f"{needed / 1e6:,.0f} MB free",
-                          found=f"{free / 1e6:,.0f} MB free")
+        raise BundleError(
+            _FULL,
+            f"not enough room under {where}",
+            expected=f"{needed / 1e6:,.0f} MB free",
+            found=f"{free / 1e6:,.0f} MB free",
+        )
 
 
 def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
@@ -260,8 +302,12 @@ def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
             for folder in {(content_dir / name).parent for name in files}:
                 folder.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(_WORKERS) as pool:
-                list(pool.map(lambda item: _write_file(bundle, content_dir / item[0], item[1],
-                                                       show), files.items()))
+                list(
+                    pool.map(
+                        lambda item: _write_file(bundle, content_dir / item[0], item[1], show),
+                        files.items(),
+                    )
+                )
             shutil.copyfile(bundle / MANIFEST, content_dir / UNPACKED)
             os.sync()
             content_dir.rename(target.absolute())
@@ -274,8 +320,11 @@ def _claimed(partial: Path, target: Path) -> Iterator[None]:
     """Hold a directory by a mark in it, and remove it; BundleError (2) when it is not ours."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
-        raise BundleError(_USAGE, f"{partial} is in the way, and this program did not make it",
-                          expected="a name that is free: move it away")
+        raise BundleError(
+            _USAGE,
+            f"{partial} is in the way, and this program did not make it",
+            expected="a name that is free: move it away",
+        )
     with mark.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,8 +341,11 @@ def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[in
     with path.open("xb") as file:
         for part in parts:
             if copy_part(bundle / part["path"], file, show) != part["digest"]:
-                raise BundleError(_DAMAGED, f"{bundle / part['path']} changed while it was copied",
-                                  found="other content than a moment ago: a failing medium?")
+                raise BundleError(
+                    _DAMAGED,
+                    f"{bundle / part['path']} changed while it was copied",
+                    found="other content than a moment ago: a failing medium?",
+                )
     path.chmod(parts[0]["mode"])
     os.utime(path, ns=(parts[0]["mtime_ns"], parts[0]["mtime_ns"]))
 
@@ -302,18 +354,22 @@ def _require_python(content: dict[str, Any]) -> None:
     """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
     wanted, tag = content["summary"]["python"], content["summary"]["platform"]
     if not wanted:
-        raise BundleError(_USAGE, "the bundle has no wheelhouse",
-                          hint="unpack it without --install")
+        raise BundleError(
+            _USAGE, "the bundle has no wheelhouse", hint="unpack it without --install"
+        )
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     libc, version = platform.libc_ver()
     glibc, _, machine = tag.removeprefix("manylinux_2_").partition("_")
     found = f"Python {here}, {platform.machine()}, {libc or 'no glibc'} {version}"
     is_new_enough = libc == "glibc" and int(version.split(".")[1]) >= int(glibc)
     if here != wanted or machine != platform.machine() or not is_new_enough:
-        raise BundleError(_USAGE, "the wheelhouse is for another Python or machine",
-                          expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
-                          found=found,
-                          hint=f"the same command with python{wanted}, or without --install")
+        raise BundleError(
+            _USAGE,
+            "the wheelhouse is for another Python or machine",
+            expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
+            found=found,
+            hint=f"the same command with python{wanted}, or without --install",
+        )
 
 
 def _drivers(torch: dict[str, str]) -> str:
@@ -327,34 +383,48 @@ def _require_driver(torch: dict[str, str] | None) -> None:
     torch: of the wheelhouse. A machine without GPUs may install for others that have some.
     """
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                              capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return
     driver = done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
-    here, needed = ([int(part) for part in re.findall(r"\d+", text)]
-                    for text in (driver, (torch or {}).get("driver", "")))
+    here, needed = (
+        [int(part) for part in re.findall(r"\d+", text)]
+        for text in (driver, (torch or {}).get("driver", ""))
+    )
     if torch and here and here < needed:
-        raise BundleError(_USAGE, f"the NVIDIA driver here is too old for torch {torch['version']}",
-                          expected=_drivers(torch), found=f"driver {driver}",
-                          hint=f"update the driver, or pack again with --driver-version {driver}; "
-                               "without --install the files are unpacked all the same")
+        raise BundleError(
+            _USAGE,
+            f"the NVIDIA driver here is too old for torch {torch['version']}",
+            expected=_drivers(torch),
+            found=f"driver {driver}",
+            hint=f"update the driver, or pack again with --driver-version {driver}; "
+            "without --install the files are unpacked all the same",
+        )
 
 
 def install(project: Path) -> None:
     """Make the project's .venv from its wheelhouse, with the script that came along."""
     script = project / "launch" / "install_wheels.py"
     if subprocess.run([sys.executable, str(script)], check=False).returncode:
-        raise BundleError(_DAMAGED, f"{project / '.venv'} could not be made from the wheelhouse",
-                          found="what pip says above",
-                          run=shlex.join([sys.executable, str(script)]))
+        raise BundleError(
+            _DAMAGED,
+            f"{project / '.venv'} could not be made from the wheelhouse",
+            found="what pip says above",
+            run=shlex.join([sys.executable, str(script)]),
+        )
 
 
 def main(argv: list[str], description: str) -> int:
     try:
         if argv[:1] == ["pack"]:
-            raise BundleError(_USAGE, "pack works in a checkout only",
-                              hint="use launch/airgap.py of the checkout")
+            raise BundleError(
+                _USAGE, "pack works in a checkout only", hint="use launch/airgap.py of the checkout"
+            )
         wanted = parse(argv, description)
         if wanted.action == "verify":
             verify(wanted.bundle, read_manifest(wanted.bundle))

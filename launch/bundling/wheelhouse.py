@@ -21,8 +21,11 @@ KIND = "wheelhouse/1"
 _OLDEST_GLIBC = 5
 _PINS = "requirements.txt"
 _ABSENT = re.compile(r"No matching distribution found for ([\w.-]+)==([\w.+]+)")
-_NEEDS_CUDA = re.compile(r"^Requires-Dist: (?:cuda-toolkit|nvidia-cuda-runtime[\w-]*)\b"
-                         r"[^;\n]*==(\d+\.\d+)", re.MULTILINE)
+_NEEDS_CUDA = re.compile(
+    r"^Requires-Dist: (?:cuda-toolkit|nvidia-cuda-runtime[\w-]*)\b"
+    r"[^;\n]*==(\d+\.\d+)",
+    re.MULTILINE,
+)
 _LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 # pip evaluates `; python_version < "3.11"` for the interpreter it runs on, whatever
@@ -66,10 +69,17 @@ class Target:
     @property
     def markers(self) -> dict[str, str]:
         """Return what a requirement may ask about it after `;`."""
-        return {"python_version": self.python, "python_full_version": f"{self.python}.0",
-                "implementation_version": f"{self.python}.0", "implementation_name": "cpython",
-                "platform_python_implementation": "CPython", "platform_machine": self.machine,
-                "platform_system": "Linux", "sys_platform": "linux", "os_name": "posix"}
+        return {
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+            "implementation_version": f"{self.python}.0",
+            "implementation_name": "cpython",
+            "platform_python_implementation": "CPython",
+            "platform_machine": self.machine,
+            "platform_system": "Linux",
+            "sys_platform": "linux",
+            "os_name": "posix",
+        }
 
 
 def target(python: str, platform: str) -> Target:
@@ -77,9 +87,11 @@ def target(python: str, platform: str) -> Target:
     name = platform.replace("manylinux2014", "manylinux_2_17")
     match = re.fullmatch(r"manylinux_2_(\d+)_(x86_64|aarch64)", name)
     if not match or int(match[1]) < _OLDEST_GLIBC:
-        raise UsageError(f"--platform {platform} is not known",
-                         expected="manylinux_2_<minor of glibc>_x86_64 or …_aarch64; torch 2.13 "
-                                  "needs manylinux_2_28")
+        raise UsageError(
+            f"--platform {platform} is not known",
+            expected="manylinux_2_<minor of glibc>_x86_64 or …_aarch64; torch 2.13 "
+            "needs manylinux_2_28",
+        )
     if not re.fullmatch(r"3\.1\d", python):
         raise UsageError(f"--python {python} is not known", expected="3.10, 3.11 or 3.12")
     return Target(python, int(match[1]), match[2])
@@ -98,14 +110,18 @@ def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
         return [Torch(pin.version, "")]
     if found := torch_builds.candidates(pin, driver, cuda):
         return sorted(found, key=lambda build: build != pin)  # which every index has
-    wanted = " and ".join([f"is built for CUDA {cuda}"] * bool(cuda)
-                          + [f"runs with driver {driver}"] * bool(driver))
-    known = sorted({number for build in torch_builds.candidates(pin) for number in [build.cuda]},
-                   key=float)
-    raise UsageError(f"no torch that this code supports {wanted}",
-                     expected=f"CUDA {', '.join(known)}; a driver from "
-                              f"{min(torch_builds.OLDEST_DRIVERS.values())} on, for CUDA 13 from "
-                              f"{torch_builds.OLDEST_DRIVERS['13']} on")
+    wanted = " and ".join(
+        [f"is built for CUDA {cuda}"] * bool(cuda) + [f"runs with driver {driver}"] * bool(driver)
+    )
+    known = sorted(
+        {number for build in torch_builds.candidates(pin) for number in [build.cuda]}, key=float
+    )
+    raise UsageError(
+        f"no torch that this code supports {wanted}",
+        expected=f"CUDA {', '.join(known)}; a driver from "
+        f"{min(torch_builds.OLDEST_DRIVERS.values())} on, for CUDA 13 from "
+        f"{torch_builds.OLDEST_DRIVERS['13']} on",
+    )
 
 
 def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: list[Torch]) -> Path:
@@ -121,21 +137,29 @@ def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: lis
             if build != asked[-1]:
                 log.warn(f"{error.problem}; an older build is tried")
             else:
-                raise UsageError(error.problem + ", and no other that does" * bool(asked[1:]),
-                                 expected=f"torch {' or '.join(map(str, asked))}",
-                                 hint=error.hint) from None
+                raise UsageError(
+                    error.problem + ", and no other that does" * bool(asked[1:]),
+                    expected=f"torch {' or '.join(map(str, asked))}",
+                    hint=error.hint,
+                ) from None
     return _prepared(cache_dir, lists, wanted)
 
 
-def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: Sequence[Torch] = (),
-              build: Torch | None = None) -> Path:
+def _prepared(
+    cache_dir: Path,
+    lists: dict[str, bytes],
+    wanted: Target,
+    asked: Sequence[Torch] = (),
+    build: Torch | None = None,
+) -> Path:
     """Return a wheelhouse for one of the builds that were asked for; None: for what is pinned."""
     if build:
         pins = torch_builds.repinned(lists[_PINS].decode(), build)
         lists = {**lists, _PINS: pins.encode()}
     made_of: dict[str, Any] = {
         "options": {"python": wanted.python, "platform": wanted.platform},
-        "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()}}
+        "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()},
+    }
     name = f"py{wanted.python}-{wanted.platform}-{hashing.fingerprint(made_of)[:8]}"
     place = cache_dir / "wheelhouse" / name
     if publish.is_done(place, KIND, made_of, overwrite=False):
@@ -150,13 +174,18 @@ def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: S
             building.resumable = False  # nothing was fetched
             raise
         if build and (found := torch_in(building.dir)) and found not in asked:
-            raise UsageError(f"pip takes torch {found} for {build.requirement}",
-                             expected=f"torch {build}", hint="its settings name other wheels first "
-                             "(pip config list): leave those out")
-        files = [manifest.file_entry(building.dir, path, "sha256")
-                 for path in building.files()]
-        building.publish(stage="launch/airgap.py pack", options=made_of["options"], files=files,
-                         summary={"installed_bytes": installed_bytes(building.dir)})
+            raise UsageError(
+                f"pip takes torch {found} for {build.requirement}",
+                expected=f"torch {build}",
+                hint="its settings name other wheels first (pip config list): leave those out",
+            )
+        files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
+        building.publish(
+            stage="launch/airgap.py pack",
+            options=made_of["options"],
+            files=files,
+            summary={"installed_bytes": installed_bytes(building.dir)},
+        )
     return place
 
 
@@ -168,38 +197,79 @@ def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> 
     words = [word for name in lists for word in ("-r", name)]
     words += [word for tag in wanted.tags for word in ("--platform", tag)]
     # With pip itself, the far side needs no ensurepip, which Debian's Python lacks.
-    command = ["download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:",
-               "--find-links", ".", "--implementation", "cp", "--python-version", wanted.python,
-               "--dest", ".", "pip", *words]
-    log.info(f"fetching wheels for Python {wanted.python} on {wanted.platform} "
-             "(pip download; its settings name the index)")
+    command = [
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--only-binary=:all:",
+        "--find-links",
+        ".",
+        "--implementation",
+        "cp",
+        "--python-version",
+        wanted.python,
+        "--dest",
+        ".",
+        "pip",
+        *words,
+    ]
+    log.info(
+        f"fetching wheels for Python {wanted.python} on {wanted.platform} "
+        "(pip download; its settings name the index)"
+    )
     built: set[str] = set()
     while True:
-        done = subprocess.run([sys.executable, "-c", _PIP, json.dumps(wanted.markers), *command],
-                              cwd=place, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _PIP, json.dumps(wanted.markers), *command],
+            cwd=place,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode == 0:
             return
         absent = _ABSENT.search(done.stderr)
         pin = f"{absent[1]}=={absent[2]}" if absent else ""
         if absent and absent[1] == "torch" and is_asked:
-            raise NoSuchTorch(f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
-                              hint="the builds for each CUDA lie in indexes of their own, which "
-                                   "PyTorch's page on installing names: PIP_EXTRA_INDEX_URL adds "
-                                   "one, PIP_FIND_LINKS a directory of wheels")
+            raise NoSuchTorch(
+                f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
+                hint="the builds for each CUDA lie in indexes of their own, which "
+                "PyTorch's page on installing names: PIP_EXTRA_INDEX_URL adds "
+                "one, PIP_FIND_LINKS a directory of wheels",
+            )
         if not absent or absent[1] == "torch" or pin in built or not _build(place, absent[1], pin):
             said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-            raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
-                             f"{wanted.platform}", found="\n".join(said[-8:]),
-                             hint="--no-wheels leaves them out; or when the index is in reach:",
-                             run=commands.as_typed())
+            raise UsageError(
+                f"pip found no complete set of wheels for Python {wanted.python} on "
+                f"{wanted.platform}",
+                found="\n".join(said[-8:]),
+                hint="--no-wheels leaves them out; or when the index is in reach:",
+                run=commands.as_typed(),
+            )
         built.add(pin)
 
 
 def _build(place: Path, name: str, pin: str) -> bool:
     """Build the wheel of a package that comes as source alone; tell whether it runs anywhere."""
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
-                           "--disable-pip-version-check", "--no-binary", name, "--wheel-dir",
-                           "built", pin], cwd=place, stdin=subprocess.DEVNULL, capture_output=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--disable-pip-version-check",
+            "--no-binary",
+            name,
+            "--wheel-dir",
+            "built",
+            pin,
+        ],
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
     made = [*(place / "built").glob("*-none-any.whl")] if done.returncode == 0 else []
     for wheel in made:
         log.info(f"{pin} comes as source alone: its wheel was built here")

@@ -42,9 +42,16 @@ def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, l
             offset, free = offset + size, free - size
         folder = "/.parts" if len(cuts) > 1 else ""
         parts[payload.to] = [
-            {"path": f"volume_{number:03d}{folder}/{payload.to}", "to": payload.to, "offset": at,
-             "bytes": size, "mode": payload.mode, "mtime_ns": payload.mtime_ns}
-            for number, at, size in cuts]
+            {
+                "path": f"volume_{number:03d}{folder}/{payload.to}",
+                "to": payload.to,
+                "offset": at,
+                "bytes": size,
+                "mode": payload.mode,
+                "mtime_ns": payload.mtime_ns,
+            }
+            for number, at, size in cuts
+        ]
     return parts
 
 
@@ -55,8 +62,9 @@ class Writer:
     missing_bytes: what has to be copied.
     """
 
-    def __init__(self, place: Path, earlier: Path, payloads: Sequence[Payload],
-                 volume_bytes: int | None) -> None:
+    def __init__(
+        self, place: Path, earlier: Path, payloads: Sequence[Payload], volume_bytes: int | None
+    ) -> None:
         self._place, self._payloads = place, payloads
         self._layout = layout(payloads, volume_bytes)
         self._lock, self._began, self._seconds = threading.Lock(), time.monotonic(), 0.0
@@ -71,9 +79,12 @@ class Writer:
     def write(self, workers: int, show_progress: bool) -> list[Entry]:
         """Copy what is missing and return the entries of all files, in the order of the layout."""
         missing = [payload for payload in self._payloads if payload.to not in self._done]
-        with Progress("packing", self.missing_bytes, "B", show_progress) as progress, \
-                (self._place / _JOURNAL).open("a", encoding="utf-8") as journal, \
-                ThreadPoolExecutor(workers) as pool:
+        with (
+            Progress("packing", self.missing_bytes, "B", show_progress) as progress,
+            (self._place / _JOURNAL).open("a", encoding="utf-8") as journal,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+
             def advance(count: int) -> None:
                 with self._lock:
                     progress.advance(count)
@@ -85,6 +96,7 @@ class Writer:
                     if payload.bytes >= _JOURNALED:
                         journal.write(json.dumps(entries) + "\n")
                         journal.flush()
+
             try:
                 list(pool.map(copy, missing))
             except BaseException:
@@ -145,18 +157,21 @@ class Writer:
                 publish.fsync(path)
             entries.append({**part, "digest": f"sha256:{hasher.hexdigest()}"})
         found = entries[0]["digest"] if is_hashed else whole and hashing.digest(whole, algorithm)
-        is_grown = isinstance(payload.source, Path) \
-            and payload.source.stat().st_size != payload.bytes
+        is_grown = (
+            isinstance(payload.source, Path) and payload.source.stat().st_size != payload.bytes
+        )
         if is_grown or (found and found != payload.digest):
-            raise ArtifactError(f"{payload.source!s} has other content than when it was written",
-                                hint="this names what is damaged in .cache/, and what mends it:",
-                                run=commands.script("03_download_model.py", "--verify"))
+            raise ArtifactError(
+                f"{payload.source!s} has other content than when it was written",
+                hint="this names what is damaged in .cache/, and what mends it:",
+                run=commands.script("03_download_model.py", "--verify"),
+            )
         return entries
 
 
 def _chunks(payload: Payload, offset: int, size: int) -> Any:
     if isinstance(payload.source, bytes):
-        yield payload.source[offset:offset + size]
+        yield payload.source[offset : offset + size]
         return
     with payload.source.open("rb", buffering=0) as file:
         file.seek(offset)

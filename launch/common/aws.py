@@ -16,8 +16,10 @@ from lib.core.errors import UsageError
 
 _TIMEOUT_S = 60
 _ARN = re.compile(r"arn:aws[\w-]*:eks:(?P<region>[\w-]+):\d+:cluster/(?P<name>[\w-]+)")
-_ADDONS = {"aws-fsx-csi-driver": "storage on FSx for Lustre",
-           "eks-pod-identity-agent": "rights of pods"}
+_ADDONS = {
+    "aws-fsx-csi-driver": "storage on FSx for Lustre",
+    "eks-pod-identity-agent": "rights of pods",
+}
 
 
 class AwsError(UsageError):
@@ -29,16 +31,22 @@ def text(*arguments: str, region: str = "") -> str:
     where = ["--region", region] if region else []
     call = f"aws {' '.join(arguments[:2])}"
     try:
-        done = subprocess.run(["aws", *arguments, *where], capture_output=True, text=True,
-                              timeout=_TIMEOUT_S)
+        done = subprocess.run(
+            ["aws", *arguments, *where], capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
     except FileNotFoundError:
-        raise AwsError("the AWS command line (aws) is not installed",
-                       expected="aws on the PATH, and credentials") from None
+        raise AwsError(
+            "the AWS command line (aws) is not installed",
+            expected="aws on the PATH, and credentials",
+        ) from None
     except subprocess.TimeoutExpired:
         raise AwsError(f"no answer of `{call}` in {_TIMEOUT_S} s") from None
     if done.returncode:
-        raise AwsError(f"`{call}` failed", found=(done.stderr or done.stdout).strip()[-500:],
-                       hint="`aws sts get-caller-identity` shows who you are")
+        raise AwsError(
+            f"`{call}` failed",
+            found=(done.stderr or done.stdout).strip()[-500:],
+            hint="`aws sts get-caller-identity` shows who you are",
+        )
     return done.stdout
 
 
@@ -72,12 +80,16 @@ def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
     if not found:
         where = ["--region", region] if region else []
         called = f"{cluster} in {region}" if region else cluster
-        raise UsageError(f"the kubeconfig has no cluster {called}",
-                         run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster,
-                                            *where))
+        raise UsageError(
+            f"the kubeconfig has no cluster {called}",
+            run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster, *where),
+        )
     if len(set(found.values())) > 1:
-        raise UsageError(f"the kubeconfig has several clusters called {cluster}",
-                         found="\n".join(found), expected="--context, one of them")
+        raise UsageError(
+            f"the kubeconfig has several clusters called {cluster}",
+            found="\n".join(found),
+            expected="--context, one of them",
+        )
     return next(iter(found))
 
 
@@ -85,8 +97,10 @@ def require_same_cluster(context: str, cluster: str) -> None:
     """Raise UsageError for a context that names another EKS cluster."""
     of_context = cluster_of(context)[0] or cluster_of(_clusters().get(context, ""))[0]
     if cluster and of_context and of_context != cluster:
-        raise UsageError(f"--cluster-name {cluster}, but --context {context} is of the cluster "
-                         f"{of_context}", expected="one of the two, or both of the same cluster")
+        raise UsageError(
+            f"--cluster-name {cluster}, but --context {context} is of the cluster {of_context}",
+            expected="one of the two, or both of the same cluster",
+        )
 
 
 def _contexts_of(cluster: str, region: str) -> dict[str, str]:
@@ -94,9 +108,12 @@ def _contexts_of(cluster: str, region: str) -> dict[str, str]:
     every = _clusters()
     if cluster in every and not cluster_of(every[cluster])[0]:
         return {cluster: every[cluster]}  # a context of that very name, which AWS did not write
-    return {context: named for context, named in every.items()
-            for name, place in [_named(context, named)]
-            if cluster in (context, name) and region in ("", place)}
+    return {
+        context: named
+        for context, named in every.items()
+        for name, place in [_named(context, named)]
+        if cluster in (context, name) and region in ("", place)
+    }
 
 
 def _named(context: str, named: str) -> tuple[str, str]:
@@ -111,8 +128,9 @@ def _clusters() -> dict[str, str]:
     """
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not installed")
-    done = subprocess.run(["kubectl", "config", "view", "-o", "json"], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        ["kubectl", "config", "view", "-o", "json"], capture_output=True, text=True
+    )
     try:
         listed = json.loads(done.stdout)["contexts"] or []
         return {entry["name"]: entry["context"]["cluster"] for entry in listed}
@@ -124,9 +142,12 @@ def discover(region: str) -> str:
     """Return the only EKS cluster of the account and region; UsageError when there is not one."""
     found = aws("eks", "list-clusters", region=region).get("clusters", [])
     if len(found) != 1:
-        raise UsageError("which cluster?" if found else "there is no EKS cluster here",
-                         expected="--cluster-name", found=", ".join(found) or "none in this region",
-                         hint="" if found else _creation("NAME", region))
+        raise UsageError(
+            "which cluster?" if found else "there is no EKS cluster here",
+            expected="--cluster-name",
+            found=", ".join(found) or "none in this region",
+            hint="" if found else _creation("NAME", region),
+        )
     return found[0]
 
 
@@ -138,8 +159,11 @@ def node_types(cluster: str, region: str) -> list[str]:
     ask, types = partial(aws, "eks", region=region), set[str]()
     try:
         for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
-            types |= {*ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name",
-                           group)["nodegroup"].get("instanceTypes", [])}
+            types |= {
+                *ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group)[
+                    "nodegroup"
+                ].get("instanceTypes", [])
+            }
     except AwsError:
         return []
     return sorted(types)
@@ -149,16 +173,27 @@ def require_cluster(cluster: str, region: str) -> None:
     """Raise UsageError that says how a cluster is made where there is none of that name."""
     there = aws("eks", "list-clusters", region=region).get("clusters", [])
     if cluster not in there:
-        raise UsageError(f"there is no EKS cluster {cluster}",
-                         found=", ".join(there) or "none in this region",
-                         hint=_creation(cluster, region))
+        raise UsageError(
+            f"there is no EKS cluster {cluster}",
+            found=", ".join(there) or "none in this region",
+            hint=_creation(cluster, region),
+        )
 
 
 def _creation(cluster: str, region: str) -> str:
     """Return how a cluster is made, as a hint: it costs money, and its nodes are a choice."""
-    command = commands.shell("eksctl", "create", "cluster", "--name", cluster,
-                             *(["--region", region] if region else []),
-                             "--node-type", "g5.8xlarge", "--nodes", 4)
+    command = commands.shell(
+        "eksctl",
+        "create",
+        "cluster",
+        "--name",
+        cluster,
+        *(["--region", region] if region else []),
+        "--node-type",
+        "g5.8xlarge",
+        "--nodes",
+        4,
+    )
     return f"a cluster costs money, so nothing here makes one; for example: {command}"
 
 
@@ -171,28 +206,46 @@ def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
     try:
         return [*_eks(cluster, region), *(_hyperpod(cluster, region) if on_hyperpod else ())]
     except AwsError as error:
-        return [not_checked("EKS", f"{error.problem}: {error.found.splitlines()[-1]}"
-                            if error.found else error.problem)]
+        return [
+            not_checked(
+                "EKS",
+                f"{error.problem}: {error.found.splitlines()[-1]}"
+                if error.found
+                else error.problem,
+            )
+        ]
 
 
 def _eks(cluster: str, region: str) -> Iterable[Finding]:
     ask = partial(aws, "eks", region=region)
     info = ask("describe-cluster", "--name", cluster)["cluster"]
     status = info.get("status")
-    yield Finding(INFO if status == "ACTIVE" else ERROR, "EKS",
-                  f"{cluster} is {status}, Kubernetes {info.get('version')}",
-                  "" if status == "ACTIVE" else "wait until it is ACTIVE")
+    yield Finding(
+        INFO if status == "ACTIVE" else ERROR,
+        "EKS",
+        f"{cluster} is {status}, Kubernetes {info.get('version')}",
+        "" if status == "ACTIVE" else "wait until it is ACTIVE",
+    )
     for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
-        info = ask("describe-nodegroup", "--cluster-name", cluster,
-                   "--nodegroup-name", group)["nodegroup"]
+        info = ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group)[
+            "nodegroup"
+        ]
         for issue in info.get("health", {}).get("issues", []):
-            yield Finding(WARNING, "EKS node group", f"{group}: {issue.get('code')}: "
-                          f"{issue.get('message')}", "see the node group in the EKS console")
+            yield Finding(
+                WARNING,
+                "EKS node group",
+                f"{group}: {issue.get('code')}: {issue.get('message')}",
+                "see the node group in the EKS console",
+            )
     there = ask("list-addons", "--cluster-name", cluster).get("addons", [])
     for addon, purpose in _ADDONS.items():
         if addon not in there:
-            yield Finding(INFO, "EKS add-on", f"{addon} is not installed ({purpose})",
-                          f"aws eks create-addon --cluster-name {cluster} --addon-name {addon}")
+            yield Finding(
+                INFO,
+                "EKS add-on",
+                f"{addon} is not installed ({purpose})",
+                f"aws eks create-addon --cluster-name {cluster} --addon-name {addon}",
+            )
 
 
 def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
@@ -204,21 +257,37 @@ def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
         if arn.endswith(f"/{cluster}"):
             yield from _instance_groups(info)
             return
-    yield Finding(ERROR, "HyperPod", f"no HyperPod cluster runs on the EKS cluster {cluster}",
-                  "choose --kind pytorchjob or trainjob, or name the cluster with --cluster-name")
+    yield Finding(
+        ERROR,
+        "HyperPod",
+        f"no HyperPod cluster runs on the EKS cluster {cluster}",
+        "choose --kind pytorchjob or trainjob, or name the cluster with --cluster-name",
+    )
 
 
 def _instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
     status = info.get("ClusterStatus")
     usable = status == "InService"
-    yield Finding(INFO if usable else WARNING, "HyperPod", f"{info.get('ClusterName')} is {status}",
-                  "" if usable else "wait until it is InService")
+    yield Finding(
+        INFO if usable else WARNING,
+        "HyperPod",
+        f"{info.get('ClusterName')} is {status}",
+        "" if usable else "wait until it is InService",
+    )
     if info.get("NodeRecovery") == "None":
-        yield Finding(WARNING, "HyperPod", "broken nodes are not replaced (NodeRecovery is None)",
-                      "aws sagemaker update-cluster --node-recovery Automatic")
+        yield Finding(
+            WARNING,
+            "HyperPod",
+            "broken nodes are not replaced (NodeRecovery is None)",
+            "aws sagemaker update-cluster --node-recovery Automatic",
+        )
     for group in info.get("InstanceGroups", []):
         now, target = group.get("CurrentCount"), group.get("TargetCount")
         if now != target:
-            yield Finding(WARNING, "HyperPod", f"{group.get('InstanceGroupName')}: {now} of "
-                          f"{target} {group.get('InstanceType')} are there",
-                          "wait, or check the account's quota")
+            yield Finding(
+                WARNING,
+                "HyperPod",
+                f"{group.get('InstanceGroupName')}: {now} of "
+                f"{target} {group.get('InstanceType')} are there",
+                "wait, or check the account's quota",
+            )

@@ -39,8 +39,12 @@ def waiting(files: list[Path]) -> str:
         return ""
     (group, number, name), ranks = max(inside.items(), key=lambda item: len(item[1]))
     late = {r for r in members.get(group, ranks) if reached.get((group, r), 0) < number}
-    label = statistics.mode(entry["process_group"][1] for dump in dumps for entry in dump["entries"]
-                            if entry["process_group"][0] == group)
+    label = statistics.mode(
+        entry["process_group"][1]
+        for dump in dumps
+        for entry in dump["entries"]
+        if entry["process_group"][0] == group
+    )
     where = f"in {name}, number {number:,} of group {label}"
     if not late:
         return f"{_ranks(ranks)} hung {where}, which all ranks have come to: look at the network"

@@ -60,11 +60,19 @@ def show(findings: Iterable[Finding]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that ends in findings."""
-    parser.add_argument("--fail-on", choices=(ERROR, WARNING), default=ERROR,
-                        help=f"least severity that fails the command; it then exits with "
-                             f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning")
-    parser.add_argument("--json", type=output_file, metavar="FILE",
-                        help="also write everything that was found to a file (default: none)")
+    parser.add_argument(
+        "--fail-on",
+        choices=(ERROR, WARNING),
+        default=ERROR,
+        help=f"least severity that fails the command; it then exits with "
+        f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning",
+    )
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="also write everything that was found to a file (default: none)",
+    )
 
 
 def output_file(text: str) -> Path:
@@ -85,8 +93,10 @@ def output_file(text: str) -> Path:
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
     """Write findings, the worst first, and whatever else was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{key: value for key, value in asdict(finding).items() if key != "node"}
-            for finding in worst_first(findings)]
+    rows = [
+        {key: value for key, value in asdict(finding).items() if key != "node"}
+        for finding in worst_first(findings)
+    ]
     manifest.write_json(path, {"findings": rows, **more})
 
 
@@ -101,8 +111,9 @@ def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None
 def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
     """Say whether `what` is ready; NotReady when something is at least as severe as `fail_on`."""
     counted = Counter(finding.severity for finding in findings)
-    counts = ", ".join(units.counted(counted[name], name) for name in (ERROR, WARNING)
-                       if counted[name])
+    counts = ", ".join(
+        units.counted(counted[name], name) for name in (ERROR, WARNING) if counted[name]
+    )
     if counted[ERROR]:
         raise NotReady(f"{what} is not ready: {counts}", EXIT_ERROR)
     if counted[WARNING] and fail_on == WARNING:

@@ -23,24 +23,42 @@ _VOCABULARY = 32_000
 class RawText:
     """Names the raw text of a dataset that is not there yet."""
 
-    data: str = option("", group="prepare: the raw text of a dataset that is not there yet",
-                       metavar="ORG/NAME|DIR",
-                       help="dataset of the Hub, or a directory of files, such as /bucket/raw "
-                            f"(default: for {stage_04.DATASET} ten files of allenai/c4, else it "
-                            "is needed)")
-    include: list[str] = option([], metavar="GLOB", help="files of a dataset of the Hub, by path; "
-                                                         "may be repeated (default: all)")
-    fields: str = option("", metavar="A,B.C", help="of structured documents keep only these keys "
-                                                   "(default: every string)")
-    format: str = option("text", choices=("text", "chat"),
-                         help="chat: keep the conversations that the files hold")
-    validation_percent: float = option(1.0, parse=options.percent, metavar="P",
-                                       help="percentage of the rows for the validation split")
+    data: str = option(
+        "",
+        group="prepare: the raw text of a dataset that is not there yet",
+        metavar="ORG/NAME|DIR",
+        help="dataset of the Hub, or a directory of files, such as /bucket/raw "
+        f"(default: for {stage_04.DATASET} ten files of allenai/c4, else it "
+        "is needed)",
+    )
+    include: list[str] = option(
+        [],
+        metavar="GLOB",
+        help="files of a dataset of the Hub, by path; may be repeated (default: all)",
+    )
+    fields: str = option(
+        "",
+        metavar="A,B.C",
+        help="of structured documents keep only these keys (default: every string)",
+    )
+    format: str = option(
+        "text", choices=("text", "chat"), help="chat: keep the conversations that the files hold"
+    )
+    validation_percent: float = option(
+        1.0,
+        parse=options.percent,
+        metavar="P",
+        help="percentage of the rows for the validation split",
+    )
 
     def words(self) -> list[str]:
         """Return it as it is typed to launch/prepare.py."""
-        return [f"{flag(name)}={each}" for name, value in asdict(self).items()
-                for each in (value if isinstance(value, list) else [value]) if each != ""]
+        return [
+            f"{flag(name)}={each}"
+            for name, value in asdict(self).items()
+            for each in (value if isinstance(value, list) else [value])
+            if each != ""
+        ]
 
 
 _C4 = RawText(data="allenai/c4", include=["en/c4-train.0000*-of-01024.json.gz"], fields="text")
@@ -54,8 +72,11 @@ def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]
     """
     missing = [path for path in map(_dataset, config.dataset_name) if not path.exists()]
     if len(missing) > 1:
-        raise UsageError(f"{len(missing)} datasets are not there, and --data is the raw text of "
-                         "one", found=", ".join(map(str, missing)), expected="a dataset at a time")
+        raise UsageError(
+            f"{len(missing)} datasets are not there, and --data is the raw text of one",
+            found=", ".join(map(str, missing)),
+            expected="a dataset at a time",
+        )
     for path in missing:
         yield from _data_steps(raw, path)
     yield from _model_steps(config)
@@ -70,23 +91,36 @@ def _dataset(word: str) -> Path:
 
 def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
     if not raw.data and dataset.name != stage_04.DATASET:
-        raise UsageError(f"{dataset} is not there, and no --data says what to make it of",
-                         expected="--data ORG/NAME of the Hub, or --data DIR")
+        raise UsageError(
+            f"{dataset} is not there, and no --data says what to make it of",
+            expected="--data ORG/NAME of the Hub, or --data DIR",
+        )
     if not raw.data:
-        raw = replace(raw, data=_C4.data, include=raw.include or _C4.include,
-                      fields=raw.fields or _C4.fields)
+        raw = replace(
+            raw, data=_C4.data, include=raw.include or _C4.include, fields=raw.fields or _C4.fields
+        )
     files, splits = Path(raw.data), Path("splits") / dataset.name
     if _ON_HUB.fullmatch(raw.data) and not files.exists():
         files = Path("raw_text") / paths.model_dir_name(raw.data)
-        yield ["03_download_model.py", "--dataset-name", raw.data,
-               *(f"--include={glob}" for glob in raw.include or ["*"])]
+        yield [
+            "03_download_model.py",
+            "--dataset-name",
+            raw.data,
+            *(f"--include={glob}" for glob in raw.include or ["*"]),
+        ]
     # A bucket takes no links to its files; links that lead to it need no room on the volume.
     mode = ["--mode", "symlink"] if files.is_absolute() else []
     yield ["01_organize_data.py", "--src-dir", str(files), "--dst-root", str(splits), *mode]
-    yield ["02_build_hf_dataset.py", "--data-folder", str(splits), "--save-dir", str(dataset),
-           *(["--fields", raw.fields] if raw.fields else []),
-           *(["--format", raw.format] if raw.format != "text" else []),
-           f"--validation-percent={raw.validation_percent}"]
+    yield [
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        str(splits),
+        "--save-dir",
+        str(dataset),
+        *(["--fields", raw.fields] if raw.fields else []),
+        *(["--format", raw.format] if raw.format != "text" else []),
+        f"--validation-percent={raw.validation_percent}",
+    ]
 
 
 def _model_steps(config: Config) -> Iterator[list[str]]:
@@ -96,8 +130,17 @@ def _model_steps(config: Config) -> Iterator[list[str]]:
     if not name or Path(name).exists() or (models / paths.model_dir_name(name)).exists():
         return
     if name.startswith(_MADE_HERE):
-        yield ["03_download_model.py", "--from-scratch", "--model-name", name, "--model-size",
-               name.removeprefix(_MADE_HERE), "--vocab-size", str(_VOCABULARY),
-               "--train-tokenizer", str(_dataset(config.dataset_name[0]))]
+        yield [
+            "03_download_model.py",
+            "--from-scratch",
+            "--model-name",
+            name,
+            "--model-size",
+            name.removeprefix(_MADE_HERE),
+            "--vocab-size",
+            str(_VOCABULARY),
+            "--train-tokenizer",
+            str(_dataset(config.dataset_name[0])),
+        ]
     else:
         yield ["03_download_model.py", "--model-name", name]

@@ -27,8 +27,11 @@ Row = dict[str, Any]
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add the argument of every command about a run."""
-    parser.add_argument("experiment", metavar="NAME|DIR",
-                        help="the run: its name, for outputs/NAME, or its directory")
+    parser.add_argument(
+        "experiment",
+        metavar="NAME|DIR",
+        help="the run: its name, for outputs/NAME, or its directory",
+    )
 
 
 def require(experiment: Experiment) -> None:
@@ -39,8 +42,10 @@ def require(experiment: Experiment) -> None:
     if not experiment.root.is_dir() and not at_work.process_on(experiment.root.resolve())[0]:
         beside = experiment.root.parent
         there = sorted(path.name for path in beside.glob("[!.]*") if path.is_dir())
-        raise UsageError(f"there is no run {experiment.root}",
-                         found=f"in {beside}: {', '.join(there[:10]) or 'nothing'}")
+        raise UsageError(
+            f"there is no run {experiment.root}",
+            found=f"in {beside}: {', '.join(there[:10]) or 'nothing'}",
+        )
 
 
 class GrowingFile:
@@ -69,7 +74,7 @@ class GrowingFile:
             return [], True
         except OSError:  # the next read may succeed, such as after ESTALE on NFS
             return [], False
-        whole = new[:new.rfind(b"\n") + 1]
+        whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.splitlines(), is_another
 
@@ -102,8 +107,10 @@ class RunFiles:
 
     def __init__(self, root: Path) -> None:
         self.experiment = Experiment(root.parent, root.name)
-        self._metrics, self._events = (JsonLines(self.experiment.metrics),
-                                       JsonLines(self.experiment.events))
+        self._metrics, self._events = (
+            JsonLines(self.experiment.metrics),
+            JsonLines(self.experiment.events),
+        )
         self._seen: dict[Path, tuple[int, list[str]]] = {}
         self.state: Row = {}
         self.rows: list[Row] = []
@@ -122,8 +129,9 @@ class RunFiles:
         record = run_records.state(self.experiment.lock)
         exp = self.experiment
         written = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
-        quiet = time.time() - max((path.stat().st_mtime for path in written if path.exists()),
-                                  default=0)
+        quiet = time.time() - max(
+            (path.stat().st_mtime for path in written if path.exists()), default=0
+        )
         if not said:
             if record and self._is_held(record):
                 return Standing("starting", True)
@@ -135,11 +143,16 @@ class RunFiles:
             return Standing(said)
         who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
         if not record or not self._is_held(record):
-            return Standing(f"died: {who if record else 'its process'} is gone, and state.json "
-                            "still says running; the same command goes on from the last checkpoint")
+            return Standing(
+                f"died: {who if record else 'its process'} is gone, and state.json "
+                "still says running; the same command goes on from the last checkpoint"
+            )
         if quiet > self._patience():
-            return Standing(f"running, but silent for {quiet / 60:.0f} min: a long save or "
-                            f"evaluation, or it hangs ({who})", True)
+            return Standing(
+                f"running, but silent for {quiet / 60:.0f} min: a long save or "
+                f"evaluation, or it hangs ({who})",
+                True,
+            )
         return Standing("running", True)
 
     def is_over(self) -> bool:
@@ -165,25 +178,35 @@ class RunFiles:
 
     def warnings(self) -> list[str]:
         """Return the last things that want attention: events, and warnings of any rank's log."""
-        found = [(str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
-                 for e in self.events if e.get("event") in _TELLING]
+        found = [
+            (str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
+            for e in self.events
+            if e.get("event") in _TELLING
+        ]
         for path in sorted(self.experiment.logs.glob("rank_*.log")):
             rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
             found += [(line[:19], f"rank {rank}: {line[20:]}") for line in self._complaints(path)]
-        found += [("", f"stacks of a rank that hung: {path}")
-                  for path in self._of_this_launch("*.stacks.txt")]
+        found += [
+            ("", f"stacks of a rank that hung: {path}")
+            for path in self._of_this_launch("*.stacks.txt")
+        ]
         if said := collectives.waiting(self._of_this_launch("*.collectives.json")):
             found.append(("", said))
-        return [run_records.one_line(f"{when}  {what}".strip())
-                for when, what in sorted(found)[-_WARNINGS:]]
+        return [
+            run_records.one_line(f"{when}  {what}".strip())
+            for when, what in sorted(found)[-_WARNINGS:]
+        ]
 
     def _of_this_launch(self, pattern: str) -> list[Path]:
         """Return files of logs/ that are newer than what the last launch wrote first."""
+
         def changed(path: Path) -> float:
             return path.stat().st_mtime if path.exists() else 0.0
+
         began = changed(self.experiment.config)
-        return [path for path in sorted(self.experiment.logs.glob(pattern))
-                if changed(path) >= began]
+        return [
+            path for path in sorted(self.experiment.logs.glob(pattern)) if changed(path) >= began
+        ]
 
     def _complaints(self, path: Path) -> list[str]:
         """Return the warnings at the end of a log, which is read again only when it has grown."""
@@ -224,13 +247,14 @@ def _complaints(text: str) -> list[str]:
         if match := _LOG_LINE.match(line):
             said = match[3]
             if said.startswith(_HEAVY_START):
-                rest = [after for after in lines[number + 1:] if after.strip()]
+                rest = [after for after in lines[number + 1 :] if after.strip()]
                 said = next((after for after in rest if not after.startswith(" ")), said)
             found.append(f"{match[1]} {said}")
     return list(found)
 
 
 def _event_line(event: Row) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in event.items()
-                      if key not in ("time", "event", "step"))
+    facts = ", ".join(
+        f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "step")
+    )
     return f"{event['event']} at step {event['step']:,}" + (f": {facts}" if facts else "")

@@ -21,7 +21,7 @@ _FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
 def divided(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the words before and behind the first `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1:]
+    return argv[:at], argv[at + 1 :]
 
 
 def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
@@ -41,8 +41,9 @@ def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], li
 
 def _has(flags: Collection[str], word: str) -> bool:
     name = word.partition("=")[0]
-    return (name.replace("_", "-") if name.startswith("--") else name) in flags \
-        or bool(elsewhere.taken(name, flags))
+    return (name.replace("_", "-") if name.startswith("--") else name) in flags or bool(
+        elsewhere.taken(name, flags)
+    )
 
 
 def words_of(given: Mapping[str, Any]) -> list[str]:
@@ -52,8 +53,10 @@ def words_of(given: Mapping[str, Any]) -> list[str]:
         if declared.is_flag(Config, name):
             words += [declared.flag(name)] if value else []
         else:
-            words += [f"{declared.flag(name)}={_typed(each)}"
-                      for each in (value if isinstance(value, list | tuple) else [value])]
+            words += [
+                f"{declared.flag(name)}={_typed(each)}"
+                for each in (value if isinstance(value, list | tuple) else [value])
+            ]
     return words
 
 
@@ -76,19 +79,24 @@ def completed(words: Sequence[str]) -> list[str]:
         return [*words]
     recipe = expanded([f"--config={RECIPE}"])
     if asked.tokenizer:
-        recipe = [*(word for word in recipe if not word.startswith("--model-name=")),
-                  *_FROM_SCRATCH]
+        recipe = [
+            *(word for word in recipe if not word.startswith("--model-name=")),
+            *_FROM_SCRATCH,
+        ]
     named = [] if asked.dataset_name else [f"--dataset-name={DATASET}"]
-    log.info(f"what to train is not given: a 1B from scratch, as recipes/{RECIPE.name} says"
-             + (f", on {DATASET}" if named else ""))
+    log.info(
+        f"what to train is not given: a 1B from scratch, as recipes/{RECIPE.name} says"
+        + (f", on {DATASET}" if named else "")
+    )
     return [*recipe, *named, *words]
 
 
 def nothing_behind(example: str) -> UsageError:
     """Return the error of a launcher that gets no options of stage 04."""
-    return UsageError("`--` is missing, or nothing stands behind it",
-                      expected="the options of the launcher, then `--`, then those of "
-                               f"{SCRIPT}: -- {example}")
+    return UsageError(
+        "`--` is missing, or nothing stands behind it",
+        expected=f"the options of the launcher, then `--`, then those of {SCRIPT}: -- {example}",
+    )
 
 
 def expanded(words: Sequence[str]) -> list[str]:

@@ -36,45 +36,84 @@ class Fault:
 
 # The first that matches counts, so what explains more stands further up.
 _CAUSES = (
-    Fault(r"Cannot connect to the Docker daemon|Is the docker daemon running",
-          "the docker daemon does not answer", "start it (systemctl start docker), or set "
-          "DOCKER_HOST"),
-    Fault(r"permission denied while trying to connect to the [Dd]ocker",
-          "you may not use the docker daemon", "sudo usermod -aG docker $USER, then log in again"),
-    Fault(r"--mount option requires BuildKit|unknown flag: --progress|unknown flag: --secret|"
-          r"buildx component is missing|BuildKit is enabled but the buildx",
-          "this docker builds without BuildKit", "install the package docker-buildx-plugin "
-          "(docker 23 or newer has it)"),
-    Fault(r"no space left on device|disk quota exceeded", "docker's disk is full",
-          "docker builder prune --force; docker image prune; docker system df tells what is there",
-          PRUNE, is_disk=True),
-    Fault(r"toomanyrequests|pull rate limit", "the registry of the base image limits pulls",
-          "docker login, or --base-image with a mirror's name", MIRROR),
-    Fault(r"unsatisfied condition: cuda|driver on your system is too old|"
-          r"CUDA driver version is insufficient", "the driver is too old for the CUDA of torch",
-          "update the driver, or give its version by --driver-version, with --auto-fix"),
-    Fault(r"No matching distribution found for torch\b|"
-          r"Could not find a version that satisfies the requirement torch\b",
-          "pip finds no such torch for this Python and platform",
-          "a build with another CUDA is not on the default index: name one that has it by "
-          "--pip-conf FILE, or give a wheelhouse for this Python", DEFAULT_TORCH),
-    Fault(r"No matching distribution found for|Could not find a version that satisfies",
-          "pip finds no such package for this Python and platform",
-          "pack the wheelhouse again for the Python of the image, or name an index by --pip-conf"),
-    Fault(r"ResolutionImpossible|conflicting dependencies", "two requirements exclude each other",
-          "restore requirements.txt: its versions were tried together"),
-    Fault(r"DO NOT MATCH THE HASHES|BadZipFile|has an invalid wheel",
-          "a wheel is damaged", "python launch/airgap.py verify on the bundle, then copy it again"),
-    Fault(r"manifest unknown|manifest for \S+ not found|pull access denied|"
-          r"failed to resolve source metadata.*not found",
-          "the base image is not there", "--base-image with one that this machine can pull; in an "
-          "air gap, docker load it first", MIRROR),
-    Fault(r"efa-installer\.amazonaws\.com|efa_installer\.sh", "the EFA installer failed",
-          "put aws-efa-installer-<version>.tar.gz beside requirements.txt, or build without --efa"),
-    Fault(r"[Tt]emporary failure in name resolution|Could not resolve host|i/o timeout|"
-          r"TLS handshake timeout|[Cc]onnection (refused|reset|timed out)|Read timed out|"
-          r"Network is unreachable", "the network failed",
-          "in an air gap, build in an unpacked bundle: it has a wheelhouse", RETRY),
+    Fault(
+        r"Cannot connect to the Docker daemon|Is the docker daemon running",
+        "the docker daemon does not answer",
+        "start it (systemctl start docker), or set DOCKER_HOST",
+    ),
+    Fault(
+        r"permission denied while trying to connect to the [Dd]ocker",
+        "you may not use the docker daemon",
+        "sudo usermod -aG docker $USER, then log in again",
+    ),
+    Fault(
+        r"--mount option requires BuildKit|unknown flag: --progress|unknown flag: --secret|"
+        r"buildx component is missing|BuildKit is enabled but the buildx",
+        "this docker builds without BuildKit",
+        "install the package docker-buildx-plugin (docker 23 or newer has it)",
+    ),
+    Fault(
+        r"no space left on device|disk quota exceeded",
+        "docker's disk is full",
+        "docker builder prune --force; docker image prune; docker system df tells what is there",
+        PRUNE,
+        is_disk=True,
+    ),
+    Fault(
+        r"toomanyrequests|pull rate limit",
+        "the registry of the base image limits pulls",
+        "docker login, or --base-image with a mirror's name",
+        MIRROR,
+    ),
+    Fault(
+        r"unsatisfied condition: cuda|driver on your system is too old|"
+        r"CUDA driver version is insufficient",
+        "the driver is too old for the CUDA of torch",
+        "update the driver, or give its version by --driver-version, with --auto-fix",
+    ),
+    Fault(
+        r"No matching distribution found for torch\b|"
+        r"Could not find a version that satisfies the requirement torch\b",
+        "pip finds no such torch for this Python and platform",
+        "a build with another CUDA is not on the default index: name one that has it by "
+        "--pip-conf FILE, or give a wheelhouse for this Python",
+        DEFAULT_TORCH,
+    ),
+    Fault(
+        r"No matching distribution found for|Could not find a version that satisfies",
+        "pip finds no such package for this Python and platform",
+        "pack the wheelhouse again for the Python of the image, or name an index by --pip-conf",
+    ),
+    Fault(
+        r"ResolutionImpossible|conflicting dependencies",
+        "two requirements exclude each other",
+        "restore requirements.txt: its versions were tried together",
+    ),
+    Fault(
+        r"DO NOT MATCH THE HASHES|BadZipFile|has an invalid wheel",
+        "a wheel is damaged",
+        "python launch/airgap.py verify on the bundle, then copy it again",
+    ),
+    Fault(
+        r"manifest unknown|manifest for \S+ not found|pull access denied|"
+        r"failed to resolve source metadata.*not found",
+        "the base image is not there",
+        "--base-image with one that this machine can pull; in an air gap, docker load it first",
+        MIRROR,
+    ),
+    Fault(
+        r"efa-installer\.amazonaws\.com|efa_installer\.sh",
+        "the EFA installer failed",
+        "put aws-efa-installer-<version>.tar.gz beside requirements.txt, or build without --efa",
+    ),
+    Fault(
+        r"[Tt]emporary failure in name resolution|Could not resolve host|i/o timeout|"
+        r"TLS handshake timeout|[Cc]onnection (refused|reset|timed out)|Read timed out|"
+        r"Network is unreachable",
+        "the network failed",
+        "in an air gap, build in an unpacked bundle: it has a wheelhouse",
+        RETRY,
+    ),
 )
 
 
@@ -84,8 +123,9 @@ class DockerError(Exception):
     def __init__(self, said: str) -> None:
         super().__init__(said)
         self.said = said
-        self.cause = next((cause for cause in _CAUSES
-                           if re.search(cause.pattern, said, re.MULTILINE)), None)
+        self.cause = next(
+            (cause for cause in _CAUSES if re.search(cause.pattern, said, re.MULTILINE)), None
+        )
 
     def evidence(self, of_cause: bool = True) -> str:
         """Return the lines to show: those that its cause was told by, or the last ones."""
@@ -98,8 +138,11 @@ class DockerError(Exception):
         """Return the error in words, after so many attempts."""
         after = f" after {attempt} attempts" if attempt > 1 else ""
         if self.cause is None:
-            return UsageError(f"the image could not be built{after}", found=self.evidence(),
-                              hint="see what docker printed above")
+            return UsageError(
+                f"the image could not be built{after}",
+                found=self.evidence(),
+                hint="see what docker printed above",
+            )
         kind = DiskFullError if self.cause.is_disk else UsageError
         return kind(f"{self.cause.problem}{after}", found=self.evidence(), hint=self.cause.remedy)
 
@@ -110,13 +153,21 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     given: its input. Raises DockerError when it fails, UsageError without docker.
     """
     try:
-        process = subprocess.Popen(["docker", *arguments], stdin=subprocess.PIPE, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   errors="replace")
+        process = subprocess.Popen(
+            ["docker", *arguments],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+        )
     except FileNotFoundError:
-        raise UsageError("docker is not installed", expected="docker with BuildKit on the PATH",
-                         hint="this prints the commands for another machine:",
-                         run=commands.as_typed("--dry-run")) from None
+        raise UsageError(
+            "docker is not installed",
+            expected="docker with BuildKit on the PATH",
+            hint="this prints the commands for another machine:",
+            run=commands.as_typed("--dry-run"),
+        ) from None
     with process:
         assert process.stdin and process.stdout
         try:
@@ -146,20 +197,28 @@ def log_in(registry: str) -> None:
     region = region_of(registry)
     password = aws.text("ecr", "get-login-password", region=region)
     try:
-        docker("login", "--username", "AWS", "--password-stdin", registry.partition("/")[0],
-               given=password, quiet=True)
+        docker(
+            "login",
+            "--username",
+            "AWS",
+            "--password-stdin",
+            registry.partition("/")[0],
+            given=password,
+            quiet=True,
+        )
     except DockerError as error:
-        raise UsageError(f"{registry.partition('/')[0]} refused the login",
-                         found=error.said.strip()[-300:],
-                         hint="`aws sts get-caller-identity` shows who you are") from None
+        raise UsageError(
+            f"{registry.partition('/')[0]} refused the login",
+            found=error.said.strip()[-300:],
+            hint="`aws sts get-caller-identity` shows who you are",
+        ) from None
 
 
 def create_repository(repository: str) -> bool:
     """Make a repository in an Amazon registry; False when it is there already."""
     name = repository.partition("/")[2]
     try:
-        aws.aws("ecr", "create-repository", "--repository-name", name,
-                region=region_of(repository))
+        aws.aws("ecr", "create-repository", "--repository-name", name, region=region_of(repository))
     except aws.AwsError as error:
         if "RepositoryAlreadyExistsException" in error.found:
             return False

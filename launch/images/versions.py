@@ -36,16 +36,19 @@ def base_problem(torch: Torch, base_image: str) -> str:
     match = re.search(r"cuda[:-]?v?(\d+)\.(\d+)", base_image)
     if not match or not torch.cuda or match[1] == torch.cuda.partition(".")[0]:
         return ""
-    return (f"{base_image} brings CUDA {match[1]}.{match[2]}, torch {torch.version} CUDA "
-            f"{torch.cuda}")
+    return (
+        f"{base_image} brings CUDA {match[1]}.{match[2]}, torch {torch.version} CUDA {torch.cuda}"
+    )
 
 
 def _like(pattern: str, wanted: str) -> Callable[[str], str]:
     """Return what reads an option of a certain form; an empty one means its default."""
+
     def read(text: str) -> str:
         if text and not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
         return text
+
     return read
 
 
@@ -57,41 +60,77 @@ _PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
 class ImageOptions:
     """Says which image is wanted."""
 
-    tag: str = option("", parse=_IMAGE, metavar="NAME",
-                      help=f"name of the image (default: auto, {NAME}:<commit>-torch…)")
+    tag: str = option(
+        "",
+        parse=_IMAGE,
+        metavar="NAME",
+        help=f"name of the image (default: auto, {NAME}:<commit>-torch…)",
+    )
     efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
-    context: Path = option(ROOT, parse=Path,
-                           help="checkout or unpacked bundle to build from; its wheelhouse/ is "
-                                "used when there is one (default: this checkout)")
-    dockerfile: Path = option(DOCKERFILE, parse=Path, metavar="FILE",
-                              help="file to build by, or its name in launch/; it gets the same "
-                                   "build arguments (default: launch/Dockerfile)")
-    requirements: str = option("", metavar="FILE",
-                               help="requirements*.txt of the context to install (default: that of "
-                                    "wheelhouse/, or else requirements.txt)")
+    context: Path = option(
+        ROOT,
+        parse=Path,
+        help="checkout or unpacked bundle to build from; its wheelhouse/ is "
+        "used when there is one (default: this checkout)",
+    )
+    dockerfile: Path = option(
+        DOCKERFILE,
+        parse=Path,
+        metavar="FILE",
+        help="file to build by, or its name in launch/; it gets the same "
+        "build arguments (default: launch/Dockerfile)",
+    )
+    requirements: str = option(
+        "",
+        metavar="FILE",
+        help="requirements*.txt of the context to install (default: that of "
+        "wheelhouse/, or else requirements.txt)",
+    )
     python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
-    base_image: str = option("", parse=_IMAGE, metavar="IMAGE", help="image to start from "
-                             "(default: the official one of that Python)")
-    platform: str = option("linux/amd64", parse=_PLATFORM, metavar="OS/ARCH",
-                           help="platform of the nodes")
-    cuda: str = option("", parse=torch_builds.read_cuda, metavar="X.Y",
-                       help="CUDA build of torch: 12.6 or cu126, or none (default: that of "
-                            "requirements.txt)")
-    driver_version: str = option("", parse=torch_builds.read_driver, metavar="V",
-                                 help="NVIDIA driver of the nodes (default: this machine's, if it "
-                                      "has one)")
-    pip_conf: Path | None = option(None, parse=Path, metavar="FILE",
-                                   help="pip.conf with the index to install from; it stays out of "
-                                        "the image (default: none)")
-    auto_fix: bool = option(False, parse=options.on_off, nargs="?", const=True,
-                            help="apply remedies that cost nothing, and try again")
-    max_attempts: int = option(3, parse=options.positive_int,
-                               help="builds to try with --auto-fix")
-    push: str = option("", parse=_IMAGE, metavar="REGISTRY",
-                       help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "
-                            "(default: not pushed)")
-    create_repository: bool = option(False, help="with --push to ECR: make the repository if it is "
-                                                 "missing")
+    base_image: str = option(
+        "",
+        parse=_IMAGE,
+        metavar="IMAGE",
+        help="image to start from (default: the official one of that Python)",
+    )
+    platform: str = option(
+        "linux/amd64", parse=_PLATFORM, metavar="OS/ARCH", help="platform of the nodes"
+    )
+    cuda: str = option(
+        "",
+        parse=torch_builds.read_cuda,
+        metavar="X.Y",
+        help="CUDA build of torch: 12.6 or cu126, or none (default: that of requirements.txt)",
+    )
+    driver_version: str = option(
+        "",
+        parse=torch_builds.read_driver,
+        metavar="V",
+        help="NVIDIA driver of the nodes (default: this machine's, if it has one)",
+    )
+    pip_conf: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="pip.conf with the index to install from; it stays out of the image (default: none)",
+    )
+    auto_fix: bool = option(
+        False,
+        parse=options.on_off,
+        nargs="?",
+        const=True,
+        help="apply remedies that cost nothing, and try again",
+    )
+    max_attempts: int = option(3, parse=options.positive_int, help="builds to try with --auto-fix")
+    push: str = option(
+        "",
+        parse=_IMAGE,
+        metavar="REGISTRY",
+        help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR (default: not pushed)",
+    )
+    create_repository: bool = option(
+        False, help="with --push to ECR: make the repository if it is missing"
+    )
 
 
 @dataclass(frozen=True)
@@ -103,45 +142,78 @@ class ImageBuild(ImageOptions):
 
     def command(self) -> list[str]:
         major = self.torch.cuda.partition(".")[0]
-        values = {"BASE_IMAGE": self.base_image, "VARIANT": "efa" if self.efa else "plain",
-                  "TORCH_LOCAL": "" if self.torch == self.named_torch else self.torch.local,
-                  "REQUIREMENTS": self.requirements, "REVISION": _commit(self.context),
-                  "NVIDIA_REQUIRE_CUDA": f"cuda>={major}.0" if major else ""}
-        return ["build", "--progress=plain", "--platform", self.platform,
-                "--file", str(self.dockerfile), "--tag", self.tag,
-                *(word for name, value in values.items() if value or name == "NVIDIA_REQUIRE_CUDA"
-                  for word in ("--build-arg", f"{name}={value}")),
-                *(("--secret", f"id=pip.conf,src={self.pip_conf}") if self.pip_conf else ()),
-                str(self.context)]
+        values = {
+            "BASE_IMAGE": self.base_image,
+            "VARIANT": "efa" if self.efa else "plain",
+            "TORCH_LOCAL": "" if self.torch == self.named_torch else self.torch.local,
+            "REQUIREMENTS": self.requirements,
+            "REVISION": _commit(self.context),
+            "NVIDIA_REQUIRE_CUDA": f"cuda>={major}.0" if major else "",
+        }
+        return [
+            "build",
+            "--progress=plain",
+            "--platform",
+            self.platform,
+            "--file",
+            str(self.dockerfile),
+            "--tag",
+            self.tag,
+            *(
+                word
+                for name, value in values.items()
+                if value or name == "NVIDIA_REQUIRE_CUDA"
+                for word in ("--build-arg", f"{name}={value}")
+            ),
+            *(("--secret", f"id=pip.conf,src={self.pip_conf}") if self.pip_conf else ()),
+            str(self.context),
+        ]
 
     def try_out(self) -> list[str]:
         """Return the arguments of docker that run the image once, without network or GPU.
 
         The driver of this machine may be older than that of the nodes, so it is not asked.
         """
-        program = ("import torch; print('torch', torch.__version__, 'CUDA', "
-                   "torch.version.cuda or 'none')")
-        return ["run", "--rm", "--network", "none", "--env", "NVIDIA_DISABLE_REQUIRE=1",
-                "--env", "NVIDIA_VISIBLE_DEVICES=void", self.tag, "sh", "-c",
-                f'python {_CODE}/04_train_fsdp.py --help > /dev/null && python -c "{program}"']
+        program = (
+            "import torch; print('torch', torch.__version__, 'CUDA', torch.version.cuda or 'none')"
+        )
+        return [
+            "run",
+            "--rm",
+            "--network",
+            "none",
+            "--env",
+            "NVIDIA_DISABLE_REQUIRE=1",
+            "--env",
+            "NVIDIA_VISIBLE_DEVICES=void",
+            self.tag,
+            "sh",
+            "-c",
+            f'python {_CODE}/04_train_fsdp.py --help > /dev/null && python -c "{program}"',
+        ]
 
 
 def planned(opts: ImageOptions) -> ImageBuild:
     """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
     name = opts.requirements or next(
-        (name for name in _LISTS if (opts.context / name).is_file()), _LISTS[-1])
+        (name for name in _LISTS if (opts.context / name).is_file()), _LISTS[-1]
+    )
     requirements = opts.context / name
     if not requirements.is_file():
-        raise UsageError(f"{opts.context} is not a checkout and no unpacked bundle",
-                         expected=f"{name} in it")
+        raise UsageError(
+            f"{opts.context} is not a checkout and no unpacked bundle", expected=f"{name} in it"
+        )
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
-    dockerfile = opts.dockerfile if opts.dockerfile.is_file() \
-        else DOCKERFILE.parent / opts.dockerfile
+    dockerfile = (
+        opts.dockerfile if opts.dockerfile.is_file() else DOCKERFILE.parent / opts.dockerfile
+    )
     if not dockerfile.is_file():
-        raise UsageError(f"--dockerfile: no such file: {opts.dockerfile}",
-                         hint="without the option it is launch/Dockerfile, which needs no change "
-                              "for another base image or CUDA: --base-image, --cuda")
+        raise UsageError(
+            f"--dockerfile: no such file: {opts.dockerfile}",
+            hint="without the option it is launch/Dockerfile, which needs no change "
+            "for another base image or CUDA: --base-image, --cuda",
+        )
     named, problems = torch_pin(requirements), Problems()
     driver = opts.driver_version or nvidia.driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
@@ -149,14 +221,22 @@ def planned(opts: ImageOptions) -> ImageBuild:
         problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
     python = _python_for(opts, torch, named, problems)
     problems.raise_if_any()
-    made_up = (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
-               f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
+    made_up = (
+        f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
+        f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else "")
+    )
     tag = made_up if opts.tag in ("", "auto") else opts.tag
-    settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python,
-                      requirements=name,
-                      base_image=opts.base_image or f"python:{PYTHONS[python]}-bookworm",
-                      dockerfile=dockerfile.resolve(),
-                      driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
+    settled = replace(
+        opts,
+        context=opts.context.resolve(),
+        tag=tag,
+        python=python,
+        requirements=name,
+        base_image=opts.base_image or f"python:{PYTHONS[python]}-bookworm",
+        dockerfile=dockerfile.resolve(),
+        driver_version=driver,
+        pip_conf=opts.pip_conf and opts.pip_conf.resolve(),
+    )
     return ImageBuild(**vars(settled), torch=torch, named_torch=named)
 
 
@@ -168,8 +248,11 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
     if auto_fix and fitting:
         log.info(f"fixed: {problem}; torch {fitting} is taken")
         return fitting
-    problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
-                 run=commands.as_typed("--cuda", fitting.cuda) if fitting else "")
+    problems.add(
+        problem,
+        hint="update the driver" + ", or:" * bool(fitting),
+        run=commands.as_typed("--cuda", fitting.cuda) if fitting else "",
+    )
     return torch
 
 
@@ -180,18 +263,26 @@ def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Proble
     """
     wheelhouse = opts.context / "wheelhouse"
     wheels = sorted(path.name for path in wheelhouse.glob("torch-*.whl"))
-    fitting = [version for version in PYTHONS
-               if any(_is_wheel_of(name, torch, named, version) for name in wheels)]
+    fitting = [
+        version
+        for version in PYTHONS
+        if any(_is_wheel_of(name, torch, named, version) for name in wheels)
+    ]
     if not wheelhouse.is_dir() or opts.python in fitting:
         return opts.python
-    problem = f"{wheelhouse} has no wheel of torch {torch} for Python " \
-              f"{opts.python} ({', '.join(wheels) or 'none of torch'})"
+    problem = (
+        f"{wheelhouse} has no wheel of torch {torch} for Python "
+        f"{opts.python} ({', '.join(wheels) or 'none of torch'})"
+    )
     other = next(iter(fitting), "")
     if opts.auto_fix and other and not opts.base_image:
         log.info(f"fixed: {problem}; Python {other} is taken")
         return other
-    problems.add(problem, run=commands.as_typed("--python", other) if other else "",
-                 hint="" if other else "pack the bundle again for this Python and torch")
+    problems.add(
+        problem,
+        run=commands.as_typed("--python", other) if other else "",
+        hint="" if other else "pack the bundle again for this Python and torch",
+    )
     return opts.python
 
 
@@ -199,14 +290,18 @@ def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
     """Tell whether a wheel is of a torch; one without local version is the default build."""
     full, _, rest = name.removeprefix("torch-").partition("-")
     version, _, local = full.partition("+")
-    return version == torch.version and rest.startswith(f"cp{python.replace('.', '')}-") \
+    return (
+        version == torch.version
+        and rest.startswith(f"cp{python.replace('.', '')}-")
         and (f"+{local}" == torch.local or (not local and torch == named))
+    )
 
 
 def _commit(directory: Path) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(directory), "rev-parse", "HEAD"],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-C", str(directory), "rev-parse", "HEAD"], capture_output=True, text=True
+        )
     except FileNotFoundError:
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -37,9 +37,13 @@ def server(kube: Kubectl) -> Finding:
     try:
         answer = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
     except KubectlError as error:
-        return Finding(ERROR, "API server", error.last_line[:300],
-                       "kubectl config get-contexts; on EKS: "
-                       "aws eks update-kubeconfig --name CLUSTER --region REGION")
+        return Finding(
+            ERROR,
+            "API server",
+            error.last_line[:300],
+            "kubectl config get-contexts; on EKS: "
+            "aws eks update-kubeconfig --name CLUSTER --region REGION",
+        )
     version = answer.get("serverVersion", {}).get("gitVersion", "an unknown version")
     return Finding(INFO, "API server", f"Kubernetes {version}")
 
@@ -47,31 +51,64 @@ def server(kube: Kubectl) -> Finding:
 def namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell when the namespace is missing."""
     if kube.find("namespace", kube.namespace) is None:
-        yield Finding(ERROR, "namespace", f"there is no namespace {kube.namespace}",
-                      f"kubectl create namespace {kube.namespace}")
+        yield Finding(
+            ERROR,
+            "namespace",
+            f"there is no namespace {kube.namespace}",
+            f"kubectl create namespace {kube.namespace}",
+        )
 
 
 def rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell what the caller may not do that a launch does; all is asked in one call."""
     name, _, group = KINDS[wanted.kind].resource.partition(".")
-    asked = [("create", name, group), ("delete", name, group), ("get", "pods", ""),
-             ("get", "pods/log", ""), ("list", "events", ""), ("create", "secrets", "")]
-    reviews = {"apiVersion": "v1", "kind": "List",
-               "items": [_review(kube.namespace, *right) for right in asked]}
-    answers = kube.run("create", "--validate=false", "-f", "-", "-o",
-                       'jsonpath={.status.allowed}{"\\n"}', given=json.dumps(reviews)).split()
+    asked = [
+        ("create", name, group),
+        ("delete", name, group),
+        ("get", "pods", ""),
+        ("get", "pods/log", ""),
+        ("list", "events", ""),
+        ("create", "secrets", ""),
+    ]
+    reviews = {
+        "apiVersion": "v1",
+        "kind": "List",
+        "items": [_review(kube.namespace, *right) for right in asked],
+    }
+    answers = kube.run(
+        "create",
+        "--validate=false",
+        "-f",
+        "-",
+        "-o",
+        'jsonpath={.status.allowed}{"\\n"}',
+        given=json.dumps(reviews),
+    ).split()
     for (verb, resource, _), allowed in zip(asked, answers, strict=True):
         if allowed != "true":
-            yield Finding(ERROR, "rights", f"you may not {verb} {resource} in {kube.namespace}",
-                          "ask for a RoleBinding there")
+            yield Finding(
+                ERROR,
+                "rights",
+                f"you may not {verb} {resource} in {kube.namespace}",
+                "ask for a RoleBinding there",
+            )
 
 
 def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, Any]:
     plural, _, sub = resource.partition("/")
-    return {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": {
-                "namespace": namespace, "verb": verb, "group": group, "resource": plural,
-                **({"subresource": sub} if sub else {})}}}
+    return {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {
+            "resourceAttributes": {
+                "namespace": namespace,
+                "verb": verb,
+                "group": group,
+                "resource": plural,
+                **({"subresource": sub} if sub else {}),
+            }
+        },
+    }
 
 
 def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
@@ -80,24 +117,37 @@ def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     crd, version, remedy = row.resource, row.version, row.install
     definition = kube.find("customresourcedefinition", crd)
     if definition is None:
-        yield Finding(ERROR, "operator", f"the cluster knows no {wanted.kind} (no CRD {crd})",
-                      f"{remedy}, or choose another --kind")
+        yield Finding(
+            ERROR,
+            "operator",
+            f"the cluster knows no {wanted.kind} (no CRD {crd})",
+            f"{remedy}, or choose another --kind",
+        )
         return
     served = [v["name"] for v in definition["spec"]["versions"] if v.get("served")]
     if version not in served:
-        yield Finding(ERROR, "operator", f"{crd} is served as {', '.join(served)}, not {version}",
-                      remedy)
-    running = [item for item in kube.items("deployments", "--all-namespaces")
-               if item["metadata"]["name"].startswith(row.operator)]
+        yield Finding(
+            ERROR, "operator", f"{crd} is served as {', '.join(served)}, not {version}", remedy
+        )
+    running = [
+        item
+        for item in kube.items("deployments", "--all-namespaces")
+        if item["metadata"]["name"].startswith(row.operator)
+    ]
     if not running:
-        yield Finding(WARNING, "operator", f"no deployment called {row.operator}* was found",
-                      remedy)
+        yield Finding(
+            WARNING, "operator", f"no deployment called {row.operator}* was found", remedy
+        )
     for item in running:
         name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
         if not item.get("status", {}).get("availableReplicas"):
-            yield Finding(ERROR, "operator", f"{name} has no available replica",
-                          f"kubectl -n {item['metadata']['namespace']} describe deployment "
-                          f"{item['metadata']['name']}")
+            yield Finding(
+                ERROR,
+                "operator",
+                f"{name} has no available replica",
+                f"kubectl -n {item['metadata']['namespace']} describe deployment "
+                f"{item['metadata']['name']}",
+            )
         else:
             yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
 
@@ -110,17 +160,29 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         classes = kube.items("storageclasses")
         drivers = {item["provisioner"] for item in classes}
         names = ", ".join(item["metadata"]["name"] for item in classes) or "none"
-        yield Finding(ERROR, "storage", f"no claim {claim} in {kube.namespace} (storage classes: "
-                      f"{names})", "create it with access mode ReadWriteMany, or name another with "
-                      "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"))
+        yield Finding(
+            ERROR,
+            "storage",
+            f"no claim {claim} in {kube.namespace} (storage classes: {names})",
+            "create it with access mode ReadWriteMany, or name another with "
+            "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"),
+        )
         return
     phase, modes = found.get("status", {}).get("phase"), found["spec"].get("accessModes", [])
     if phase != "Bound":
-        yield Finding(ERROR, "storage", f"claim {claim} is {phase}",
-                      f"kubectl -n {kube.namespace} describe pvc {claim}")
+        yield Finding(
+            ERROR,
+            "storage",
+            f"claim {claim} is {phase}",
+            f"kubectl -n {kube.namespace} describe pvc {claim}",
+        )
     elif "ReadWriteMany" not in modes:
-        yield Finding(ERROR, "storage", f"claim {claim} is {', '.join(modes)}: not for many nodes",
-                      "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)")
+        yield Finding(
+            ERROR,
+            "storage",
+            f"claim {claim} is {', '.join(modes)}: not for many nodes",
+            "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)",
+        )
     else:
         size = found.get("status", {}).get("capacity", {}).get("storage", "unknown size")
         yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
@@ -128,9 +190,12 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
 
 def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell when the namespace's quotas leave too little for the job."""
-    needed = {f"requests.{GPU}": wanted.nodes * (wanted.gpus_per_node or 0),
-              f"requests.{EFA}": wanted.nodes * (wanted.efa_per_node or 0),
-              "pods": wanted.nodes, "count/pods": wanted.nodes}
+    needed = {
+        f"requests.{GPU}": wanted.nodes * (wanted.gpus_per_node or 0),
+        f"requests.{EFA}": wanted.nodes * (wanted.efa_per_node or 0),
+        "pods": wanted.nodes,
+        "count/pods": wanted.nodes,
+    }
     for item in kube.items("resourcequotas"):
         hard = item.get("status", {}).get("hard", {})
         used = item.get("status", {}).get("used", {})
@@ -139,9 +204,13 @@ def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                 continue
             left = quantity(hard[resource]) - quantity(used.get(resource, "0"))
             if left < amount:
-                yield Finding(ERROR, "quota", f"{item['metadata']['name']} leaves {left} of "
-                              f"{resource}, the job needs {amount}",
-                              "raise the quota, end other jobs, or ask for fewer --nodes")
+                yield Finding(
+                    ERROR,
+                    "quota",
+                    f"{item['metadata']['name']} leaves {left} of "
+                    f"{resource}, the job needs {amount}",
+                    "raise the quota, end other jobs, or ask for fewer --nodes",
+                )
 
 
 def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
@@ -153,30 +222,47 @@ def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         except KubectlError as error:
             if not error.is_missing:
                 raise
-            yield Finding(ERROR, "image pull secret", f"no secret {name} in {kube.namespace}",
-                          f"kubectl -n {kube.namespace} create secret docker-registry {name} "
-                          "--docker-server=… --docker-username=… --docker-password=…")
+            yield Finding(
+                ERROR,
+                "image pull secret",
+                f"no secret {name} in {kube.namespace}",
+                f"kubectl -n {kube.namespace} create secret docker-registry {name} "
+                "--docker-server=… --docker-username=… --docker-password=…",
+            )
             return
         if kind != "kubernetes.io/dockerconfigjson":
-            yield Finding(ERROR, "image pull secret", f"{name} is of type {kind}",
-                          "create it with `kubectl create secret docker-registry`")
+            yield Finding(
+                ERROR,
+                "image pull secret",
+                f"{name} is of type {kind}",
+                "create it with `kubectl create secret docker-registry`",
+            )
         return
     if not image or ".dkr.ecr." in image:
         return  # the nodes' role, or whatever the default service account has
     account = kube.find("serviceaccount", "default") or {}
     if not account.get("imagePullSecrets"):
-        yield Finding(INFO, "image pull secret", f"none: {image} must be public, or the nodes must "
-                      "have credentials of their own", "name one with --image-pull-secret")
+        yield Finding(
+            INFO,
+            "image pull secret",
+            f"none: {image} must be public, or the nodes must have credentials of their own",
+            "name one with --image-pull-secret",
+        )
 
 
 def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
     """Tell which nodes' driver is too old for the torch of requirements.txt."""
     known = {node.driver: node.name for node in nodes if node.driver}
     if not known:
-        yield not_checked("driver", "the nodes have no label for it (NVIDIA's GPU feature "
-                                    "discovery would add one)")
+        yield not_checked(
+            "driver",
+            "the nodes have no label for it (NVIDIA's GPU feature discovery would add one)",
+        )
     for version, node in known.items():
         if problem := driver_problem(torch_pin(), version):
-            yield Finding(ERROR, "driver", f"{node}: {problem}",
-                          f"update it, or build the image with --driver-version {version} "
-                          "--auto-fix")
+            yield Finding(
+                ERROR,
+                "driver",
+                f"{node}: {problem}",
+                f"update it, or build the image with --driver-version {version} --auto-fix",
+            )

@@ -46,16 +46,20 @@ def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
     except KubectlError as error:
         if not error.is_unknown_type:
             raise
-    raise UsageError(f"no job {name} of type {resource} in namespace {kubectl.namespace}",
-                     found=", ".join(there) or "none of that type at all",
-                     hint=f"`kubectl get {resource} --all-namespaces` shows those of others")
+    raise UsageError(
+        f"no job {name} of type {resource} in namespace {kubectl.namespace}",
+        found=", ".join(there) or "none of that type at all",
+        hint=f"`kubectl get {resource} --all-namespaces` shows those of others",
+    )
 
 
 def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:
     """Return the job's pods in the order of their ranks, without those that were replaced."""
     newest: dict[str, causes.Pod] = {}
-    for pod in sorted(kubectl.items("pods", "--selector", selector),
-                      key=lambda pod: pod["metadata"].get("creationTimestamp", "")):
+    for pod in sorted(
+        kubectl.items("pods", "--selector", selector),
+        key=lambda pod: pod["metadata"].get("creationTimestamp", ""),
+    ):
         meta = pod["metadata"]
         # A Job leaves ended pods beside their successors, under other names.
         newest[meta.get("labels", {}).get(_INDEX, meta["name"])] = pod
@@ -78,8 +82,11 @@ def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.C
     """Return why a job does not run, None when nothing is wrong."""
     names = {name, *(pod["metadata"]["name"] for pod in found)}
     try:
-        events = [event for event in kubectl.items("events")
-                  if event.get("involvedObject", {}).get("name") in names]
+        events = [
+            event
+            for event in kubectl.items("events")
+            if event.get("involvedObject", {}).get("name") in names
+        ]
     except KubectlError as error:
         if not error.is_forbidden:
             raise
@@ -93,9 +100,15 @@ def show_pods(found: list[causes.Pod]) -> None:
         status, ran = pod.get("status", {}), causes.container(pod)
         waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
         code = causes.terminated(pod).get("exitCode")
-        rows.append((pod["metadata"]["name"], status.get("phase", "?"),
-                     pod["spec"].get("nodeName", "-"), str(ran.get("restartCount", 0)),
-                     waits or ("" if code is None else f"exit code {code}")))
+        rows.append(
+            (
+                pod["metadata"]["name"],
+                status.get("phase", "?"),
+                pod["spec"].get("nodeName", "-"),
+                str(ran.get("restartCount", 0)),
+                waits or ("" if code is None else f"exit code {code}"),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     for row in rows:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))

@@ -41,16 +41,24 @@ class JobFailed(StageError):
 class Patience:
     """Says how often and how long a job is tried."""
 
-    attempts: int = option(5, group="the run", parse=options.positive_int,
-                           help="deploy: submissions in all")
-    poll_seconds: float = option(10.0, parse=options.positive, metavar="S",
-                                 help="deploy: between two looks at the job")
+    attempts: int = option(
+        5, group="the run", parse=options.positive_int, help="deploy: submissions in all"
+    )
+    poll_seconds: float = option(
+        10.0, parse=options.positive, metavar="S", help="deploy: between two looks at the job"
+    )
     backoff_seconds: float = option(
-        30.0, parse=options.non_negative, metavar="S",
-        help="deploy: before the second attempt, doubled with each further one")
+        30.0,
+        parse=options.non_negative,
+        metavar="S",
+        help="deploy: before the second attempt, doubled with each further one",
+    )
     pending_minutes: float = option(
-        30.0, parse=options.positive, metavar="MIN",
-        help="deploy: how long pods may wait for nodes, image and volume")
+        30.0,
+        parse=options.positive,
+        metavar="MIN",
+        help="deploy: how long pods may wait for nodes, image and volume",
+    )
 
 
 def submit(asked: Job, kubectl: Kubectl) -> None:
@@ -62,8 +70,14 @@ def submit(asked: Job, kubectl: Kubectl) -> None:
 
 def stop(asked: JobOptions, kubectl: Kubectl) -> None:
     """Delete a job, whose pods save and end, and the runtime that was made for it."""
-    kubectl.run("delete", asked.resource, asked.job_name, "--ignore-not-found",
-                "--cascade=foreground", timeout=_STOP_TIMEOUT_S)
+    kubectl.run(
+        "delete",
+        asked.resource,
+        asked.job_name,
+        "--ignore-not-found",
+        "--cascade=foreground",
+        timeout=_STOP_TIMEOUT_S,
+    )
     if runtimes := KINDS[asked.kind].runtime:
         kubectl.run("delete", runtimes, asked.runtime, "--ignore-not-found")
 
@@ -77,14 +91,18 @@ def check(asked: Job, kubectl: Kubectl) -> None:
     except KubectlError as error:
         if error.is_transient:
             raise
-        problems.add(f"the cluster does not take {asked.resource}", found=error.text.strip(),
-                     expected=f"the operator for --kind {asked.kind}, and the right to use it")
+        problems.add(
+            f"the cluster does not take {asked.resource}",
+            found=error.text.strip(),
+            expected=f"the operator for --kind {asked.kind}, and the right to use it",
+        )
     for flag, name in (("--pvc", asked.pvc), ("--bucket-pvc", asked.bucket_pvc)):
         claim = _looked_up(kubectl, "pvc", name) if name else {}
         if claim is None:
-            problems.add(f"{flag}: no claim {name} in namespace {asked.namespace}",
-                         hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there "
-                              "are")
+            problems.add(
+                f"{flag}: no claim {name} in namespace {asked.namespace}",
+                hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there are",
+            )
         elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
             problems.add(f"{flag}: {name} is {phase}")
     if asked.image_pull_secret and _looked_up(kubectl, "secret", asked.image_pull_secret) is None:
@@ -112,21 +130,39 @@ def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
         return
     types = [node["metadata"].get("labels", {}).get(INSTANCE_TYPE, "?") for node in nodes]
     if (there := types.count(asked.instance_type)) < asked.nodes:
-        log.warn(f"{there} of {asked.nodes} nodes of type {asked.instance_type} are there; the "
-                 f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}")
+        log.warn(
+            f"{there} of {asked.nodes} nodes of type {asked.instance_type} are there; the "
+            f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}"
+        )
 
 
 def put_token(kubectl: Kubectl, name: str, token: str) -> None:
     """Create or replace the secret that holds the Hub's token, which no command line shows."""
-    kubectl.put(text([{
-        "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
-        "metadata": {"name": name, "namespace": kubectl.namespace}, "stringData": {"token": token},
-    }], "made by launch/kubernetes.py"))
+    kubectl.put(
+        text(
+            [
+                {
+                    "apiVersion": "v1",
+                    "kind": "Secret",
+                    "type": "Opaque",
+                    "metadata": {"name": name, "namespace": kubectl.namespace},
+                    "stringData": {"token": token},
+                }
+            ],
+            "made by launch/kubernetes.py",
+        )
+    )
     log.info(f"secret {name}: holds the token of HF_TOKEN")
 
 
-def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = True,
-           patience: Patience | None = None) -> None:
+def deploy(
+    asked: Job,
+    kubectl: Kubectl,
+    *,
+    token: str = "",
+    monitor: bool = True,
+    patience: Patience | None = None,
+) -> None:
     """Run a job to its end; JobFailed with the last word when it cannot be.
 
     token: of the Hub; it goes into a secret. monitor: show the first node's log meanwhile.
@@ -138,8 +174,10 @@ def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = Tru
     for attempt in range(1, patience.attempts + 1):
         if token:
             put_token(kubectl, asked.token_secret, token)
-        log.info(f"attempt {attempt} of {patience.attempts}: {asked.job_name}, {asked.nodes} × "
-                 f"{asked.instance_type or 'any node'}")
+        log.info(
+            f"attempt {attempt} of {patience.attempts}: {asked.job_name}, {asked.nodes} × "
+            f"{asked.instance_type or 'any node'}"
+        )
         if not _is_there(asked, kubectl):
             submit(asked, kubectl)
         cause = _Watch(asked, kubectl, patience, monitor).until_it_ends()
@@ -164,8 +202,9 @@ def _is_there(asked: Job, kubectl: Kubectl) -> bool:
     if there is None:
         return False
     if cluster_state.of_job(there).state == ACTIVE:
-        log.warn(f"a job {asked.job_name} runs already: it is followed as it is; stop it to change "
-                 "it")
+        log.warn(
+            f"a job {asked.job_name} runs already: it is followed as it is; stop it to change it"
+        )
         return True
     log.info("  an ended job of that name makes room")
     stop(asked, kubectl)
@@ -180,9 +219,12 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
         stop(asked, kubectl)
         left = "nothing of the job is left in the cluster"
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
-    return JobFailed(f"job {asked.job_name} failed {tried}: {cause.name}", cause.code,
-                     hint=cause.remedy,
-                     found=f"{cause.evidence.strip() or 'the operator says nothing'}\n({left})")
+    return JobFailed(
+        f"job {asked.job_name} failed {tried}: {cause.name}",
+        cause.code,
+        hint=cause.remedy,
+        found=f"{cause.evidence.strip() or 'the operator says nothing'}\n({left})",
+    )
 
 
 def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
@@ -198,11 +240,13 @@ def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
 
 def _changed(said: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
     """Return the cure that changes a job in one way; None once it has been changed so."""
+
     def cure(asked: Job, kubectl: Kubectl) -> Job | None:
         if changes.items() <= vars(asked).items():
             return None
         log.info(f"  cure: {said}")
         return replace(asked, **changes)
+
     return cure
 
 
@@ -287,8 +331,11 @@ class _Watch:
         elif cause and (cause.is_stuck or any(map(causes.is_looping, pods))):
             return True, cause
         elif time.monotonic() - self._pending_since > 60 * self._patience.pending_minutes:
-            return True, cause or Cause("operator missing", "", "there are no pods yet" if not pods
-                                        else "the pods do not start")
+            return True, cause or Cause(
+                "operator missing",
+                "",
+                "there are no pods yet" if not pods else "the pods do not start",
+            )
         elif cause and cause.evidence != self._shown_cause:
             self._shown_cause = cause.evidence
             log.info(f"{name}: waits: {cause.name}: {cause.evidence}")
@@ -296,8 +343,12 @@ class _Watch:
 
     def _runs(self, pods: list[causes.Pod]) -> bool:
         """Tell whether as many pods run as the job needs."""
-        running = [pod for pod in pods if pod.get("status", {}).get("phase") in (
-            "Running", "Succeeded") and "waiting" not in causes.container(pod).get("state", {})]
+        running = [
+            pod
+            for pod in pods
+            if pod.get("status", {}).get("phase") in ("Running", "Succeeded")
+            and "waiting" not in causes.container(pod).get("state", {})
+        ]
         return len(running) >= (self._job.min_nodes or self._job.nodes)
 
     def _endure(self, error: KubectlError) -> None:

@@ -59,19 +59,26 @@ class Job(JobOptions):
         kind, asked = KINDS[self.kind], stage_04.parse(self.train)
         return {
             **{name.upper(): value for name, value in vars(self).items()},
-            "RUNTIME": self.runtime, "CONTAINER": kind.container,
-            "PORT_NAME": kind.port[0], "PORT": kind.port[1],
-            "NUM_NODES": self.nodes, "LEAST_NODES": self.min_nodes or self.nodes,
+            "RUNTIME": self.runtime,
+            "CONTAINER": kind.container,
+            "PORT_NAME": kind.port[0],
+            "PORT": kind.port[1],
+            "NUM_NODES": self.nodes,
+            "LEAST_NODES": self.min_nodes or self.nodes,
             "HEALTH": kind.on_hyperpod or self.instance_type.startswith(HYPERPOD_PREFIX),
-            "GPU_PER_NODE": self.gpus_per_node, "PROC_PER_NODE": self.gpus_per_node or 1,
+            "GPU_PER_NODE": self.gpus_per_node,
+            "PROC_PER_NODE": self.gpus_per_node or 1,
             "HUGE_PAGES": self.huge_pages and self.efa_per_node,
-            "IMAGE_URI": self.image, "PULL_SECRET": self.image_pull_secret,
+            "IMAGE_URI": self.image,
+            "PULL_SECRET": self.image_pull_secret,
             "PROJECT_DIR": self.project_dir or self.mount_path,
-            "POD_RESTARTS": self.max_restarts * self.nodes, "POD_RESTART": kind.pod_restart,
+            "POD_RESTARTS": self.max_restarts * self.nodes,
+            "POD_RESTART": kind.pod_restart,
             "STEP_PATTERN": _STEP_PATTERNS[asked.log_style],
             # Pods that come back tell by it that they have overwritten the run already.
             "LAUNCH_MARK": f"{self.job_name} {time.time_ns():x}"
-                           if asked.overwrite or asked.resume == "never" else "",
+            if asked.overwrite or asked.resume == "never"
+            else "",
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
             "TRAIN": list(self.train),
         }
@@ -90,8 +97,12 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
         parsed, per_node = stage_04.parse(train), settled.gpus_per_node or 1
         problems.collect(lambda: _check_division(asked, parsed, per_node))
     problems.raise_if_any()
-    return Job(**vars(settled), train=tuple(train or ()), launched_as=launched_as,
-               env={str(key): str(value) for key, value in asked.node.get("env", {}).items()})
+    return Job(
+        **vars(settled),
+        train=tuple(train or ()),
+        launched_as=launched_as,
+        env={str(key): str(value) for key, value in asked.node.get("env", {}).items()},
+    )
 
 
 def train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
@@ -107,9 +118,11 @@ def train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
         words.insert(0, "--device=cpu")
     parsed = stage_04.parse(words)
     if asked.slow_below and parsed.log_style != "dict":
-        raise UsageError("--slow-below reads the speed from --log-style dict",
-                         found=f"--log-style {parsed.log_style}",
-                         expected="no --log-style, or dict")
+        raise UsageError(
+            "--slow-below reads the speed from --log-style dict",
+            found=f"--log-style {parsed.log_style}",
+            expected="no --log-style, or dict",
+        )
     if not parsed.dataset_name:
         raise UsageError("no dataset is named", expected="-d NAME behind `--`")
     return words if parsed.experiment_name else [f"--experiment-name={asked.job_name}", *words]
@@ -128,17 +141,20 @@ def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
     numbers = range(asked.min_nodes or asked.nodes, asked.nodes + 1)
     if unfit := [nodes for nodes in numbers if batch % (nodes * share)]:
         least = math.lcm(*(nodes * share for nodes in numbers))
-        raise UsageError(f"--min-nodes {asked.min_nodes}: {units.counted(batch, 'sample')} per "
-                         f"step cannot be divided among the ranks of "
-                         f"{' or '.join(map(str, unfit))} {'nodes' if unfit[-1] > 1 else 'node'}",
-                         expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes")
+        raise UsageError(
+            f"--min-nodes {asked.min_nodes}: {units.counted(batch, 'sample')} per "
+            f"step cannot be divided among the ranks of "
+            f"{' or '.join(map(str, unfit))} {'nodes' if unfit[-1] > 1 else 'node'}",
+            expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes",
+        )
 
 
 def text(found: list[Document], headline: str) -> str:
     """Return manifests as they are applied; headline: a comment that says where they are from."""
     comment = "".join(f"# {line}\n" for line in headline.splitlines())
-    return comment + yaml.dump_all(found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf,
-                                   allow_unicode=True)
+    return comment + yaml.dump_all(
+        found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf, allow_unicode=True
+    )
 
 
 class _ManifestDumper(yaml.SafeDumper):
@@ -146,8 +162,9 @@ class _ManifestDumper(yaml.SafeDumper):
     values (on, y) than Python's YAML does.
     """
 
-    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None,
-                          ) -> yaml.MappingNode:
+    def represent_mapping(
+        self, tag: str, mapping: Any, flow_style: bool | None = None
+    ) -> yaml.MappingNode:
         node = super().represent_mapping(tag, mapping, flow_style)
         for key, _ in node.value:
             key.style = None
@@ -159,7 +176,8 @@ class _ManifestDumper(yaml.SafeDumper):
 
 
 _ManifestDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
 
 
 def filled(template: str, settings: dict[str, Any]) -> list[Document]:
@@ -168,8 +186,10 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
 
     def setting(name: str) -> Any:
         if name not in settings:
-            raise UsageError(f"{path} names {name}, which is not a setting",
-                             expected=f"one of {', '.join(sorted(settings))}")
+            raise UsageError(
+                f"{path} names {name}, which is not a setting",
+                expected=f"one of {', '.join(sorted(settings))}",
+            )
         return settings[name]
 
     def scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
@@ -212,8 +232,10 @@ def keep_dollars(value: Any) -> Any:
         if key in value and isinstance(value[key], list):
             value[key] = [_literal(word) for word in value[key]]
     if isinstance(value.get("env"), list):
-        value["env"] = [{**variable, "value": _literal(variable["value"])}
-                        if "value" in variable else variable for variable in value["env"]]
+        value["env"] = [
+            {**variable, "value": _literal(variable["value"])} if "value" in variable else variable
+            for variable in value["env"]
+        ]
     return value
 
 

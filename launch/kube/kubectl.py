@@ -14,9 +14,14 @@ _TIMEOUT_S = 120
 _TRANSIENT = re.compile(
     r"connection refused|connection reset|i/o timeout|TLS handshake timeout|deadline exceeded|"
     r"EOF|no such host|server is currently unable|ServiceUnavailable|TooManyRequests|"
-    r"etcdserver|Internal ?Error|Unable to connect|the object has been modified", re.IGNORECASE)
-_AWAY = re.compile(r"connection refused|was refused|i/o timeout|no such host|Unable to connect|"
-                   r"no route to host", re.IGNORECASE)
+    r"etcdserver|Internal ?Error|Unable to connect|the object has been modified",
+    re.IGNORECASE,
+)
+_AWAY = re.compile(
+    r"connection refused|was refused|i/o timeout|no such host|Unable to connect|"
+    r"no route to host",
+    re.IGNORECASE,
+)
 _KUBECTL_LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d")  # of each attempt, above what it says
 _NOT_SET_UP = "localhost:8080"  # where kubectl looks without a kubeconfig
 
@@ -27,10 +32,16 @@ class KubectlError(StageError):
     def __init__(self, arguments: list[str], text: str) -> None:
         said = "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
         is_away = bool(_AWAY.search(text))
-        super().__init__("the cluster does not answer" if is_away else
-                         f"kubectl {' '.join(arguments[:3])} failed", found=said.strip()[-2000:],
-                         hint="`kubectl config get-contexts` lists the clusters that are set up "
-                              "here, and --context takes another" if is_away else "")
+        super().__init__(
+            "the cluster does not answer"
+            if is_away
+            else f"kubectl {' '.join(arguments[:3])} failed",
+            found=said.strip()[-2000:],
+            hint="`kubectl config get-contexts` lists the clusters that are set up "
+            "here, and --context takes another"
+            if is_away
+            else "",
+        )
         self.text, self.last_line = said, said.strip().rpartition("\n")[2]
         self.is_transient = bool(_TRANSIENT.search(text))
         self.is_missing = "(NotFound)" in text
@@ -51,15 +62,23 @@ class Kubectl:
     def run(self, *arguments: str, given: str = "", timeout: float = _TIMEOUT_S) -> str:
         """Return what a call printed; given: its input. KubectlError when it failed."""
         try:
-            done = subprocess.run(self.command(*arguments), input=given, capture_output=True,
-                                  text=True, timeout=timeout, errors="replace")
+            done = subprocess.run(
+                self.command(*arguments),
+                input=given,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                errors="replace",
+            )
         except FileNotFoundError:
-            raise UsageError("kubectl is not installed",
-                             expected="kubectl 1.25 or newer on the PATH, and a kubeconfig"
-                             ) from None
+            raise UsageError(
+                "kubectl is not installed",
+                expected="kubectl 1.25 or newer on the PATH, and a kubeconfig",
+            ) from None
         except subprocess.TimeoutExpired:
-            raise KubectlError(list(arguments), f"no answer in {timeout:.0f} s (i/o timeout)"
-                               ) from None
+            raise KubectlError(
+                list(arguments), f"no answer in {timeout:.0f} s (i/o timeout)"
+            ) from None
         if done.returncode:
             _require_configured(done.stderr, self.context)
             raise KubectlError(list(arguments), done.stderr or done.stdout)
@@ -86,8 +105,15 @@ class Kubectl:
 
     def put(self, manifest: str) -> None:
         """Create or replace an object without noting its content in an annotation."""
-        self.run("apply", "--server-side", "--force-conflicts", "--validate=strict", "-f", "-",
-                 given=manifest)
+        self.run(
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "--validate=strict",
+            "-f",
+            "-",
+            given=manifest,
+        )
 
     def stream(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a call whose output goes where this program's goes."""
@@ -97,9 +123,12 @@ class Kubectl:
 def _require_configured(said: str, context: str) -> None:
     """Raise UsageError when what kubectl said means that it has no cluster to talk to."""
     if _NOT_SET_UP in said and _AWAY.search(said):
-        raise UsageError("no cluster is set up here: kubectl has no kubeconfig",
-                         expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name "
-                                  "CLUSTER`")
+        raise UsageError(
+            "no cluster is set up here: kubectl has no kubeconfig",
+            expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`",
+        )
     if "context was not found" in said or f'context "{context}" does not exist' in said:
-        raise UsageError(f"the kubeconfig has no context {context}",
-                         hint="`kubectl config get-contexts` lists those that there are")
+        raise UsageError(
+            f"the kubeconfig has no context {context}",
+            hint="`kubectl config get-contexts` lists those that there are",
+        )

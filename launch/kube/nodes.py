@@ -17,7 +17,7 @@ INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 _HEALTH = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-_DECIMAL = {"k": 10 ** 3, "M": 10 ** 6, "G": 10 ** 9, "T": 10 ** 12}
+_DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kubernetes/pod.yaml)
 
 
@@ -52,11 +52,13 @@ def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[Cluste
     """Return the nodes as `kubectl get` gives them, with what pods that run or wait use."""
     found = {item["metadata"]["name"]: _node(item) for item in nodes}
     for pod in pods:
-        if (node := found.get(pod["spec"].get("nodeName", ""))) and \
-                pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+        if (node := found.get(pod["spec"].get("nodeName", ""))) and pod.get("status", {}).get(
+            "phase"
+        ) not in ("Succeeded", "Failed"):
             node.gpus_used += sum(
                 quantity(container.get("resources", {}).get("limits", {}).get(GPU, "0"))
-                for container in pod["spec"]["containers"])
+                for container in pod["spec"]["containers"]
+            )
     return list(found.values())
 
 
@@ -64,10 +66,14 @@ def _node(item: dict[str, Any]) -> ClusterNode:
     labels = item["metadata"].get("labels", {})
     has = item.get("status", {}).get("allocatable", {})
     return ClusterNode(
-        name=item["metadata"]["name"], instance_type=labels.get(INSTANCE_TYPE, "unknown"),
-        unfit=_unfit(item, labels), gpus=quantity(has.get(GPU, "0")),
-        efa=quantity(has.get(EFA, "0")), huge_pages=quantity(has.get(HUGE_PAGES, "0")),
-        driver=_driver(labels))
+        name=item["metadata"]["name"],
+        instance_type=labels.get(INSTANCE_TYPE, "unknown"),
+        unfit=_unfit(item, labels),
+        gpus=quantity(has.get(GPU, "0")),
+        efa=quantity(has.get(EFA, "0")),
+        huge_pages=quantity(has.get(HUGE_PAGES, "0")),
+        driver=_driver(labels),
+    )
 
 
 def _driver(labels: dict[str, str]) -> str:
@@ -79,16 +85,27 @@ def _driver(labels: dict[str, str]) -> str:
 
 
 def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
-    states = {condition["type"]: condition["status"]
-              for condition in item.get("status", {}).get("conditions", [])}
+    states = {
+        condition["type"]: condition["status"]
+        for condition in item.get("status", {}).get("conditions", [])
+    }
     pressed = [kind for kind, status in states.items() if kind != "Ready" and status == "True"]
-    taints = [taint["key"] for taint in item.get("spec", {}).get("taints", [])
-              if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED]
-    reasons = [*(["not ready"] if states.get("Ready") != "True" else []), *pressed,
-               *(["cordoned"] if item.get("spec", {}).get("unschedulable") else []),
-               *([f"HyperPod health: {labels[_HEALTH]}"]
-                 if labels.get(_HEALTH, "Schedulable") != "Schedulable" else []),
-               *(f"taint {key}" for key in taints if not key.startswith("node.kubernetes.io/"))]
+    taints = [
+        taint["key"]
+        for taint in item.get("spec", {}).get("taints", [])
+        if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED
+    ]
+    reasons = [
+        *(["not ready"] if states.get("Ready") != "True" else []),
+        *pressed,
+        *(["cordoned"] if item.get("spec", {}).get("unschedulable") else []),
+        *(
+            [f"HyperPod health: {labels[_HEALTH]}"]
+            if labels.get(_HEALTH, "Schedulable") != "Schedulable"
+            else []
+        ),
+        *(f"taint {key}" for key in taints if not key.startswith("node.kubernetes.io/")),
+    ]
     return ", ".join(reasons)
 
 
@@ -103,47 +120,73 @@ def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
             kinds[node.instance_type] = node
     kind = asked.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
     # HyperPod's nodes bear its prefix, others do not, and a person may have said either.
-    kind = next((name for name in kinds if kind and name.removeprefix(HYPERPOD_PREFIX)
-                 == kind.removeprefix(HYPERPOD_PREFIX)), kind)
+    kind = next(
+        (
+            name
+            for name in kinds
+            if kind and name.removeprefix(HYPERPOD_PREFIX) == kind.removeprefix(HYPERPOD_PREFIX)
+        ),
+        kind,
+    )
     if not kind and asked.gpus_per_node is None:
-        raise UsageError("which instance type? The nodes with GPUs are of several" if kinds else
-                         "no node of the cluster has GPUs", expected="--instance-type",
-                         found=", ".join(kinds) or ", ".join(sorted({n.instance_type for n in nodes}
-                                                                    )) or "no nodes")
+        raise UsageError(
+            "which instance type? The nodes with GPUs are of several"
+            if kinds
+            else "no node of the cluster has GPUs",
+            expected="--instance-type",
+            found=", ".join(kinds)
+            or ", ".join(sorted({n.instance_type for n in nodes}))
+            or "no nodes",
+        )
     has = kinds.get(kind)
     if has is None or (asked.instance_type and asked.node):
         return replace(asked, instance_type=kind)
     gpus = has.gpus if asked.gpus_per_node is None else asked.gpus_per_node
     efa = has.efa if asked.efa_per_node is None else asked.efa_per_node
-    log.info(f"asked of the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA "
-             "per node")
+    log.info(
+        f"asked of the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA per node"
+    )
     return replace(asked, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
 
 
 def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
     """Tell whether a job fits. wanted: settled. grows: an autoscaler adds nodes."""
     gpus, efa = wanted.gpus_per_node or 0, wanted.efa_per_node or 0
-    candidates = [node for node in nodes if wanted.instance_type in ("", node.instance_type)
-                  and (node.gpus or wanted.instance_type or not gpus)]
+    candidates = [
+        node
+        for node in nodes
+        if wanted.instance_type in ("", node.instance_type)
+        and (node.gpus or wanted.instance_type or not gpus)
+    ]
     label = wanted.instance_type or ("nodes with GPUs" if gpus else "nodes")
     for node in candidates:
         if node.unfit:
-            yield Finding(WARNING, "nodes", f"{node.name} takes no pods: {node.unfit}",
-                          f"kubectl describe node {node.name}")
+            yield Finding(
+                WARNING,
+                "nodes",
+                f"{node.name} takes no pods: {node.unfit}",
+                f"kubectl describe node {node.name}",
+            )
     fit = [node for node in candidates if not node.unfit]
     suited = [node for node in fit if node.gpus >= gpus and node.efa >= efa]
     yield from _devices(fit, gpus, efa)
     free = [node for node in suited if node.gpus_free >= gpus]
     need = f"{wanted.nodes} with {gpus} GPUs and {efa} EFA each"
     if len(suited) < wanted.nodes:
-        yield Finding(WARNING if grows else ERROR, "capacity",
-                      f"{len(suited)} of {len(candidates)} {label} can take a pod, the job needs "
-                      f"{need}" + (" (an autoscaler may add some)" if grows else ""),
-                      "add nodes, or ask for fewer --nodes or --gpus-per-node")
+        yield Finding(
+            WARNING if grows else ERROR,
+            "capacity",
+            f"{len(suited)} of {len(candidates)} {label} can take a pod, the job needs "
+            f"{need}" + (" (an autoscaler may add some)" if grows else ""),
+            "add nodes, or ask for fewer --nodes or --gpus-per-node",
+        )
     elif len(free) < wanted.nodes:
-        yield Finding(WARNING, "capacity",
-                      f"{len(free)} {label} are free now, the job needs {need}",
-                      "it will wait; `kubectl get pods -A -o wide` shows who has them")
+        yield Finding(
+            WARNING,
+            "capacity",
+            f"{len(free)} {label} are free now, the job needs {need}",
+            "it will wait; `kubectl get pods -A -o wide` shows who has them",
+        )
     else:
         yield Finding(INFO, "capacity", f"{len(free)} {label} are free, the job needs {need}")
 
@@ -151,14 +194,26 @@ def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[F
 def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
     """Tell which nodes lack devices that they should show."""
     if gpus and (bare := [node.name for node in fit if not node.gpus]):
-        yield Finding(ERROR, "GPUs", f"no {GPU} on {units.join_names(bare, 4)}",
-                      "install NVIDIA's device plugin or GPU operator; "
-                      "kubectl get daemonsets -A | grep nvidia")
+        yield Finding(
+            ERROR,
+            "GPUs",
+            f"no {GPU} on {units.join_names(bare, 4)}",
+            "install NVIDIA's device plugin or GPU operator; "
+            "kubectl get daemonsets -A | grep nvidia",
+        )
     if efa and (bare := [node.name for node in fit if node.efa < efa]):
-        yield Finding(ERROR, "EFA", f"fewer than {efa} {EFA} on {units.join_names(bare, 4)}",
-                      "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
-                      "nodes with EFA interfaces")
+        yield Finding(
+            ERROR,
+            "EFA",
+            f"fewer than {efa} {EFA} on {units.join_names(bare, 4)}",
+            "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
+            "nodes with EFA interfaces",
+        )
     if efa and (small := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
-        yield Finding(WARNING, "huge pages", f"{units.size(small[0].huge_pages)} on "
-                      f"{units.join_names([n.name for n in small], 4)}, EFA pods ask for 5120Mi",
-                      "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128")
+        yield Finding(
+            WARNING,
+            "huge pages",
+            f"{units.size(small[0].huge_pages)} on "
+            f"{units.join_names([n.name for n in small], 4)}, EFA pods ask for 5120Mi",
+            "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128",
+        )

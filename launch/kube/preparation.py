@@ -34,14 +34,28 @@ def planned(asked: JobOptions, raw: RawText, given: Sequence[str], launched_as: 
     given: options of stage 04. UsageError tells all that is wrong with it.
     """
     problems = Problems()
-    one_pod = replace(asked, nodes=1, min_nodes=0, spares=0, slow_below=0, kind="pytorchjob",
-                      instance_type="", gpus_per_node=0, efa_per_node=0)
+    one_pod = replace(
+        asked,
+        nodes=1,
+        min_nodes=0,
+        spares=0,
+        slow_below=0,
+        kind="pytorchjob",
+        instance_type="",
+        gpus_per_node=0,
+        efa_per_node=0,
+    )
     one_pod.check(problems)
     train = problems.collect(lambda: train_options(one_pod, given))
     if raw.data.startswith(_BUCKET) and not asked.bucket_pvc:
-        problems.add(f"--data {raw.data} lies in a bucket that the pod does not have",
-                     expected="--bucket-pvc NAME; launch/kubernetes/bucket.yaml makes such a claim")
+        problems.add(
+            f"--data {raw.data} lies in a bucket that the pod does not have",
+            expected="--bucket-pvc NAME; launch/kubernetes/bucket.yaml makes such a claim",
+        )
     problems.raise_if_any()
-    return Preparation(**vars(replace(one_pod, job_name=f"{asked.job_name}-prepare")),
-                       train=tuple(train or ()), launched_as=launched_as,
-                       raw_text=tuple(raw.words()))
+    return Preparation(
+        **vars(replace(one_pod, job_name=f"{asked.job_name}-prepare")),
+        train=tuple(train or ()),
+        launched_as=launched_as,
+        raw_text=tuple(raw.words()),
+    )

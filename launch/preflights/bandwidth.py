@@ -29,7 +29,7 @@ def compute_speed(launch: AllRanks) -> float:
     width, dtype = (8192, torch.bfloat16) if launch.on_gpu else (384, torch.float32)
     left = torch.ones(width, width, dtype=dtype, device=launch.device)
     seconds = [_timed(lambda: left @ left, launch) for _ in range(20)]
-    return 2 * width ** 3 / min(seconds[2:]) / 1e12
+    return 2 * width**3 / min(seconds[2:]) / 1e12
 
 
 def measure(launch: AllRanks, deadline: float) -> Result:
@@ -40,20 +40,29 @@ def measure(launch: AllRanks, deadline: float) -> Result:
     `pairs["a-b"]` likewise. On other ranks than 0 the result is empty.
     """
     pairs, left_out = _pairs(launch, deadline)
-    inner = {node: ranks for node, ranks in sorted(launch.ranks_of.items())
-             if len(launch.ranks_of) > 1 and len(ranks) > 1}
+    inner = {
+        node: ranks
+        for node, ranks in sorted(launch.ranks_of.items())
+        if len(launch.ranks_of) > 1 and len(ranks) > 1
+    }
     if launch.node in inner:
         _try(launch, f"node-{launch.node}", inner[launch.node], launch.timeout_s)
-    nodes = {node: _result(launch, f"node-{node}", ranks) for node, ranks in inner.items()
-             if launch.rank == 0}
+    nodes = {
+        node: _result(launch, f"node-{node}", ranks)
+        for node, ranks in inner.items()
+        if launch.rank == 0
+    }
     everyone = list(range(launch.world_size))
     do_talk = launch.decide("all-pairs-talk", not any("error" in pair for pair in pairs.values()))
     if do_talk:
         _try(launch, "world", everyone, launch.timeout_s)
     if launch.rank != 0:
         return {}
-    world = _result(launch, "world", everyone) if do_talk else \
-        {"error": "not tried, since some nodes do not talk"}
+    world = (
+        _result(launch, "world", everyone)
+        if do_talk
+        else {"error": "not tried, since some nodes do not talk"}
+    )
     return {"world": world, "nodes": nodes, "pairs": pairs, "rounds_left_out": left_out}
 
 
@@ -64,8 +73,9 @@ def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         facing = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in facing
-                       if a is not None and b is not None])
+        rounds.append(
+            [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        )
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return [pairs for pairs in rounds if pairs]
 
@@ -77,14 +87,17 @@ def _pairs(launch: AllRanks, deadline: float) -> tuple[dict[str, Result], int]:
     for number, pairs in enumerate(rounds):
         if not launch.decide(f"round-{number}", time.monotonic() < deadline):
             return results, len(rounds) - number
-        members = {pair: sorted(launch.ranks_of[pair[0]] + launch.ranks_of[pair[1]])
-                   for pair in pairs}
+        members = {
+            pair: sorted(launch.ranks_of[pair[0]] + launch.ranks_of[pair[1]]) for pair in pairs
+        }
         for (a, b), ranks in members.items():
             if launch.node in (a, b):
                 _try(launch, f"pair-{a}-{b}", ranks, launch.timeout_s / 2)
         if launch.rank == 0:
-            results |= {f"{a}-{b}": _result(launch, f"pair-{a}-{b}", ranks)
-                        for (a, b), ranks in members.items()}
+            results |= {
+                f"{a}-{b}": _result(launch, f"pair-{a}-{b}", ranks)
+                for (a, b), ranks in members.items()
+            }
     return results, 0
 
 
@@ -128,9 +141,11 @@ def _group_speed(launch: AllRanks, ranks: int) -> Result:
     reduce_s = slowest(lambda: dist.all_reduce(whole), repeats)
     gather_s = slowest(lambda: _all_gather(whole, part), repeats)
     gigabytes = 4e-9 * elements
-    return {"all_reduce": 2 * (ranks - 1) / ranks * gigabytes / reduce_s,
-            "all_gather": (ranks - 1) / ranks * gigabytes / gather_s,
-            "latency_us": 1e6 * slowest(lambda: dist.all_reduce(tiny), 20)}
+    return {
+        "all_reduce": 2 * (ranks - 1) / ranks * gigabytes / reduce_s,
+        "all_gather": (ranks - 1) / ranks * gigabytes / gather_s,
+        "latency_us": 1e6 * slowest(lambda: dist.all_reduce(tiny), 20),
+    }
 
 
 def _timed(operation: Callable[[], Any], launch: AllRanks) -> float:

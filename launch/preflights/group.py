@@ -39,13 +39,14 @@ class AllRanks:
         self.on_gpu = torch.cuda.is_available() and gpus.unusable() is None
         if self.on_gpu:
             if self.local_rank >= torch.cuda.device_count():
-                raise UsageError("more ranks than GPUs on a node",
-                                 found=f"local rank {self.local_rank}, "
-                                       f"{torch.cuda.device_count()} GPUs on {platform.node()}",
-                                 hint="start it with a smaller --nproc-per-node")
+                raise UsageError(
+                    "more ranks than GPUs on a node",
+                    found=f"local rank {self.local_rank}, "
+                    f"{torch.cuda.device_count()} GPUs on {platform.node()}",
+                    hint="start it with a smaller --nproc-per-node",
+                )
             torch.cuda.set_device(self.local_rank)
-        self.device = torch.device("cuda", self.local_rank) if self.on_gpu \
-            else torch.device("cpu")
+        self.device = torch.device("cuda", self.local_rank) if self.on_gpu else torch.device("cpu")
         self.ranks_of: dict[int, list[int]] = {}
         self.host_of: dict[int, str] = {}
         self._meet()
@@ -88,10 +89,11 @@ class AllRanks:
         try:
             self.store.wait([f"{name}/all"], timedelta(seconds=2 * self.timeout_s))
         except dist.DistError:
-            raise UsageError("not all ranks came this far",
-                             expected=f"{self.world_size} ranks at `{name}` within "
-                                      f"{2 * self.timeout_s:.0f} s",
-                             found=f"{self.store.add(f'{name}/arrived', 0)}") from None
+            raise UsageError(
+                "not all ranks came this far",
+                expected=f"{self.world_size} ranks at `{name}` within {2 * self.timeout_s:.0f} s",
+                found=f"{self.store.add(f'{name}/arrived', 0)}",
+            ) from None
 
     def decide(self, name: str, value: Any = None) -> Any:
         """Return what rank 0 says; all ranks must call this, rank 0 with the value."""
@@ -109,9 +111,11 @@ class AllRanks:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except (dist.DistError, RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise UsageError(f"{platform.node()} cannot reach the launch's store at {where}",
-                             found=str(error).splitlines()[0],
-                             hint="check name resolution, firewall and --head") from None
+            raise UsageError(
+                f"{platform.node()} cannot reach the launch's store at {where}",
+                found=str(error).splitlines()[0],
+                hint="check name resolution, firewall and --head",
+            ) from None
         # A launcher may start this twice under one agent, whose store then still holds the first.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"preflight/{attempt}", store)
@@ -120,9 +124,11 @@ class AllRanks:
         self.share("place", [self.node, platform.node()])
         places = self.gather("place", range(self.world_size))
         if missing := sorted(set(range(self.world_size)) - set(places)):
-            raise UsageError(f"{len(missing)} of {self.world_size} ranks did not appear",
-                             found=f"no sign of ranks {missing[:20]}",
-                             hint="look at the launcher's output on their nodes")
+            raise UsageError(
+                f"{len(missing)} of {self.world_size} ranks did not appear",
+                found=f"no sign of ranks {missing[:20]}",
+                hint="look at the launcher's output on their nodes",
+            )
         for rank in sorted(places):
             node, host = places[rank]
             self.ranks_of.setdefault(node, []).append(rank)
@@ -130,8 +136,9 @@ class AllRanks:
 
 
 @contextmanager
-def process_group(launch: AllRanks, name: str, ranks: list[int], timeout_s: float,
-                  ) -> Iterator[None]:
+def process_group(
+    launch: AllRanks, name: str, ranks: list[int], timeout_s: float
+) -> Iterator[None]:
     """Make some ranks the default process group for a while; all of them must call this.
 
     Raises RuntimeError or DistError when they cannot connect within timeout_s.
@@ -140,12 +147,14 @@ def process_group(launch: AllRanks, name: str, ranks: list[int], timeout_s: floa
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     # An attempt that failed stays counted, and the count is in the names that ranks meet under.
     dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group("nccl" if launch.on_gpu else "gloo",
-                            store=dist.PrefixStore(name, launch.store),
-                            rank=ranks.index(launch.rank), world_size=len(ranks),
-                            timeout=timedelta(seconds=timeout_s if launch.on_gpu
-                                              else timeout_s / _GLOO_TRIES),
-                            device_id=launch.device if launch.on_gpu else None)
+    dist.init_process_group(
+        "nccl" if launch.on_gpu else "gloo",
+        store=dist.PrefixStore(name, launch.store),
+        rank=ranks.index(launch.rank),
+        world_size=len(ranks),
+        timeout=timedelta(seconds=timeout_s if launch.on_gpu else timeout_s / _GLOO_TRIES),
+        device_id=launch.device if launch.on_gpu else None,
+    )
     try:
         yield
     finally:

@@ -21,16 +21,22 @@ _SLOW_COMPUTE = 0.85
 _SKEW_WARNING_S, _SKEW_ERROR_S = 0.5, 60.0
 _SHM_ERROR, _SHM_WARNING = 64 << 20, 1 << 30
 _KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
-_FREE_WARNING = 50 * 10 ** 9
+_FREE_WARNING = 50 * 10**9
 _HOT_C, _USED_GIB = 87.0, 2.0
 Facts = dict[int, dict[str, Any]]
 Name = Callable[[int], str]
 
 
-def judge(facts: Facts, speed: dict[str, Any], name: Name, min_bandwidth: float | None,
-          ) -> list[Finding]:
-    found = [*_nodes(facts, name), *_differences(facts, name), *network(speed, name, min_bandwidth),
-             *_slow_compute(facts, name), *_slow_disk(facts, name)]
+def judge(
+    facts: Facts, speed: dict[str, Any], name: Name, min_bandwidth: float | None
+) -> list[Finding]:
+    found = [
+        *_nodes(facts, name),
+        *_differences(facts, name),
+        *network(speed, name, min_bandwidth),
+        *_slow_compute(facts, name),
+        *_slow_disk(facts, name),
+    ]
     return found or [Finding(INFO, "all", "nothing to report")]
 
 
@@ -39,8 +45,7 @@ def _nodes(facts: Facts, name: Name) -> Iterable[Finding]:
     gaps: dict[tuple[str, str], list[str]] = {}
     for node, own in facts.items():
         for part in own.values():
-            for check, why in part.get("not_checked", {}).items() \
-                    if isinstance(part, dict) else ():
+            for check, why in part.get("not_checked", {}).items() if isinstance(part, dict) else ():
                 gaps.setdefault((check, why), []).append(name(node))
         is_same_disk = own["shared"] and node != min(facts)  # told once
         yield from (replace(found, node=node) for found in _node(own, name(node), is_same_disk))
@@ -61,117 +66,194 @@ def _node(own: dict[str, Any], where: str, is_same_disk: bool) -> Iterable[Findi
     yield from _clock(own["clock"], where)
     for path, artifact in own["artifacts"].items():
         for damage in artifact["damages"]:
-            yield Finding(ERROR, "artifacts", f"{where}: {damage}",
-                          f"copy {path} to that node again")
+            yield Finding(
+                ERROR, "artifacts", f"{where}: {damage}", f"copy {path} to that node again"
+            )
 
 
 def _gpu(gpu: dict[str, Any], where: str) -> Iterable[Finding]:
     if gpu.get("ecc_errors"):
-        yield Finding(ERROR, "GPU ECC", f"{where}: {gpu['ecc_errors']:.0f} uncorrected errors",
-                      "take the node out, reset the GPU (nvidia-smi --gpu-reset) or reboot; "
-                      "replace it when they come back")
+        yield Finding(
+            ERROR,
+            "GPU ECC",
+            f"{where}: {gpu['ecc_errors']:.0f} uncorrected errors",
+            "take the node out, reset the GPU (nvidia-smi --gpu-reset) or reboot; "
+            "replace it when they come back",
+        )
     if gpu.get("remap_failed"):
-        yield Finding(ERROR, "GPU memory rows", f"{where}: a bad row could not be remapped",
-                      "take the node out and have the GPU replaced")
+        yield Finding(
+            ERROR,
+            "GPU memory rows",
+            f"{where}: a bad row could not be remapped",
+            "take the node out and have the GPU replaced",
+        )
     elif gpu.get("remap_pending"):
-        yield Finding(WARNING, "GPU memory rows", f"{where}: a row is to be remapped",
-                      "reset the GPU: nvidia-smi --gpu-reset")
+        yield Finding(
+            WARNING,
+            "GPU memory rows",
+            f"{where}: a row is to be remapped",
+            "reset the GPU: nvidia-smi --gpu-reset",
+        )
     if gpu.get("throttled"):
-        yield Finding(WARNING, "GPU clocks", f"{where} is slowed down: {gpu['throttled']}",
-                      "check cooling and power of that node")
+        yield Finding(
+            WARNING,
+            "GPU clocks",
+            f"{where} is slowed down: {gpu['throttled']}",
+            "check cooling and power of that node",
+        )
     if (gpu["temperature_c"] or 0) >= _HOT_C:
-        yield Finding(WARNING, "GPU temperature", f"{where}: {gpu['temperature_c']:.0f} °C",
-                      "check cooling of that node")
+        yield Finding(
+            WARNING,
+            "GPU temperature",
+            f"{where}: {gpu['temperature_c']:.0f} °C",
+            "check cooling of that node",
+        )
     if gpu["used_gib"] > _USED_GIB:
-        yield Finding(WARNING, "GPU memory", f"{where}: {gpu['used_gib']:.1f} GiB are in use",
-                      "find the process that has it: nvidia-smi")
+        yield Finding(
+            WARNING,
+            "GPU memory",
+            f"{where}: {gpu['used_gib']:.1f} GiB are in use",
+            "find the process that has it: nvidia-smi",
+        )
     if gpu.get("nvlinks_down") and gpu.get("nvlinks"):
-        yield Finding(ERROR, "NVLink", f"{where}: {gpu['nvlinks_down']} links are down",
-                      "reset the GPUs or reboot; have the node replaced when they stay down")
+        yield Finding(
+            ERROR,
+            "NVLink",
+            f"{where}: {gpu['nvlinks_down']} links are down",
+            "reset the GPUs or reboot; have the node replaced when they stay down",
+        )
 
 
 def _efa(rdma: dict[str, Any], locked_memory: int, where: str) -> Iterable[Finding]:
     ours = [device for device in rdma["devices"] if device["efa"]]
     for device in rdma["devices"]:
         if not device["active"]:
-            yield Finding(ERROR if device["efa"] else WARNING, "EFA" if ours else "RDMA",
-                          f"{where}: {device['name']} has no active port",
-                          "check the security group (all traffic within itself) and the driver")
+            yield Finding(
+                ERROR if device["efa"] else WARNING,
+                "EFA" if ours else "RDMA",
+                f"{where}: {device['name']} has no active port",
+                "check the security group (all traffic within itself) and the driver",
+            )
     if rdma.get("libfabric") is False:
-        yield Finding(ERROR, "EFA", f"{where}: libfabric does not see the EFA provider",
-                      "build the image with --efa; on Kubernetes request vpc.amazonaws.com/efa")
+        yield Finding(
+            ERROR,
+            "EFA",
+            f"{where}: libfabric does not see the EFA provider",
+            "build the image with --efa; on Kubernetes request vpc.amazonaws.com/efa",
+        )
     if ours and 0 <= locked_memory < 1 << 30:
-        yield Finding(ERROR, "locked memory", f"{where}: {units.size(locked_memory)} at most, "
-                      "which RDMA does not work with", "ulimit -l unlimited")
+        yield Finding(
+            ERROR,
+            "locked memory",
+            f"{where}: {units.size(locked_memory)} at most, which RDMA does not work with",
+            "ulimit -l unlimited",
+        )
 
 
 def _shm(memory: dict[str, Any], where: str) -> Iterable[Finding]:
     if (total := memory.get("total")) is not None and total < _SHM_WARNING:
-        yield Finding(ERROR if total <= _SHM_ERROR else WARNING, "/dev/shm",
-                      f"{where}: {units.size(total)} in all",
-                      "docker run --shm-size 8g or --ipc=host; on Kubernetes an emptyDir with "
-                      "medium: Memory on /dev/shm")
+        yield Finding(
+            ERROR if total <= _SHM_ERROR else WARNING,
+            "/dev/shm",
+            f"{where}: {units.size(total)} in all",
+            "docker run --shm-size 8g or --ipc=host; on Kubernetes an emptyDir with "
+            "medium: Memory on /dev/shm",
+        )
 
 
 def _disk(disk: dict[str, Any], where: str, is_same_disk: bool) -> Iterable[Finding]:
     if "error" in disk:
-        yield Finding(ERROR, "disk", f"{where}: {disk['error']}",
-                      "give that user the directory, or choose another --save-dir")
+        yield Finding(
+            ERROR,
+            "disk",
+            f"{where}: {disk['error']}",
+            "give that user the directory, or choose another --save-dir",
+        )
     elif disk["free"] < _FREE_WARNING and not is_same_disk:
-        yield Finding(WARNING, "disk", f"{where}: {units.size(disk['free'])} free in "
-                      f"{disk['directory']}", "make room, or choose another --save-dir")
+        yield Finding(
+            WARNING,
+            "disk",
+            f"{where}: {units.size(disk['free'])} free in {disk['directory']}",
+            "make room, or choose another --save-dir",
+        )
 
 
 def _clock(clock: dict[str, float], where: str) -> Iterable[Finding]:
     skew = abs(clock["offset_s"])
     if skew - clock["uncertainty_s"] > _SKEW_WARNING_S:
-        yield Finding(ERROR if skew > _SKEW_ERROR_S else WARNING, "clock",
-                      f"{where}: {clock['offset_s']:+.1f} s from node 0",
-                      "chronyc makestep, and see that chronyd or ntpd runs there")
+        yield Finding(
+            ERROR if skew > _SKEW_ERROR_S else WARNING,
+            "clock",
+            f"{where}: {clock['offset_s']:+.1f} s from node 0",
+            "chronyc makestep, and see that chronyd or ntpd runs there",
+        )
 
 
 def _differences(facts: Facts, name: Name) -> Iterable[Finding]:
     """Tell in what nodes differ that should be equal, and which is the odd one out."""
     for prefix, severity, pick, remedy in (
-            ("version of ", ERROR, lambda own: own["versions"],
-             "use the same image, or the same requirements.txt and checkout, everywhere"),
-            ("", ERROR, _devices, "take the odd node out, or repair it"),
-            ("", WARNING, _gpu_kind, "use nodes of one kind: the slowest sets the pace"),
-            ("setting ", WARNING, lambda own: own["settings"], "set it equally on all nodes"),
-            ("artifact ", ERROR, lambda own: {path: artifact["digest"] for path, artifact
-                                              in own["artifacts"].items()},
-             "copy it to the odd node again, or put it on a shared file system")):
+        (
+            "version of ",
+            ERROR,
+            lambda own: own["versions"],
+            "use the same image, or the same requirements.txt and checkout, everywhere",
+        ),
+        ("", ERROR, _devices, "take the odd node out, or repair it"),
+        ("", WARNING, _gpu_kind, "use nodes of one kind: the slowest sets the pace"),
+        ("setting ", WARNING, lambda own: own["settings"], "set it equally on all nodes"),
+        (
+            "artifact ",
+            ERROR,
+            lambda own: {path: artifact["digest"] for path, artifact in own["artifacts"].items()},
+            "copy it to the odd node again, or put it on a shared file system",
+        ),
+    ):
         values = {node: pick(own) for node, own in facts.items()}
         yield from _unlike(prefix, severity, values, name, remedy)
     sees = {node for node, own in facts.items() if own["shared"]}
     if len(facts) > 1 and len(sees) < len(facts):
         lacking = sorted(set(facts) - sees)
-        yield Finding(ERROR, "shared directory", "what node 0 writes to the experiments' "
-                      f"directory is not seen by {', '.join(map(name, lacking))}",
-                      "mount one file system everywhere and give it as --save-dir", _only(lacking))
+        yield Finding(
+            ERROR,
+            "shared directory",
+            "what node 0 writes to the experiments' "
+            f"directory is not seen by {', '.join(map(name, lacking))}",
+            "mount one file system everywhere and give it as --save-dir",
+            _only(lacking),
+        )
 
 
 def _devices(own: dict[str, Any]) -> dict[str, Any]:
     links = sorted({gpu["nvlinks"] for gpu in own["gpu"]["gpus"] if "nvlinks" in gpu})
-    return {"number of GPUs": len(own["gpu"]["gpus"]), "ranks": own["ranks"],
-            "NVLinks per GPU": "/".join(map(str, links)) or "none",
-            "number of RDMA devices": len(own["efa"]["devices"])}
+    return {
+        "number of GPUs": len(own["gpu"]["gpus"]),
+        "ranks": own["ranks"],
+        "NVLinks per GPU": "/".join(map(str, links)) or "none",
+        "number of RDMA devices": len(own["efa"]["devices"]),
+    }
 
 
 def _gpu_kind(own: dict[str, Any]) -> dict[str, Any]:
     def kinds(key: str) -> str:
         return ", ".join(sorted({str(gpu[key]) for gpu in own["gpu"]["gpus"]})) or "none"
-    return {"GPU": kinds("name"), "driver": kinds("driver"),
-            "maximum clock": kinds("max_clock_mhz")}
+
+    return {
+        "GPU": kinds("name"),
+        "driver": kinds("driver"),
+        "maximum clock": kinds("max_clock_mhz"),
+    }
 
 
-def _unlike(prefix: str, severity: str, values: dict[int, dict[str, Any]], name: Name, remedy: str,
-            ) -> Iterable[Finding]:
+def _unlike(
+    prefix: str, severity: str, values: dict[int, dict[str, Any]], name: Name, remedy: str
+) -> Iterable[Finding]:
     """Return a finding for each key whose value is not the same on all nodes."""
     keys = dict.fromkeys(key for own in values.values() for key in own)
     for key in keys:
-        shown = {node: json.dumps(own.get(key, "missing"), ensure_ascii=False).strip('"')
-              for node, own in values.items()}
+        shown = {
+            node: json.dumps(own.get(key, "missing"), ensure_ascii=False).strip('"')
+            for node, own in values.items()
+        }
         (usual, times), *others = Counter(shown.values()).most_common()
         if not others:
             continue
@@ -193,22 +275,39 @@ def network(speed: dict[str, Any], name: Name, min_bandwidth: float | None) -> I
     """Judge bandwidths: what failed, what is below the minimum, and which node is the odd one."""
     world = speed["world"]
     if "error" in world:
-        yield Finding(ERROR, "network", f"all ranks together: {world['error']}",
-                      "see the pairs of nodes below; set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME "
-                      "and check the firewall between nodes")
+        yield Finding(
+            ERROR,
+            "network",
+            f"all ranks together: {world['error']}",
+            "see the pairs of nodes below; set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME "
+            "and check the firewall between nodes",
+        )
     elif min_bandwidth and world["all_reduce"] < min_bandwidth:
-        yield Finding(ERROR, "network", f"all-reduce over all ranks: {world['all_reduce']:.3g} "
-                      f"GB/s, expected {min_bandwidth:g}",
-                      "NCCL_DEBUG=INFO tells which transport is used")
+        yield Finding(
+            ERROR,
+            "network",
+            f"all-reduce over all ranks: {world['all_reduce']:.3g} "
+            f"GB/s, expected {min_bandwidth:g}",
+            "NCCL_DEBUG=INFO tells which transport is used",
+        )
     for node, result in speed["nodes"].items():
         if "error" in result:
-            yield Finding(ERROR, "network", f"ranks of {name(int(node))}: {result['error']}",
-                          "check that node's GPUs, NVLink and /dev/shm", int(node))
+            yield Finding(
+                ERROR,
+                "network",
+                f"ranks of {name(int(node))}: {result['error']}",
+                "check that node's GPUs, NVLink and /dev/shm",
+                int(node),
+            )
     failed = {pair: result for pair, result in speed["pairs"].items() if "error" in result}
     for pair, result in failed.items():
         a, b = map(int, pair.split("-"))
-        yield Finding(ERROR, "network", f"{name(a)} and {name(b)} do not talk: {result['error']}",
-                      "check routes, firewall and security group between these two")
+        yield Finding(
+            ERROR,
+            "network",
+            f"{name(a)} and {name(b)} do not talk: {result['error']}",
+            "check routes, firewall and security group between these two",
+        )
     yield from _odd_nodes(speed, name)
     if left_out := speed["rounds_left_out"]:
         yield not_checked("network", f"{left_out} rounds of pairs, for want of time (--seconds)")
@@ -217,8 +316,11 @@ def network(speed: dict[str, Any], name: Name, min_bandwidth: float | None) -> I
 def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
     """Compare each node's best pair with the pairs it has no part in, and nodes' inner speeds."""
     remedy = "take the node out, or look at its link, cables and switch port"
-    whole = {tuple(map(int, pair.split("-"))): result for pair, result in speed["pairs"].items()
-             if "error" not in result}
+    whole = {
+        tuple(map(int, pair.split("-"))): result
+        for pair, result in speed["pairs"].items()
+        if "error" not in result
+    }
     odd = set()
     for node in sorted({node for pair in whole for node in pair}):
         own = [result for pair, result in whole.items() if node in pair]
@@ -236,45 +338,69 @@ def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
         usual = median(result[kind] for result in whole.values())
         for (a, b), result in whole.items():
             if result[kind] < _FAILING * usual and not odd & {a, b}:
-                yield Finding(WARNING, "network", f"{name(a)} to {name(b)}: {label} at "
-                              f"{result[kind]:.3g} GB/s, {usual:.3g} is usual",
-                              "look at the path between these two nodes")
-    inner = {int(node): result["all_reduce"] for node, result in speed["nodes"].items()
-             if "error" not in result}
-    yield from _slow_nodes("network", inner, name, _SLOW,
-                           "GB/s all-reduce within the node", remedy)
+                yield Finding(
+                    WARNING,
+                    "network",
+                    f"{name(a)} to {name(b)}: {label} at "
+                    f"{result[kind]:.3g} GB/s, {usual:.3g} is usual",
+                    "look at the path between these two nodes",
+                )
+    inner = {
+        int(node): result["all_reduce"]
+        for node, result in speed["nodes"].items()
+        if "error" not in result
+    }
+    yield from _slow_nodes("network", inner, name, _SLOW, "GB/s all-reduce within the node", remedy)
 
 
 def _slow_compute(facts: Facts, name: Name) -> Iterable[Finding]:
-    slowest = {node: min(own["compute"].values()) for node, own in facts.items()
-               if own["compute"]}
+    slowest = {node: min(own["compute"].values()) for node, own in facts.items() if own["compute"]}
     on_gpu = any(own["gpu"]["gpus"] for own in facts.values())
-    yield from _slow_nodes("compute", slowest, name, _SLOW_COMPUTE if on_gpu else _FAILING,
-                           "TFLOP/s of its slowest rank", "look at clocks and heat of that node: "
-                           "every step waits for it")
+    yield from _slow_nodes(
+        "compute",
+        slowest,
+        name,
+        _SLOW_COMPUTE if on_gpu else _FAILING,
+        "TFLOP/s of its slowest rank",
+        "look at clocks and heat of that node: every step waits for it",
+    )
     for node, own in facts.items():
         for gpu, why in own["throttled"].items():
-            yield Finding(WARNING, "GPU clocks", f"{name(node)}, GPU {gpu} slows down under load: "
-                          f"{why}", "check cooling and power of that node", node)
+            yield Finding(
+                WARNING,
+                "GPU clocks",
+                f"{name(node)}, GPU {gpu} slows down under load: {why}",
+                "check cooling and power of that node",
+                node,
+            )
 
 
 def _slow_disk(facts: Facts, name: Name) -> Iterable[Finding]:
-    rates = {node: own["disk"]["write"] / 1e9 for node, own in facts.items()
-             if "write" in own["disk"]}
-    for found in _slow_nodes("disk", rates, name, _FAILING, "GB/s written",
-                             "look at that node's disk or mount"):
+    rates = {
+        node: own["disk"]["write"] / 1e9 for node, own in facts.items() if "write" in own["disk"]
+    }
+    for found in _slow_nodes(
+        "disk", rates, name, _FAILING, "GB/s written", "look at that node's disk or mount"
+    ):
         yield replace(found, severity=WARNING)
 
 
-def _slow_nodes(check: str, values: dict[int, float], name: Name, least: float, unit: str,
-                remedy: str) -> Iterable[Finding]:
+def _slow_nodes(
+    check: str, values: dict[int, float], name: Name, least: float, unit: str, remedy: str
+) -> Iterable[Finding]:
     for node, value in values.items():
         others = [other for key, other in values.items() if key != node]
         if others and (share := value / median(others)) < least:
-            yield _slow(check, f"{name(node)}: {value:.3g} {unit}, {median(others):.3g} on the "
-                        "others", share, remedy, node)
+            yield _slow(
+                check,
+                f"{name(node)}: {value:.3g} {unit}, {median(others):.3g} on the others",
+                share,
+                remedy,
+                node,
+            )
 
 
 def _slow(check: str, text: str, share: float, remedy: str, node: int) -> Finding:
-    return Finding(ERROR if share < _FAILING else WARNING, check, f"{text} ({share:.0%})", remedy,
-                   node)
+    return Finding(
+        ERROR if share < _FAILING else WARNING, check, f"{text} ({share:.0%})", remedy, node
+    )

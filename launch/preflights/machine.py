@@ -27,17 +27,28 @@ _OWN_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_F
 
 _IDENTITY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu"
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that mean trouble.
-_THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)",
-              0x80: "power brake"}
+_THROTTLES = {
+    0x8: "hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
 
 
 def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
     """Return what this node says of itself. named: artifacts to look at; root: of the code."""
     found = unusable()
     why = {"unusable": [found.problem, found.found, found.hint]} if found else {}
-    return {"gpu": gpus() | why, "efa": efa(), "shm": shm(), "disk": disk(save_dir),
-            "versions": versions(root), "settings": settings(), "locked_memory": locked_memory(),
-            "artifacts": artifacts(named, cache_dir)}
+    return {
+        "gpu": gpus() | why,
+        "efa": efa(),
+        "shm": shm(),
+        "disk": disk(save_dir),
+        "versions": versions(root),
+        "settings": settings(),
+        "locked_memory": locked_memory(),
+        "artifacts": artifacts(named, cache_dir),
+    }
 
 
 def gpus() -> dict[str, Any]:
@@ -53,9 +64,11 @@ def gpus() -> dict[str, Any]:
         return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
     # Asked for one group at a time: nvidia-smi refuses a whole query for one field that it lacks.
     for check, look in (
-            ("GPU clocks", lambda: [{"throttled": why} for why in _slowdowns().values()]),
-            ("GPU ECC", _ecc), ("GPU memory rows", _remapped_rows),
-            ("NVLink", lambda: _nvlinks(found))):
+        ("GPU clocks", lambda: [{"throttled": why} for why in _slowdowns().values()]),
+        ("GPU ECC", _ecc),
+        ("GPU memory rows", _remapped_rows),
+        ("NVLink", lambda: _nvlinks(found)),
+    ):
         try:
             for gpu, more in zip(found, look(), strict=False):
                 gpu |= more
@@ -80,8 +93,13 @@ def efa(root: Path = INFINIBAND) -> dict[str, Any]:
     devices = []
     for path in sorted(root.glob("*")) if root.is_dir() else []:
         states = [_read(port) for port in path.glob("ports/*/state")]
-        devices.append({"name": path.name, "efa": _read(path / "device/vendor") == _AMAZON,
-                        "active": any("ACTIVE" in state for state in states)})
+        devices.append(
+            {
+                "name": path.name,
+                "efa": _read(path / "device/vendor") == _AMAZON,
+                "active": any("ACTIVE" in state for state in states),
+            }
+        )
     if not devices:
         return {"devices": [], "not_checked": {"EFA": f"no RDMA device in {root}"}}
     facts: dict[str, Any] = {"devices": devices, "not_checked": {}}
@@ -100,11 +118,18 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _identity(index: str, name: str, driver: str, total: str, used: str, clock: str,
-              temperature: str) -> dict[str, Any]:
-    return {"index": index, "name": name, "driver": driver,
-            "memory_gib": (number(total) or 0) / 1024, "used_gib": (number(used) or 0) / 1024,
-            "max_clock_mhz": number(clock), "temperature_c": number(temperature)}
+def _identity(
+    index: str, name: str, driver: str, total: str, used: str, clock: str, temperature: str
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "name": name,
+        "driver": driver,
+        "memory_gib": (number(total) or 0) / 1024,
+        "used_gib": (number(used) or 0) / 1024,
+        "max_clock_mhz": number(clock),
+        "temperature_c": number(temperature),
+    }
 
 
 def _slowdowns() -> dict[str, str]:
@@ -128,8 +153,13 @@ def _ecc() -> list[dict[str, Any]]:
 
 def _remapped_rows() -> list[dict[str, Any]]:
     rows = query("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
-    return [{"remap_pending": pending.lower() in ("yes", "1"),
-             "remap_failed": failed.lower() in ("yes", "1")} for _, pending, failed in rows]
+    return [
+        {
+            "remap_pending": pending.lower() in ("yes", "1"),
+            "remap_failed": failed.lower() in ("yes", "1"),
+        }
+        for _, pending, failed in rows
+    ]
 
 
 def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,8 +170,13 @@ def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not any("Link " in block for block in by_gpu.values()):
         raise Missing("these GPUs have no NVLink")
     each = [by_gpu.get(gpu["index"], "") for gpu in found]
-    return [{"nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),
-             "nvlinks_down": len(re.findall(r"Link \d+: <inactive>", block))} for block in each]
+    return [
+        {
+            "nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),
+            "nvlinks_down": len(re.findall(r"Link \d+: <inactive>", block)),
+        }
+        for block in each
+    ]
 
 
 def existing(directory: Path) -> Path:
@@ -200,10 +235,14 @@ def _read_time(probe: Path) -> float:
 def versions(root: Path) -> dict[str, str]:
     """Return the versions that must not differ between nodes; `code` is a digest of the stages."""
     sources = [*sorted(root.glob("*.py")), *sorted((root / "lib").rglob("*.py"))]
-    digests = {path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256")
-               for path in sources}
-    found = {**manifest.versions(), "cuda": torch.version.cuda or "none",
-             "code": hashing.fingerprint(digests)}
+    digests = {
+        path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256") for path in sources
+    }
+    found = {
+        **manifest.versions(),
+        "cuda": torch.version.cuda or "none",
+        "code": hashing.fingerprint(digests),
+    }
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -211,8 +250,11 @@ def versions(root: Path) -> dict[str, str]:
 
 def settings() -> dict[str, str]:
     """Return the environment that steers communication, without what is each node's own."""
-    return {key: value for key, value in sorted(os.environ.items())
-            if key.startswith(_SETTINGS) and not key.endswith(_OWN_PER_NODE)}
+    return {
+        key: value
+        for key, value in sorted(os.environ.items())
+        if key.startswith(_SETTINGS) and not key.endswith(_OWN_PER_NODE)
+    }
 
 
 def locked_memory() -> int:
@@ -227,8 +269,12 @@ def artifacts(named: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
     named: directories to look at; without any, all finished ones of stages 02, 03 and 04.
     """
     roots = (Path("hf_datasets"), models_root(cache_dir), tokens_root(cache_dir))
-    found = named or [path.parent for root in roots for path in sorted(root.glob(f"*/{MANIFEST}"))
-                      if ".partial-" not in path.parent.name]
+    found = named or [
+        path.parent
+        for root in roots
+        for path in sorted(root.glob(f"*/{MANIFEST}"))
+        if ".partial-" not in path.parent.name
+    ]
     return {str(path): _artifact(path) for path in found}
 
 
@@ -237,8 +283,13 @@ def _artifact(path: Path) -> dict[str, Any]:
         return {"digest": "missing", "damages": []}
     content = manifest.read_if_any(path)
     if content:
-        return {"digest": hashing.fingerprint(content["files"]),
-                "damages": manifest.damages(path, content, deep=False)[:5]}
-    sizes = {file.relative_to(path).as_posix(): file.stat().st_size
-             for file in path.rglob("*") if file.is_file()}
+        return {
+            "digest": hashing.fingerprint(content["files"]),
+            "damages": manifest.damages(path, content, deep=False)[:5],
+        }
+    sizes = {
+        file.relative_to(path).as_posix(): file.stat().st_size
+        for file in path.rglob("*")
+        if file.is_file()
+    }
     return {"digest": hashing.fingerprint(sizes), "damages": []}

@@ -13,27 +13,48 @@ _MATRIX_NODES = 16
 _SLOWEST = 10
 
 
-def show(facts: dict[int, dict[str, Any]], speed: dict[str, Any], hosts: dict[int, str],
-         findings: list[Finding]) -> None:
+def show(
+    facts: dict[int, dict[str, Any]],
+    speed: dict[str, Any],
+    hosts: dict[int, str],
+    findings: list[Finding],
+) -> None:
     """Print both tables; a node that an error or a warning names is marked."""
-    heads = ["node", "host", "ranks", "TFLOP/s", "all-reduce GB/s", "all-gather GB/s", "latency µs",
-             "disk write", "disk read", "/dev/shm", "clock"]
-    rows = [[str(node), hosts[node], *_cells(node, own, speed)]
-            for node, own in sorted(facts.items())]
+    heads = [
+        "node",
+        "host",
+        "ranks",
+        "TFLOP/s",
+        "all-reduce GB/s",
+        "all-gather GB/s",
+        "latency µs",
+        "disk write",
+        "disk read",
+        "/dev/shm",
+        "clock",
+    ]
+    rows = [
+        [str(node), hosts[node], *_cells(node, own, speed)] for node, own in sorted(facts.items())
+    ]
     marks = ["", *(_mark(node, findings) for node in sorted(facts))]
     _print([heads, *rows], marks)
     world = speed["world"]
     if "error" not in world and len(facts) > 1:
-        log.info(f"all ranks together: all-reduce {world['all_reduce']:.3g} GB/s, all-gather "
-                 f"{world['all_gather']:.3g} GB/s, latency {world['latency_us']:.0f} µs")
+        log.info(
+            f"all ranks together: all-reduce {world['all_reduce']:.3g} GB/s, all-gather "
+            f"{world['all_gather']:.3g} GB/s, latency {world['latency_us']:.0f} µs"
+        )
     if speed["pairs"]:
         _pairs(sorted(facts), speed["pairs"])
 
 
 def _cells(node: int, own: dict[str, Any], speed: dict[str, Any]) -> list[str]:
     """Return a node's figures; network is its best pair (one node: its ranks)."""
-    pairs = [pair for key, pair in speed["pairs"].items()
-             if str(node) in key.split("-") and "error" not in pair]
+    pairs = [
+        pair
+        for key, pair in speed["pairs"].items()
+        if str(node) in key.split("-") and "error" not in pair
+    ]
     if not speed["pairs"] and "error" not in speed["world"]:
         pairs = [speed["world"]]
 
@@ -41,12 +62,16 @@ def _cells(node: int, own: dict[str, Any], speed: dict[str, Any]) -> list[str]:
         return f"{choose(pair[kind] for pair in pairs):.3g}" if pairs else "-"
 
     disk = own["disk"]
-    return [str(own["ranks"]),
-            f"{min(own['compute'].values()):.3g}" if own["compute"] else "-",
-            best(max, "all_reduce"), best(max, "all_gather"), best(min, "latency_us"),
-            *(f"{units.size(disk[key])}/s" if key in disk else "-" for key in ("write", "read")),
-            units.size(own["shm"]["total"]) if "total" in own["shm"] else "-",
-            f"{1000 * own['clock']['offset_s']:+.1f} ms"]
+    return [
+        str(own["ranks"]),
+        f"{min(own['compute'].values()):.3g}" if own["compute"] else "-",
+        best(max, "all_reduce"),
+        best(max, "all_gather"),
+        best(min, "latency_us"),
+        *(f"{units.size(disk[key])}/s" if key in disk else "-" for key in ("write", "read")),
+        units.size(own["shm"]["total"]) if "total" in own["shm"] else "-",
+        f"{1000 * own['clock']['offset_s']:+.1f} ms",
+    ]
 
 
 def _mark(node: int, findings: list[Finding]) -> str:
@@ -60,15 +85,27 @@ def _pairs(nodes: list[int], pairs: dict[str, dict[str, Any]]) -> None:
     if len(nodes) > _MATRIX_NODES:
         log.info(f"\nthe {_SLOWEST} slowest pairs of {len(pairs)} (GB/s: all-reduce, all-gather)")
         slowest = sorted(pairs.items(), key=lambda item: item[1].get("all_reduce", 0))[:_SLOWEST]
-        _print([[key, _cell(pair, "all_reduce"), _cell(pair, "all_gather")]
-                for key, pair in slowest])
+        _print(
+            [[key, _cell(pair, "all_reduce"), _cell(pair, "all_gather")] for key, pair in slowest]
+        )
         return
     log.info("\nGB/s between nodes: all-reduce above the diagonal, all-gather below")
     rows = [["", *map(str, nodes)]]
     for a in nodes:
-        rows.append([str(a), *("·" if a == b else
-                               _cell(pairs.get(f"{min(a, b)}-{max(a, b)}"),
-                                     "all_reduce" if a < b else "all_gather") for b in nodes)])
+        rows.append(
+            [
+                str(a),
+                *(
+                    "·"
+                    if a == b
+                    else _cell(
+                        pairs.get(f"{min(a, b)}-{max(a, b)}"),
+                        "all_reduce" if a < b else "all_gather",
+                    )
+                    for b in nodes
+                ),
+            ]
+        )
     _print(rows)
 
 

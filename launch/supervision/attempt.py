@@ -53,13 +53,17 @@ class Attempt:
         self._kills, self._killed_at = _kills_for_memory(), float("-inf")
         self._deadline, self._stopping, self._ended_at = float("inf"), False, 0.0
         # torchrun has each rank write an error file below the directory; this one is its own.
-        torchrun = {"PET_LOG_DIR": self._logs.name,
-                    "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE)}
+        torchrun = {
+            "PET_LOG_DIR": self._logs.name,
+            "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE),
+        }
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._process = subprocess.Popen(
-            command.words, env={**os.environ, **command.environment, **torchrun},
+            command.words,
+            env={**os.environ, **command.environment, **torchrun},
             start_new_session=True,
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        )
 
     def tick(self) -> bool:
         """Look at the processes, kill them when their time is over; True once all have ended."""
@@ -97,8 +101,12 @@ class Attempt:
         """Return how it ended; called once."""
         failures = outcome.read_failures(Path(self._logs.name), self._node)
         self._logs.cleanup()
-        return NodeOutcome(self._node, self._process.poll(), failures,
-                           time.monotonic() - self._killed_at < _MEMORY_WINDOW_S)
+        return NodeOutcome(
+            self._node,
+            self._process.poll(),
+            failures,
+            time.monotonic() - self._killed_at < _MEMORY_WINDOW_S,
+        )
 
     def _kill_all(self) -> list[int]:
         """Kill all of it; return what would not die."""
@@ -143,10 +151,14 @@ def _kills_for_memory() -> int:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
-                root, name = ("", "memory.events") if not controllers else \
-                    ("memory", "memory.oom_control")
-                counters = [Path("/sys/fs/cgroup") / root / path.strip("/") / name,
-                            Path("/sys/fs/cgroup") / root / name, *counters]
+                root, name = (
+                    ("", "memory.events") if not controllers else ("memory", "memory.oom_control")
+                )
+                counters = [
+                    Path("/sys/fs/cgroup") / root / path.strip("/") / name,
+                    Path("/sys/fs/cgroup") / root / name,
+                    *counters,
+                ]
     for counter in counters:
         with suppress(OSError, ValueError):
             rows = dict(line.split(None, 1) for line in counter.read_text().splitlines())

@@ -25,8 +25,16 @@ class Head(NodeLauncher):
     backoff: seconds before the first restart; doubled each time.
     """
 
-    def __init__(self, command: NodeCommand, board: NoteBoard, patience: float, nodes: int,
-                 experiment: Experiment, max_restarts: int, backoff: float) -> None:
+    def __init__(
+        self,
+        command: NodeCommand,
+        board: NoteBoard,
+        patience: float,
+        nodes: int,
+        experiment: Experiment,
+        max_restarts: int,
+        backoff: float,
+    ) -> None:
         super().__init__(command, board, patience)
         self._others = range(1, nodes)
         self._experiment, self._backoff = experiment, backoff
@@ -37,8 +45,9 @@ class Head(NodeLauncher):
         # What an earlier head left: it may have died while the others wait for this one.
         self._before_me = board.read(HEAD)
         self.round = self._before_me.get("round", 0)
-        self._facts = {key: self._before_me[key] for key in ("members", "found")
-                       if key in self._before_me}
+        self._facts = {
+            key: self._before_me[key] for key in ("members", "found") if key in self._before_me
+        }
 
     def run(self) -> int:
         """Return the exit code of the run; UsageError when another launcher is at work as this."""
@@ -50,8 +59,10 @@ class Head(NodeLauncher):
                 return self._leave(verdict.code, verdict.why)
             seconds = min(self._backoff * 2 ** (self._history.restarts - 1), _LONGEST_BACKOFF_S)
             self._not_before = time.monotonic() + seconds
-            self.say(f"{verdict.why}; restart {self._history.restarts} of "
-                     f"{self._history.max_restarts} in {units.duration(seconds)}")
+            self.say(
+                f"{verdict.why}; restart {self._history.restarts} of "
+                f"{self._history.max_restarts} in {units.duration(seconds)}"
+            )
 
     def _gather(self) -> Verdict | None:
         """Wait until all nodes are ready; return why that will not be."""
@@ -61,19 +72,25 @@ class Head(NodeLauncher):
             self.turn(self._others, "gather", **self._facts)
             self._hear_stop()
             waited = time.monotonic() - began
-            missing = [n for n in self._others if not self.board.is_alive(n)
-                       or self.notes[n].get("phase") != "ready"]
+            missing = [
+                n
+                for n in self._others
+                if not self.board.is_alive(n) or self.notes[n].get("phase") != "ready"
+            ]
             if self.stop:
                 return Verdict(EXIT_PREEMPTED, f"stopped by {self.stop}")
             if not missing and time.monotonic() >= self._not_before:
                 return None
             if missing and waited > self.patience:
-                return Verdict(EXIT_BUG, f"nodes {missing} did not come within "
-                                         f"{units.duration(self.patience)}")
+                return Verdict(
+                    EXIT_BUG, f"nodes {missing} did not come within {units.duration(self.patience)}"
+                )
             if missing and waited > TELL_AFTER_S and not is_announced:
                 is_announced = True
-                self.say(f"waiting for nodes {missing}: the same command there, with its own "
-                         f"--node-rank and a --save-dir that all share ({self.board.directory})")
+                self.say(
+                    f"waiting for nodes {missing}: the same command there, with its own "
+                    f"--node-rank and a --save-dir that all share ({self.board.directory})"
+                )
 
     def _hear_stop(self) -> None:
         for node, note in self.notes.items():
@@ -123,11 +140,13 @@ class Head(NodeLauncher):
 
         With --prepare-only some are done long before others.
         """
-        return any(node.code != EXIT_DONE for node in ended) or \
-            bool(ended and self._new_state().get("status") == "complete")
+        return any(node.code != EXIT_DONE for node in ended) or bool(
+            ended and self._new_state().get("status") == "complete"
+        )
 
-    def _others_end(self, outcomes: list[NodeOutcome], members: dict[str, str],
-                    ) -> tuple[list[NodeOutcome], list[int]]:
+    def _others_end(
+        self, outcomes: list[NodeOutcome], members: dict[str, str]
+    ) -> tuple[list[NodeOutcome], list[int]]:
         """Return how the round ended on all nodes, and which of them are lost."""
         deadline, lost, waiting = float("inf"), [], set(self._others)
         while waiting:
@@ -151,8 +170,10 @@ class Head(NodeLauncher):
         self.say(f"exit code {code}: {why}")
         deadline = time.monotonic() + OTHERS_LEAVE_WITHIN_S
         self.post("leave", code=code)
-        while any(note and self.board.is_alive(node) for node, note in self.notes.items()) \
-                and time.monotonic() < deadline:
+        while (
+            any(note and self.board.is_alive(node) for node, note in self.notes.items())
+            and time.monotonic() < deadline
+        ):
             self.turn(self._others, "leave", code=code)
         self.board.take_down(everyone=True)
         return code

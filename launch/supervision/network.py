@@ -50,7 +50,8 @@ def _address(host: str) -> ipaddress.IPv4Address | None:
     with suppress(ValueError):
         return ipaddress.IPv4Address(host)
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        found = subprocess.run(["getent", "ahostsv4", host], capture_output=True, text=True,
-                               timeout=20, check=True)
+        found = subprocess.run(
+            ["getent", "ahostsv4", host], capture_output=True, text=True, timeout=20, check=True
+        )
         return ipaddress.IPv4Address(found.stdout.split()[0])
     return None

@@ -67,12 +67,13 @@ class NodeLauncher(ABC):
         self.post(phase, **facts)
 
     def give_up(self, why: str) -> None:
-        """Have the ranks of this node killed, and those of the others, which read it in the note.
-        """
+        """Kill the ranks of this node; the other nodes read the note and kill theirs."""
         if not self.gave_up:
             self.gave_up = True
-            self.say(f"{why}: the ranks are killed without a save, and what was trained "
-                     f"{self.since_save()} is lost")
+            self.say(
+                f"{why}: the ranks are killed without a save, and what was trained "
+                f"{self.since_save()} is lost"
+            )
         if self.attempt:
             self.attempt.abandon(0)
 
@@ -83,9 +84,11 @@ class NodeLauncher(ABC):
     def _heed_signals(self, phase: str) -> None:
         if self.stop and phase in _TRAINING and not self._has_told_stop:
             self._has_told_stop = True
-            self.say(f"stopped by {self.stop}: the ranks save and end, within "
-                     f"{units.duration(self.command.save_seconds)}; a second SIGINT would kill "
-                     f"them, and lose what was trained {self.since_save()}")
+            self.say(
+                f"stopped by {self.stop}: the ranks save and end, within "
+                f"{units.duration(self.command.save_seconds)}; a second SIGINT would kill "
+                f"them, and lose what was trained {self.since_save()}"
+            )
         if self._interrupts > 1:
             self.give_up("a second SIGINT")
         for node, note in self.notes.items():
@@ -98,13 +101,16 @@ class NodeLauncher(ABC):
         for _ in range(_LOOKS if first else 0):
             time.sleep(_TICK_S)
             if (now := self.board.read(self.board.node)) and now != first:
-                raise UsageError(f"another launcher is at work as node {self.board.node} of this "
-                                 "experiment", expected="another --node-rank on each machine, and "
-                                                        "one launch of an experiment at a time")
+                raise UsageError(
+                    f"another launcher is at work as node {self.board.node} of this experiment",
+                    expected="another --node-rank on each machine, and "
+                    "one launch of an experiment at a time",
+                )
 
     def post(self, phase: str, **facts: Any) -> None:
-        self.board.post(phase=phase, round=self.round, stop=self.stop, gave_up=self.gave_up,
-                        **facts)
+        self.board.post(
+            phase=phase, round=self.round, stop=self.stop, gave_up=self.gave_up, **facts
+        )
 
 
 class Follower(NodeLauncher):
@@ -129,18 +135,24 @@ class Follower(NodeLauncher):
             elif head:
                 known.add(head["me"])
             if self.board.is_alive(HEAD):
-                if head.get("phase") == "run" and (head["me"], head["round"]) != self._trained \
-                        and head["members"].get(str(self.board.node)) == self.board.me:
+                if (
+                    head.get("phase") == "run"
+                    and (head["me"], head["round"]) != self._trained
+                    and head["members"].get(str(self.board.node)) == self.board.me
+                ):
                     self._train(head)
                 alone_since = time.monotonic()
             alone = time.monotonic() - alone_since
-            if (self.stop and not self.board.is_alive(HEAD)) or \
-                    alone > (OTHERS_LEAVE_WITHIN_S if self._is_over() else self.patience):
+            if (self.stop and not self.board.is_alive(HEAD)) or alone > (
+                OTHERS_LEAVE_WITHIN_S if self._is_over() else self.patience
+            ):
                 return self._leave(self._code_without_head(), "node 0 is not there any more")
             if alone > TELL_AFTER_S and not is_announced:
                 is_announced = True
-                self.say("waiting for node 0: the same command there, with a --save-dir that all "
-                         f"nodes share ({self.board.directory})")
+                self.say(
+                    "waiting for node 0: the same command there, with a --save-dir that all "
+                    f"nodes share ({self.board.directory})"
+                )
 
     def _train(self, head: dict[str, Any]) -> None:
         """Take part in a round, and report how it ended here until the head goes on."""
@@ -161,8 +173,9 @@ class Follower(NodeLauncher):
     def _head_moved(self, me: str) -> bool:
         """Tell whether the head is gone, is back as another launcher, or in a later round."""
         head = self.notes[HEAD]
-        return self.board.is_silent(HEAD) or \
-            (bool(head) and (head["me"], head["round"]) != (me, self.round))
+        return self.board.is_silent(HEAD) or (
+            bool(head) and (head["me"], head["round"]) != (me, self.round)
+        )
 
     def _leave(self, code: int, why: str) -> int:
         self.say(f"exit code {code}, {why}")

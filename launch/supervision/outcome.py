@@ -29,7 +29,9 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 # What ranks say whose peer is gone, beside errors that stage 04 has put in words.
 _OF_THE_NETWORK = re.compile(
     r"^torch\.distributed\.Dist|/gloo/|Connection (?:closed|reset|refused)|Broken pipe|NCCL|"
-    r"[Tt]imed? ?out|client socket has failed", re.MULTILINE)
+    r"[Tt]imed? ?out|client socket has failed",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Failure:
 
     def is_of_the_network(self) -> bool:
         """Tell whether this rank failed because of another one, or of what lies between them."""
-        return self.code == EXIT_BUG and (self.kind in ("StageError", "Watchdog")
-                                          or bool(_OF_THE_NETWORK.search(self.text)))
+        return self.code == EXIT_BUG and (
+            self.kind in ("StageError", "Watchdog") or bool(_OF_THE_NETWORK.search(self.text))
+        )
 
     def is_final(self, has_begun: bool) -> bool:
         """Tell whether its code ends the run; has_begun: as for `judge`.
@@ -59,8 +62,9 @@ class Failure:
         return self.code in _FINAL and not (has_begun and self.kind == ExperimentHeld.__name__)
 
     def is_bug(self) -> bool:
-        return self.code == EXIT_BUG and not self.is_of_the_network() \
-            and not self.is_out_of_memory()
+        return (
+            self.code == EXIT_BUG and not self.is_of_the_network() and not self.is_out_of_memory()
+        )
 
     def __str__(self) -> str:
         return f"rank {self.rank} on node {self.node}: {headline(self.text) or self.kind}"
@@ -121,13 +125,27 @@ def read_failures(logs: Path, node: int) -> list[Failure]:
     for path in logs.rglob(ERROR_FILE):
         with suppress(OSError, ValueError, KeyError, TypeError):
             message = records.read_json(path)["message"]
-            failures.append(Failure(node, message["rank"], message["time"], message["errorCode"],
-                                    message["kind"], message["message"]))
+            failures.append(
+                Failure(
+                    node,
+                    message["rank"],
+                    message["time"],
+                    message["errorCode"],
+                    message["kind"],
+                    message["message"],
+                )
+            )
     return failures
 
 
-def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop: str,
-          has_begun: bool, history: History) -> Verdict:
+def judge(
+    nodes: list[NodeOutcome],
+    lost: list[int],
+    state: dict[str, Any],
+    stop: str,
+    has_begun: bool,
+    history: History,
+) -> Verdict:
     """Return whether to try again, or the code to end with.
 
     lost: nodes that are gone, or did not tell. state: of state.json, empty when this round did not
@@ -146,8 +164,10 @@ def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop
         if failure.is_out_of_memory():
             return Verdict(EXIT_USAGE, f"out of memory: {failure}")
     if hungry := [node.node for node in nodes if node.killed_for_memory]:
-        return Verdict(EXIT_USAGE, f"out of memory: the kernel killed a process on node {hungry[0]}"
-                                   " (`dmesg` tells which)")
+        return Verdict(
+            EXIT_USAGE,
+            f"out of memory: the kernel killed a process on node {hungry[0]} (`dmesg` tells which)",
+        )
     if stop or any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
     return _retry(failures, lost, state, history)
@@ -164,12 +184,18 @@ def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) 
     return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: what was trained {since} is lost")
 
 
-def _retry(failures: list[Failure], lost: list[int], state: dict[str, Any], history: History,
-           ) -> Verdict:
+def _retry(
+    failures: list[Failure], lost: list[int], state: dict[str, Any], history: History
+) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
-    why = f"node {lost[0]} is lost" if lost else str(first) if first else \
-        "a rank ended without a word (what is known stands above)"
+    why = (
+        f"node {lost[0]} is lost"
+        if lost
+        else str(first)
+        if first
+        else "a rank ended without a word (what is known stands above)"
+    )
     code = first.code if first else EXIT_BUG
     if bug:
         step = state.get("step")
@@ -179,7 +205,11 @@ def _retry(failures: list[Failure], lost: list[int], state: dict[str, Any], hist
     else:
         history.bug_at = -1
     if history.restarts >= history.max_restarts:
-        return Verdict(code, f"no restart is left after {history.restarts} without a newer "
-                             f"checkpoint: {why}" if history.max_restarts else why)
+        return Verdict(
+            code,
+            f"no restart is left after {history.restarts} without a newer checkpoint: {why}"
+            if history.max_restarts
+            else why,
+        )
     history.restarts += 1
     return Verdict(None, why)

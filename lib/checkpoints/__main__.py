@@ -23,21 +23,24 @@ _COLUMNS = ("step", "saved", "size", "tokens", "loss", "validation", "state")
 
 
 def main(argv: list[str]) -> None:
-    """Print the table; ArtifactError when a checkpoint is damaged, StageError when one is unread.
-    """
+    """Print the table. Raises ArtifactError for a damaged one, StageError for an unreadable one."""
     parser = options.Parser(__doc__)
     parser.add_argument("action", choices=("list", "verify"), help="what to do")
-    parser.add_argument("experiment", metavar="NAME|DIR",
-                        help="the run: its name, for outputs/NAME, or its directory, or the "
-                             "checkpoints directory in it")
+    parser.add_argument(
+        "experiment",
+        metavar="NAME|DIR",
+        help="the run: its name, for outputs/NAME, or its directory, or the "
+        "checkpoints directory in it",
+    )
     opts = parser.parse(argv)
     run = paths.existing_experiment(opts.experiment)
     directory = run.checkpoints if run.checkpoints.is_dir() else run.root
     found = commit.scan(directory)
     set_aside = commit.quarantined(directory)
     if not found and not set_aside:
-        raise UsageError(f"no checkpoints in {directory}",
-                         expected="outputs/<exp> of a run that has saved")
+        raise UsageError(
+            f"no checkpoints in {directory}", expected="outputs/<exp> of a run that has saved"
+        )
     rows, unread, damaged = [], 0, 0
     for checkpoint in reversed(found):
         try:
@@ -52,20 +55,25 @@ def main(argv: list[str]) -> None:
     if opts.action == "verify":
         _tell_whole(directory)
     if damaged:
-        raise ArtifactError(f"{units.counted(damaged, 'damaged checkpoint')} of {len(rows)}",
-                            expected="stage 04 takes the newest that is valid, and sets damaged "
-                                     "newer ones aside")
+        raise ArtifactError(
+            f"{units.counted(damaged, 'damaged checkpoint')} of {len(rows)}",
+            expected="stage 04 takes the newest that is valid, and sets damaged newer ones aside",
+        )
     if unread:
-        raise StageError(f"of {units.counted(len(rows), 'checkpoint')}, {unread} cannot be read",
-                         expected="a disk and a mount that answer (`dmesg` tells more)")
+        raise StageError(
+            f"of {units.counted(len(rows), 'checkpoint')}, {unread} cannot be read",
+            expected="a disk and a mount that answer (`dmesg` tells more)",
+        )
 
 
 def _tell_whole(checkpoints: Path) -> None:
     """Say which of those set aside are whole, and how they come back."""
     for checkpoint in aside.unread(checkpoints):
         if not checkpoint.problems() + checkpoint.content_problems(0, 1):
-            log.info("whole, and set aside only because a disk failed to read it; it comes back "
-                     f"by: {aside.brought_back(checkpoint)}")
+            log.info(
+                "whole, and set aside only because a disk failed to read it; it comes back "
+                f"by: {aside.brought_back(checkpoint)}"
+            )
 
 
 def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
@@ -79,11 +87,18 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
             for part, entry in enumerate(entries):
                 problems += checkpoint.content_problems(part, len(entries))
                 bar.advance(entry["bytes"])
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(
-        (checkpoint.path / commit.COMMIT).stat().st_mtime))
-    return (str(checkpoint.step), saved, units.size(size), _figure(facts.get("tokens"), ","),
-            _figure(facts.get("loss")), _figure(facts.get("eval_loss")),
-            problems[0] if problems else "valid" if deep else "whole")
+    saved = time.strftime(
+        "%Y-%m-%d %H:%M", time.localtime((checkpoint.path / commit.COMMIT).stat().st_mtime)
+    )
+    return (
+        str(checkpoint.step),
+        saved,
+        units.size(size),
+        _figure(facts.get("tokens"), ","),
+        _figure(facts.get("loss")),
+        _figure(facts.get("eval_loss")),
+        problems[0] if problems else "valid" if deep else "whole",
+    )
 
 
 def _without_facts(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:

@@ -49,8 +49,9 @@ class AdaptedRun:
         made = adapters.make(adapters.asked_by(options))
         lora = next(each for each in made if isinstance(each, Lora))
         model = copy.deepcopy(plain)
-        shapes = {name: tuple(model.get_parameter(name).shape)
-                  for name in sorted(lora.attach(model))}
+        shapes = {
+            name: tuple(model.get_parameter(name).shape) for name in sorted(lora.attach(model))
+        }
         return cls(checkpoint, lora, plain, model, base, options, shapes)
 
     def load(self) -> None:
@@ -59,26 +60,34 @@ class AdaptedRun:
         Raises ArtifactError when names or shapes are not those of the run's adapters.
         """
         with closing(PieceReader(self.checkpoint.path / commit.TENSORS, False)) as reader:
-            held = {name.removeprefix(contents.MODEL): shape
-                    for name, (shape, _) in reader.described.items()
-                    if name.startswith(contents.MODEL)}
-            if wrong := [f"{name}: expected {self.shapes.get(name)}, found {held.get(name)}"
-                         for name in sorted(self.shapes.keys() | held.keys())
-                         if self.shapes.get(name) != held.get(name)]:
-                raise ArtifactError(f"checkpoint {self.checkpoint.path} holds other adapters than "
-                                    "the options of its run ask for",
-                                    found=units.join_lines(wrong, _SHOWN))
-            self.tensors.update((name, reader.read([contents.MODEL + name])[0].clone())
-                                for name in self.shapes)
+            held = {
+                name.removeprefix(contents.MODEL): shape
+                for name, (shape, _) in reader.described.items()
+                if name.startswith(contents.MODEL)
+            }
+            if wrong := [
+                f"{name}: expected {self.shapes.get(name)}, found {held.get(name)}"
+                for name in sorted(self.shapes.keys() | held.keys())
+                if self.shapes.get(name) != held.get(name)
+            ]:
+                raise ArtifactError(
+                    f"checkpoint {self.checkpoint.path} holds other adapters than "
+                    "the options of its run ask for",
+                    found=units.join_lines(wrong, _SHOWN),
+                )
+            self.tensors.update(
+                (name, reader.read([contents.MODEL + name])[0].clone()) for name in self.shapes
+            )
 
     def said(self) -> str:
         """Return in words what was trained."""
-        return f"{units.counted(len(self.shapes) // 2, 'adapter')} of rank {self.lora.rank}, " \
-               f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, beside " \
-               f"{self.base}"
+        return (
+            f"{units.counted(len(self.shapes) // 2, 'adapter')} of rank {self.lora.rank}, "
+            f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, beside "
+            f"{self.base}"
+        )
 
 
-def beside(tensors: Mapping[str, Tensor], base: Callable[[str], Tensor],
-           ) -> Callable[[str], Tensor]:
+def beside(tensors: Mapping[str, Tensor], base: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Return what reads a tensor by name: an adapter's, or one of the frozen model."""
     return lambda name: tensors[name] if name in tensors else base(name)

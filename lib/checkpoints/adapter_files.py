@@ -32,15 +32,19 @@ def plan(adapted: AdaptedRun, dtype: torch.dtype) -> list[Entry]:
     them transposed, and say nothing.
     """
     if fused := [name for name, shape in adapted.shapes.items() if len(shape) > 2]:
-        raise UsageError("adapters of fused experts cannot leave the model: no runtime is known "
-                         "to load them right", found=units.join_lines(fused, _SHOWN),
-                         hint="merged into the model they can:",
-                         run=commands.as_typed(drop=["--adapter"]))
+        raise UsageError(
+            "adapters of fused experts cannot leave the model: no runtime is known "
+            "to load them right",
+            found=units.join_lines(fused, _SHOWN),
+            hint="merged into the model they can:",
+            run=commands.as_typed(drop=["--adapter"]),
+        )
     return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
 
 
-def write(adapted: AdaptedRun, planned: list[Entry], out: Path, advance: Callable[[int], None],
-          ) -> list[dict[str, Any]]:
+def write(
+    adapted: AdaptedRun, planned: list[Entry], out: Path, advance: Callable[[int], None]
+) -> list[dict[str, Any]]:
     """Write config and tensors into `out`, read the latter back, and return the manifest entries.
 
     Raises ArtifactError when what is on disk is not what was written.
@@ -60,14 +64,26 @@ def make_config(adapted: AdaptedRun) -> dict[str, Any]:
     settings, chosen = adapted.lora, lora.choose(adapted.plain, adapted.lora.targets)
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
-        "alpha_pattern": {}, "base_model_name_or_path": name_of(adapted.base), "bias": "none",
-        "fan_in_fan_out": any(lora.is_transposed(adapted.plain.get_submodule(name))
-                              for name in chosen),
-        "inference_mode": True, "init_lora_weights": True, "lora_alpha": alpha,
-        "lora_dropout": settings.dropout, "modules_to_save": None, "peft_type": "LORA",
-        "r": settings.rank, "rank_pattern": {}, "revision": None,
-        "target_modules": name_targets(adapted.plain, chosen), "task_type": "CAUSAL_LM",
-        "use_dora": False, "use_rslora": settings.rslora}
+        "alpha_pattern": {},
+        "base_model_name_or_path": name_of(adapted.base),
+        "bias": "none",
+        "fan_in_fan_out": any(
+            lora.is_transposed(adapted.plain.get_submodule(name)) for name in chosen
+        ),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": settings.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": name_targets(adapted.plain, chosen),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": settings.rslora,
+    }
 
 
 def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
@@ -82,8 +98,11 @@ def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
 
 def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
     """Return the modules of a model that PEFT gives adapters: whose names end in a target."""
-    return {name for name, _ in model.named_modules()
-            if any(name == target or name.endswith(f".{target}") for target in targets)}
+    return {
+        name
+        for name, _ in model.named_modules()
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    }
 
 
 def name_of(model_dir: Path) -> str:
@@ -95,8 +114,9 @@ def name_of(model_dir: Path) -> str:
     name = content.get("options", {}).get("model_name")
     if content.get("kind") == prepared.KIND and isinstance(name, str) and _NAME.fullmatch(name):
         return name
-    cached = next((found for part in model_dir.absolute().parts
-                   if (found := _CACHED.fullmatch(part))), None)
+    cached = next(
+        (found for part in model_dir.absolute().parts if (found := _CACHED.fullmatch(part))), None
+    )
     return f"{cached[1]}/{cached[2]}" if cached else model_dir.resolve().name
 
 
@@ -104,11 +124,15 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
     """Return settings and tensors of an adapter that was just written, as PEFT would take them."""
     content = records.read_json(out / CONFIG)
     linears = find_targets(plain, content["target_modules"])
-    settings = Lora(content["r"], content["lora_alpha"], content["lora_dropout"],
-                    peft_adapter.pattern(sorted(linears)), content["use_rslora"])
+    settings = Lora(
+        content["r"],
+        content["lora_alpha"],
+        content["lora_dropout"],
+        peft_adapter.pattern(sorted(linears)),
+        content["use_rslora"],
+    )
     with safe_open(out / WEIGHTS, "pt") as file:
-        return settings, {key.removeprefix(PREFIX): file.get_tensor(key)
-                          for key in file.keys()}  # noqa: SIM118 (no mapping)
+        return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def verify(adapted: AdaptedRun, out: Path) -> None:
@@ -121,13 +145,18 @@ def verify(adapted: AdaptedRun, out: Path) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for name in find_targets(adapted.plain, content["target_modules"]):
         rows, inputs = lora.sizes(adapted.plain.get_submodule(name))
-        expected |= {f"{PREFIX}{name}.{lora.A}.weight": (content["r"], inputs),
-                     f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"])}
+        expected |= {
+            f"{PREFIX}{name}.{lora.A}.weight": (content["r"], inputs),
+            f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"]),
+        }
     with safe_open(out / WEIGHTS, "pt") as file:
-        found = {key: tuple(file.get_slice(key).get_shape())
-                 for key in file.keys()}  # noqa: SIM118 (no mapping)
-    if wrong := [f"{key}: expected {expected.get(key)}, written {found.get(key)}"
-                 for key in sorted(expected.keys() | found.keys())
-                 if expected.get(key) != found.get(key)]:
-        raise ArtifactError("the adapter holds other tensors than PEFT will look for",
-                            found=units.join_lines(wrong, _SHOWN))
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    if wrong := [
+        f"{key}: expected {expected.get(key)}, written {found.get(key)}"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
+    ]:
+        raise ArtifactError(
+            "the adapter holds other tensors than PEFT will look for",
+            found=units.join_lines(wrong, _SHOWN),
+        )

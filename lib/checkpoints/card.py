@@ -13,11 +13,20 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import records
 
 FILE = "README.md"
-_OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "global batch (samples)",
-            "lr": "peak learning rate", "min_lr": "last learning rate",
-            "lr_scheduler": "schedule", "weight_decay": "weight decay", "precision": "computed in",
-            "packing": "packing", "seed": "seed", "lora_rank": "adapters: rank",
-            "lora_alpha": "adapters: alpha", "lora_targets": "adapters: on"}
+_OPTIONS = {
+    "seq_length": "sequence length (tokens)",
+    "global_batch_size": "global batch (samples)",
+    "lr": "peak learning rate",
+    "min_lr": "last learning rate",
+    "lr_scheduler": "schedule",
+    "weight_decay": "weight decay",
+    "precision": "computed in",
+    "packing": "packing",
+    "seed": "seed",
+    "lora_rank": "adapters: rank",
+    "lora_alpha": "adapters: alpha",
+    "lora_targets": "adapters: on",
+}
 
 _LOADED_WHOLE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,8 +52,11 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=500)[0]))
 
 def recorded(metrics: Path, key: str) -> dict[int, float]:
     """Return a figure of metrics.jsonl by step, where it is a number; torn lines are left out."""
-    return {row["step"]: row[key] for row in records.logged_rows(metrics)
-            if type(row.get(key)) in (int, float) and math.isfinite(row[key])}
+    return {
+        row["step"]: row[key]
+        for row in records.logged_rows(metrics)
+        if type(row.get(key)) in (int, float) and math.isfinite(row[key])
+    }
 
 
 def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:
@@ -69,10 +81,13 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
     commit = checkpoint.commit()
     identity = commit.get("identity", {})
     found: dict[str, Any] = {"steps": checkpoint.step, "tokens seen": commit.get("tokens")}
-    for label, own, key in (("final training loss", "loss", "train/loss"),
-                            ("validation loss", "eval_loss", "eval/loss")):
-        logged = {step: loss for step, loss in recorded(metrics, key).items()
-                  if step <= checkpoint.step}
+    for label, own, key in (
+        ("final training loss", "loss", "train/loss"),
+        ("validation loss", "eval_loss", "eval/loss"),
+    ):
+        logged = {
+            step: loss for step, loss in recorded(metrics, key).items() if step <= checkpoint.step
+        }
         if commit.get(own) is not None:
             found[label] = f"{commit[own]:.4f}"
         elif logged:
@@ -86,8 +101,15 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
     return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
 
 
-def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any],
-         chats: bool, adapter_of: str = "") -> str:
+def text(
+    title: str,
+    architecture: str,
+    dtype: str,
+    parameters: int,
+    found: dict[str, Any],
+    chats: bool,
+    adapter_of: str = "",
+) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
     parameters: of the whole model. chats: it has a chat template. adapter_of: the name of the base,
@@ -96,21 +118,22 @@ def text(title: str, architecture: str, dtype: str, parameters: int, found: dict
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
     if adapter_of:
         rows = {"base model": adapter_of, "architecture": architecture, "dtype": dtype, **found}
-    table = "\n".join(f"| {label} | {_shown(value)} |" for label, value in rows.items()
-                      if value is not None)
+    table = "\n".join(
+        f"| {label} | {_shown(value)} |" for label, value in rows.items() if value is not None
+    )
     # The Hub refuses a card whose base_model is no name of a repository.
     is_of_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of))
     base = f"base_model: {adapter_of}\n" if is_of_hub else ""
     where = adapter_of if is_of_hub else f"<directory of {adapter_of}>"
     return f"""---
-library_name: {'peft' if adapter_of else 'transformers'}
+library_name: {"peft" if adapter_of else "transformers"}
 {base}pipeline_tag: text-generation
 ---
 
 # {title}
 
 {"LoRA adapters of a" if adapter_of else "A"} causal language model, exported from step \
-{found['steps']:,} of a training run.
+{found["steps"]:,} of a training run.
 
 | | |
 |---|---|

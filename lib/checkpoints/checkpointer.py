@@ -23,8 +23,10 @@ from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 
 _TIER_PER_SHARED = 10  # checkpoints of the other tier for one that all share
 _MOST_FAILURES = 3  # saves in a row for which there was no room
-_HINT = "free space there, or keep fewer by --ckpt-keep and --ckpt-keep-every: no room is made " \
-        "of what these keep, nor of what lies in quarantine/"
+_HINT = (
+    "free space there, or keep fewer by --ckpt-keep and --ckpt-keep-every: no room is made "
+    "of what these keep, nor of what lies in quarantine/"
+)
 
 
 class Checkpointer:
@@ -34,10 +36,21 @@ class Checkpointer:
     on a process group that nothing else uses. All ranks must call everything here together.
     """
 
-    def __init__(self, checkpoints: Path, layout: ParallelLayout, identity: dict[str, Any], *,
-                 total_steps: int, every: int, keep: int = 0, keep_every: int = 0,
-                 tier: Tier | None = None, tier_every: int | None = None,
-                 room: Callable[[], float] | None = None, note: Note = unnoted) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        layout: ParallelLayout,
+        identity: dict[str, Any],
+        *,
+        total_steps: int,
+        every: int,
+        keep: int = 0,
+        keep_every: int = 0,
+        tier: Tier | None = None,
+        tier_every: int | None = None,
+        room: Callable[[], float] | None = None,
+        note: Note = unnoted,
+    ) -> None:
         """identity: what a run that resumes must share. every: steps from one checkpoint to the
         next; the last step is always saved. keep, keep_every: see commit.prune. tier: frequent ones
         beside the shared, each tier_every steps. room: returns the bytes of host memory that a rank
@@ -54,8 +67,7 @@ class Checkpointer:
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step, self._is_shared, self._failures = 0, True, 0
         self._waited: float | None = None  # seconds that the steps were held up by the save
-        self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError,
-                                             done="deleted")
+        self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError, done="deleted")
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint of both tiers; see newest_valid."""
@@ -67,9 +79,17 @@ class Checkpointer:
             return tier.newest_valid(self._identity, than, self._note_quarantine, before)
 
         # Not hashed yet: a shared file system need not be read when the nodes have something newer.
-        likely = on_rank_0(lambda: next(
-            (c.step for c in commit.scan(self._directory)
-             if not c.problems() and (before is None or c.step <= before)), 0), control)
+        likely = on_rank_0(
+            lambda: next(
+                (
+                    c.step
+                    for c in commit.scan(self._directory)
+                    if not c.problems() and (before is None or c.step <= before)
+                ),
+                0,
+            ),
+            control,
+        )
         if found := newer_in_tier(likely):
             return found
         error = None
@@ -118,8 +138,12 @@ class Checkpointer:
         """Tell whether a step is saved, in either tier."""
         return step == self._total or step % self._every == 0 or step % self._often == 0
 
-    def save(self, state: Saved, stopping: bool = False,
-             after: Callable[[bool], None] = lambda is_shared: None) -> None:
+    def save(
+        self,
+        state: Saved,
+        stopping: bool = False,
+        after: Callable[[bool], None] = lambda is_shared: None,
+    ) -> None:
         """Begin to save a step, and wait for it if it is the last; so the state may be changed.
 
         stopping: the run ends here. after: called in the thread of rank 0 when the checkpoint is
@@ -131,19 +155,21 @@ class Checkpointer:
         copies = None if last else self._copies_of(state)
         self._step, self._waited = state.step, None
         self._is_shared = last or state.step % self._every == 0
-        captured = snapshot.capture(state.tensors(), state.state_dict(), self._identity,
-                                    self._layout.device, copies)
+        captured = snapshot.capture(
+            state.tensors(), state.state_dict(), self._identity, self._layout.device, copies
+        )
         self._pending = self._thread.submit(self._save, captured, self._is_shared, after)
         if copies is None:
             self.finish(wait=True, last=last)
         else:
             self._waited = time.monotonic() - began
-            log.to_file(f"step {state.step:,}: saving in the background from a copy of "
-                        f"{units.size(copies.bytes)} in host memory")
+            log.to_file(
+                f"step {state.step:,}: saving in the background from a copy of "
+                f"{units.size(copies.bytes)} in host memory"
+            )
 
     def poll(self, state: Saved) -> None:
-        """Say how a save in the background has ended, if one has; prepare what the next one needs.
-        """
+        """Report how the last background save ended, if one has, and prepare the next one."""
         self.finish(wait=False)
         if self._often < self._total:
             self._prepare(state)
@@ -164,10 +190,15 @@ class Checkpointer:
             return
         if self._is_shared:
             self._failures = 0
-        waited = "" if self._waited is None or self._copies is None else ", in the background; " \
+        waited = (
+            ""
+            if self._waited is None or self._copies is None
+            else ", in the background; "
             f"the steps waited {units.duration(self._waited + self._copies.waited)}"
-        log.info(f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}"
-                 f"{waited}")
+        )
+        log.info(
+            f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}{waited}"
+        )
 
     def _prepare(self, state: Saved) -> None:
         """Begin, once, to make room in host memory for what is saved in the background."""
@@ -183,8 +214,10 @@ class Checkpointer:
         refusals = gather(self._copies.refusal(), self._layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
             self._copies = self._room = None
-            log.warn(f"checkpoints are written before the next step, not in the background: "
-                     f"{refusals[refused[0]]} (rank {refused[0]})")
+            log.warn(
+                f"checkpoints are written before the next step, not in the background: "
+                f"{refusals[refused[0]]} (rank {refused[0]})"
+            )
         return self._copies
 
     def _failed(self, error: StageError, last: bool) -> None:
@@ -200,11 +233,14 @@ class Checkpointer:
         if last or self._failures >= _MOST_FAILURES:
             error.hint = error.hint or _HINT
             raise error
-        log.warn(f"step {self._step} is NOT SAVED: {error.problem} ({error.found}); training "
-                 f"goes on, and ends with exit code 4 after {_MOST_FAILURES} such saves")
+        log.warn(
+            f"step {self._step} is NOT SAVED: {error.problem} ({error.found}); training "
+            f"goes on, and ends with exit code 4 after {_MOST_FAILURES} such saves"
+        )
 
-    def _save(self, captured: Snapshot, is_shared: bool, after: Callable[[bool], None],
-              ) -> tuple[Checkpoint, float]:
+    def _save(
+        self, captured: Snapshot, is_shared: bool, after: Callable[[bool], None]
+    ) -> tuple[Checkpoint, float]:
         """Return the checkpoint that was written, and in how many seconds; in the thread."""
         began = time.monotonic()
         if is_shared or self._tier is None:
@@ -212,8 +248,9 @@ class Checkpointer:
         else:
             checkpoint = self._tier.write(captured)
         seconds = time.monotonic() - began
-        self._note("save", captured.step, path=checkpoint.path.name if is_shared else
-                   str(checkpoint.path))
+        self._note(
+            "save", captured.step, path=checkpoint.path.name if is_shared else str(checkpoint.path)
+        )
         if self._layout.rank == 0:
             if is_shared:
                 self._prune(captured.step)
@@ -232,8 +269,7 @@ class Checkpointer:
             return snapshot.write(self._directory, captured, group)
 
     def _make_room(self, step: int) -> bool:
-        """Delete leftovers and what the keep rules let go, and nothing else; tell whether any went.
-        """
+        """Delete leftovers and checkpoints that retention drops. Return whether it deleted any."""
         if gone := commit.clean(self._directory):
             self._note("clean", step, paths=gone)
         return self._prune(step) or bool(gone)
@@ -251,8 +287,14 @@ class Checkpointer:
         self._note("quarantine", step, reason=why)
 
 
-def make_tier(hyperpod: str | None, local_dir: Path | None, experiment: str, run: str,
-              layout: ParallelLayout, note: Note) -> Tier | None:
+def make_tier(
+    hyperpod: str | None,
+    local_dir: Path | None,
+    experiment: str,
+    run: str,
+    layout: ParallelLayout,
+    note: Note,
+) -> Tier | None:
     """Return where frequent checkpoints go, if anywhere.
 
     hyperpod: see HyperPodTier. experiment, run: the name of the run, and its mark.

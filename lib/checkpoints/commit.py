@@ -84,9 +84,11 @@ class Checkpoint:
         for_export: the optimizer's files are not read, so they are left out. Raises StageError
         when a disk fails to read them, for some seconds: that is no damage.
         """
+
         def damage(entry: dict[str, Any]) -> str:
             return reading.patiently(
-                lambda: manifest.damage(self.path / entry["path"], entry, deep=True))
+                lambda: manifest.damage(self.path / entry["path"], entry, deep=True)
+            )
 
         try:
             files = reading.patiently(self.manifest)["files"]
@@ -123,9 +125,15 @@ def scan(checkpoints: Path) -> list[Checkpoint]:
     Raises StageError when a disk fails to read the directory: that does not mean there are none.
     """
     found = [(paths.step_of(p.name), p) for p in _in(checkpoints)]
-    return sorted((Checkpoint(path, step) for step, path in found
-                   if step is not None and _is_directory(path) and not _is_discarded(path)),
-                  key=lambda c: c.step, reverse=True)
+    return sorted(
+        (
+            Checkpoint(path, step)
+            for step, path in found
+            if step is not None and _is_directory(path) and not _is_discarded(path)
+        ),
+        key=lambda c: c.step,
+        reverse=True,
+    )
 
 
 def _in(directory: Path) -> list[Path]:
@@ -153,26 +161,40 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
     return path
 
 
-def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
-           ranks: int, facts: dict[str, Any]) -> Checkpoint:
+def commit(
+    attempt: Path,
+    step: int,
+    files: list[dict[str, Any]],
+    identity: dict[str, Any],
+    ranks: int,
+    facts: dict[str, Any],
+) -> Checkpoint:
     """Make an attempt a checkpoint: seal it and give it its name."""
     seal(attempt, step, files, identity, ranks, facts)
     return give_name(attempt, step)
 
 
-def seal(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
-         ranks: int, facts: dict[str, Any]) -> None:
+def seal(
+    attempt: Path,
+    step: int,
+    files: list[dict[str, Any]],
+    identity: dict[str, Any],
+    ranks: int,
+    facts: dict[str, Any],
+) -> None:
     """Write manifest and COMMIT and make all durable; what is left is `give_name`.
 
     Raises ArtifactError when a file that a rank wrote is not to be seen here.
     """
     if unseen := manifest.damages(attempt, {"files": files}, deep=False):
-        raise ArtifactError("a checkpoint is missing what other ranks wrote", found=unseen[0],
-                            expected="--save-dir on a file system that all nodes share")
+        raise ArtifactError(
+            "a checkpoint is missing what other ranks wrote",
+            found=unseen[0],
+            expected="--save-dir on a file system that all nodes share",
+        )
     manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
     digest = hashing.file_digest(attempt / MANIFEST, "sha256")
-    content = {"step": step, "manifest": digest, "world_size": ranks, "identity": identity,
-               **facts}
+    content = {"step": step, "manifest": digest, "world_size": ranks, "identity": identity, **facts}
     manifest.write_json(attempt / COMMIT, content | {"digest": _digest(content)})
     for directory in (attempt / TENSORS, attempt):
         publish.fsync(directory)
@@ -216,8 +238,11 @@ def clean(checkpoints: Path) -> list[str]:
     there = _in(checkpoints)
     half = [path for path in there if _is_discarded(path)]
     discard(half)
-    found = [path for path in there if _OURS.fullmatch(path.name)
-             and (unfinished.is_ours(path) or unfinished.is_bare(path))]
+    found = [
+        path
+        for path in there
+        if _OURS.fullmatch(path.name) and (unfinished.is_ours(path) or unfinished.is_bare(path))
+    ]
     for path in found:
         remove(path)
     return [path.name for path in half + found if not path.exists()]
@@ -245,8 +270,9 @@ def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
     kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
     if len(intact) > newest:
         facts = {c.step: c.commit() for c in intact}
-        measured = {step: f["eval_loss"] for step, f in facts.items()
-                    if f.get("eval_loss") is not None}
+        measured = {
+            step: f["eval_loss"] for step, f in facts.items() if f.get("eval_loss") is not None
+        }
         kept |= {min(measured, key=measured.__getitem__)} if measured else set()
         kept |= set([step for step, f in facts.items() if not f.get("bad_steps")][:1])
     gone = [c for c in intact if c.step not in kept]
@@ -279,8 +305,9 @@ def _trash_of(path: Path) -> Path:
 
 def _is_discarded(path: Path) -> bool:
     """Tell whether a kill came after COMMIT had become the mark of what is being deleted."""
-    return (path / unfinished.mark_of(_trash_of(path)).name).exists() \
-        and not (path / COMMIT).exists()
+    return (path / unfinished.mark_of(_trash_of(path)).name).exists() and not (
+        path / COMMIT
+    ).exists()
 
 
 def require_room(checkpoints: Path) -> None:
@@ -293,5 +320,8 @@ def require_room(checkpoints: Path) -> None:
         return
     needed = int(_MARGIN * sum(entry["bytes"] for entry in files))
     if free < needed:
-        raise DiskFullError(f"no room for a checkpoint in {checkpoints}",
-                            expected=f"{units.size(needed)} free", found=f"{units.size(free)} free")
+        raise DiskFullError(
+            f"no room for a checkpoint in {checkpoints}",
+            expected=f"{units.size(needed)} free",
+            found=f"{units.size(free)} free",
+        )

@@ -24,22 +24,37 @@ def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
         digests = checkpoint.record().get("model_files", {})
     except (OSError, ValueError):
         return  # hashing the checkpoint will tell
-    wrong = [name for name, digest in digests.items()
-             if not (experiment.model / name).is_file()
-             or not hashing.matches(experiment.model / name, digest)]
+    wrong = [
+        name
+        for name, digest in digests.items()
+        if not (experiment.model / name).is_file()
+        or not hashing.matches(experiment.model / name, digest)
+    ]
     if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
-        raise ArtifactError(f"{experiment.model} holds links, and what they lead to may be no part "
-                            "of the run", found=", ".join(sorted(links)),
-                            expected="the files that stage 04 has copied there")
+        raise ArtifactError(
+            f"{experiment.model} holds links, and what they lead to may be no part of the run",
+            found=", ".join(sorted(links)),
+            expected="the files that stage 04 has copied there",
+        )
     if wrong:
-        raise ArtifactError(f"{experiment.model} is damaged",
-                            found=f"missing or changed: {', '.join(wrong)}",
-                            hint="copy them again from the model that the run was begun with "
-                                 f"(model_dir in {experiment.config})")
+        raise ArtifactError(
+            f"{experiment.model} is damaged",
+            found=f"missing or changed: {', '.join(wrong)}",
+            hint="copy them again from the model that the run was begun with "
+            f"(model_dir in {experiment.config})",
+        )
 
 
-def write(experiment: Experiment, checkpoint: Checkpoint, model: PreTrainedModel, out: Path,
-          dtype: str, names: dict[str, Any], trust_code: bool, adapter_of: str = "") -> None:
+def write(
+    experiment: Experiment,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    out: Path,
+    dtype: str,
+    names: dict[str, Any],
+    trust_code: bool,
+    adapter_of: str = "",
+) -> None:
     """Write tokenizer, model card and, but for an adapter, the configs, with the dtype of the
     export.
 
@@ -51,9 +66,18 @@ def write(experiment: Experiment, checkpoint: Checkpoint, model: PreTrainedModel
     if not adapter_of:
         _write_configs(experiment.model, out, model, dtype, trust_code)
     facts = card.facts(checkpoint, experiment.metrics, names)
-    manifest.write_text(out / card.FILE, card.text(
-        experiment.root.name, type(model).__name__, dtype, model.num_parameters(), facts,
-        chats=(out / CHAT_TEMPLATE).exists(), adapter_of=adapter_of))
+    manifest.write_text(
+        out / card.FILE,
+        card.text(
+            experiment.root.name,
+            type(model).__name__,
+            dtype,
+            model.num_parameters(),
+            facts,
+            chats=(out / CHAT_TEMPLATE).exists(),
+            adapter_of=adapter_of,
+        ),
+    )
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:
@@ -61,13 +85,17 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
     from lib.models.directory import CODE_DIGESTS
 
     for path in sorted(model_dir.iterdir()):
-        if path.is_file() and path.suffix not in (".tmp", ".py") and \
-                path.name not in (_CONFIG, _GENERATION, CODE_DIGESTS):
+        if (
+            path.is_file()
+            and path.suffix not in (".tmp", ".py")
+            and path.name not in (_CONFIG, _GENERATION, CODE_DIGESTS)
+        ):
             shutil.copyfile(path, out / path.name)
 
 
-def _write_configs(model_dir: Path, out: Path, model: PreTrainedModel, dtype: str,
-                   trust_code: bool) -> None:
+def _write_configs(
+    model_dir: Path, out: Path, model: PreTrainedModel, dtype: str, trust_code: bool
+) -> None:
     """Write the configs of a model, with the dtype of the export, and its code if that is needed.
 
     model_dir: what the run keeps of its model. model: built of it.

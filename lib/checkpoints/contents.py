@@ -25,8 +25,15 @@ if TYPE_CHECKING:  # who only reads records does not wait for it
 
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 # What a COMMIT repeats of the record, so that a table of checkpoints needs no other file.
-_FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",
-          "resumed_path")
+_FACTS = (
+    "tokens",
+    "loss",
+    "eval_loss",
+    "bad_steps",
+    "samples_per_epoch",
+    "resumed_from",
+    "resumed_path",
+)
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
@@ -43,8 +50,7 @@ class _Needed(TypedDict):
 
 
 class Probe(TypedDict):
-    """Logits of a fixed row of tokens, [positions][sampled], and the precision that computed them.
-    """
+    """Logits of a fixed row of tokens, [positions][sampled], and the precision they are in."""
 
     precision: str
     logits: list[list[float]]
@@ -99,6 +105,7 @@ def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Te
     are not: the rest is in the files of the model that the run began with.
     """
     from lib.models.sharded import is_frozen, plain
+
     tensors = {MODEL + name: plain(p) for name, p in model.named_parameters() if p.requires_grad}
     if not is_frozen(model):
         persistent = model.state_dict().keys()
@@ -115,11 +122,14 @@ def read(path: Path) -> TrainRecord:
     if not isinstance(content, dict):
         wrong = [path.name]
     else:
-        wrong = [key for key, is_sound in _SOUND.items()
-                 if key in content and not is_sound(content[key])]
+        wrong = [
+            key for key, is_sound in _SOUND.items() if key in content and not is_sound(content[key])
+        ]
     if wrong:
-        raise ArtifactError(f"{path} is not one that stage 04 wrote",
-                            found=f"values of another type: {', '.join(wrong)}")
+        raise ArtifactError(
+            f"{path} is not one that stage 04 wrote",
+            found=f"values of another type: {', '.join(wrong)}",
+        )
     return content
 
 
@@ -129,8 +139,10 @@ def require_complete(record: TrainRecord, checkpoint: Path) -> None:
     if not lacking:
         lacking = _LOSS_SCALE - record["loss_scale"].keys()
     if lacking:
-        raise ArtifactError(f"{checkpoint} lacks what a run goes on from",
-                            found=f"no {', '.join(sorted(lacking))} in its train state")
+        raise ArtifactError(
+            f"{checkpoint} lacks what a run goes on from",
+            found=f"no {', '.join(sorted(lacking))} in its train state",
+        )
 
 
 def facts(record: TrainRecord) -> dict[str, Any]:
@@ -144,20 +156,42 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_probe(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("precision") in _PRECISIONS \
-        and isinstance(value.get("logits"), list) and all(
-            isinstance(row, list) and all(type(logit) is float for logit in row)
-            and len(row) == len(value["logits"][0]) for row in value["logits"])
+    return (
+        isinstance(value, dict)
+        and value.get("precision") in _PRECISIONS
+        and isinstance(value.get("logits"), list)
+        and all(
+            isinstance(row, list)
+            and all(type(logit) is float for logit in row)
+            and len(row) == len(value["logits"][0])
+            for row in value["logits"]
+        )
+    )
 
 
 def _all(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(
-        type(each) in kinds for each in value.values())
+    return lambda value: (
+        isinstance(value, dict) and all(type(each) in kinds for each in value.values())
+    )
 
 
-_SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys((
-    "step", "tokens", "samples", "seed", "total_steps", "world_size", "bad_steps", "rollbacks",
-    "optimizer_steps"), _is_count) | {
-    "loss_scale": _all(int, float), "model_files": _all(str), "base": _all(str),
+_SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys(
+    (
+        "step",
+        "tokens",
+        "samples",
+        "seed",
+        "total_steps",
+        "world_size",
+        "bad_steps",
+        "rollbacks",
+        "optimizer_steps",
+    ),
+    _is_count,
+) | {
+    "loss_scale": _all(int, float),
+    "model_files": _all(str),
+    "base": _all(str),
     "probe": _is_probe,
-    "cursors": lambda value: isinstance(value, list) and all(map(_all(int, type(None)), value))}
+    "cursors": lambda value: isinstance(value, list) and all(map(_all(int, type(None)), value)),
+}

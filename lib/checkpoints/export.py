@@ -70,9 +70,15 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
     return ExportPlan(groups, dict(zip(_file_names(len(shards)), shards, strict=True)))
 
 
-def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: ExportPlan, out: Path,
-          advance: Callable[[int], None], folded: Sequence[ModelAdapter] = (),
-          base: StoredModel | None = None) -> list[dict[str, Any]]:
+def write(
+    model: PreTrainedModel,
+    checkpoint: commit.Checkpoint,
+    planned: ExportPlan,
+    out: Path,
+    advance: Callable[[int], None],
+    folded: Sequence[ModelAdapter] = (),
+    base: StoredModel | None = None,
+) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
     advance: called with the bytes of each tensor written. folded: the adapters of the run. base:
@@ -82,8 +88,10 @@ def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Export
     files = []
     # A conversion (experts) copies: with a tensor read ahead that would be one too many.
     converts = len(planned.entries) > len(planned.groups)
-    with closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader, \
-            ThreadPoolExecutor(1) as checker:
+    with (
+        closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
+        ThreadPoolExecutor(1) as checker,
+    ):
         tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded, base)
         for name, entries in planned.files.items():
             with TensorFile(out / name, entries) as file:
@@ -110,15 +118,17 @@ def verify(model: PreTrainedModel, out: Path) -> None:
     found: dict[str, tuple[int, ...]] = {}
     for path in out.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {key: tuple(file.get_slice(key).get_shape())
-                      for key in file.keys()}  # noqa: SIM118 (no mapping, only has keys())
+            found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping, only has keys())
     expected = keys.list_expected(model)
-    problems = [f"{key}: expected {expected.get(key)}, written {found.get(key)}"
-                for key in sorted(found.keys() | expected.keys())
-                if found.get(key) != expected.get(key)]
+    problems = [
+        f"{key}: expected {expected.get(key)}, written {found.get(key)}"
+        for key in sorted(found.keys() | expected.keys())
+        if found.get(key) != expected.get(key)
+    ]
     if problems:
-        raise ArtifactError("the export holds other tensors than the model",
-                            found="\n".join(problems[:8]))
+        raise ArtifactError(
+            "the export holds other tensors than the model", found="\n".join(problems[:8])
+        )
 
 
 def _file_names(shards: int) -> list[str]:
@@ -128,22 +138,32 @@ def _file_names(shards: int) -> list[str]:
     return [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
 
 
-def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path, folded: Sequence[ModelAdapter], base: StoredModel | None,
-                 ) -> Iterator[tuple[str, Tensor]]:
+def _hub_tensors(
+    model: PreTrainedModel,
+    groups: list[tuple[str, ...]],
+    reader: PieceReader,
+    path: Path,
+    folded: Sequence[ModelAdapter],
+    base: StoredModel | None,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield Hub names and full tensors in the planned order, each valid until the next.
 
     A thread reads one group ahead if the reader does. What adapters have added stays in memory.
     """
     saved, extra = _saved_names(model, groups, reader, path, folded, base is not None)
-    added = {name.removeprefix(contents.MODEL): tensor.clone()
-             for name in extra for tensor in reader.read([name])}
+    added = {
+        name.removeprefix(contents.MODEL): tensor.clone()
+        for name in extra
+        for tensor in reader.read([name])
+    }
     read: Callable[[Sequence[str]], list[Tensor]] = reader.read if base is None else base.read_all
     with ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
-            full = {name: adapters.fold(folded, model, name, tensor, added)
-                    for name, tensor in zip(group, coming.result(), strict=True)}
+            full = {
+                name: adapters.fold(folded, model, name, tensor, added)
+                for name, tensor in zip(group, coming.result(), strict=True)
+            }
             if reader.reads_ahead:
                 coming = ahead.submit(read, following)
             yield from keys.convert_to_hub(model, full)
@@ -151,9 +171,14 @@ def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
                 coming = ahead.submit(read, following)
 
 
-def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path, folded: Sequence[ModelAdapter], beside_base: bool,
-                 ) -> tuple[list[list[str]], list[str]]:
+def _saved_names(
+    model: PreTrainedModel,
+    groups: list[tuple[str, ...]],
+    reader: PieceReader,
+    path: Path,
+    folded: Sequence[ModelAdapter],
+    beside_base: bool,
+) -> tuple[list[list[str]], list[str]]:
     """Return each group's names where it is read from, and those that adapters have added.
 
     beside_base: the checkpoint holds nothing but these. Raises ArtifactError when it is of another
@@ -161,33 +186,48 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
-    saved = [list(group) if beside_base else
-             [(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
-             for group in groups]
+    saved = [
+        list(group)
+        if beside_base
+        else [(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
+        for group in groups
+    ]
     for names, group in zip(saved, groups, strict=True) if not beside_base else ():
         for key, name in zip(names, group, strict=True):
             shape, there = tuple(tensors[name].shape), reader.described.get(key, (None, None))[0]
             if there != shape:
-                raise ArtifactError(f"checkpoint {path} is of another model",
-                                    expected=f"{name} {list(shape)}",
-                                    found="nothing" if there is None else str(list(there)))
+                raise ArtifactError(
+                    f"checkpoint {path} is of another model",
+                    expected=f"{name} {list(shape)}",
+                    found="nothing" if there is None else str(list(there)),
+                )
     used = {key for names in saved for key in names}
-    others = sorted(key for key in reader.described
-                    if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used)
-    added = [key for key in others
-             if any(each.owns(key.removeprefix(contents.MODEL)) for each in folded)]
+    others = sorted(
+        key
+        for key in reader.described
+        if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used
+    )
+    added = [
+        key for key in others if any(each.owns(key.removeprefix(contents.MODEL)) for each in folded)
+    ]
     if left := [key for key in others if key not in added]:
-        raise ArtifactError(f"checkpoint {path} holds more than {path.parents[1]}/model",
-                            found=", ".join(left[:5]),
-                            expected="the config.json that the run was begun with")
+        raise ArtifactError(
+            f"checkpoint {path} holds more than {path.parents[1]}/model",
+            found=", ".join(left[:5]),
+            expected="the config.json that the run was begun with",
+        )
     return saved, added
 
 
 def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> None:
     where = {entry.key: name for name, entries in planned.files.items() for entry in entries}
-    manifest.write_json(path, {"metadata": {"total_parameters": model.num_parameters(),
-                                            "total_size": planned.bytes},
-                               "weight_map": dict(sorted(where.items()))})
+    manifest.write_json(
+        path,
+        {
+            "metadata": {"total_parameters": model.num_parameters(), "total_size": planned.bytes},
+            "weight_map": dict(sorted(where.items())),
+        },
+    )
 
 
 class PieceReader:
@@ -205,7 +245,8 @@ class PieceReader:
         self._tensors, self._places = metadata.state_dict_metadata, metadata.storage_data
         self.described: dict[str, Described] = {
             name: (tuple(entry.size), entry.properties.dtype)
-            for name, entry in self._tensors.items()}
+            for name, entry in self._tensors.items()
+        }
         # Opened now, so that a run that goes on may delete the checkpoint while it is read.
         names = {place.relative_path for place in self._places.values()}
         self._files = {name: ShardFile(directory / name) for name in sorted(names)}
@@ -218,22 +259,30 @@ class PieceReader:
 
     def read(self, names: Sequence[str]) -> list[Tensor]:
         """Return full tensors; ArtifactError when a file is cut short."""
-        spans = [_aligned(torch.Size(shape).numel() * dtype.itemsize)
-                 for shape, dtype in (self.described[name] for name in names)]
+        spans = [
+            _aligned(torch.Size(shape).numel() * dtype.itemsize)
+            for shape, dtype in (self.described[name] for name in names)
+        ]
         memory = self._memory.pop(0)
         if sum(spans) > len(memory):
             del memory  # before the larger one is there
             memory = torch.empty(sum(spans), dtype=torch.uint8)
         self._memory.append(memory)
-        return [self._read(name, part) for name, part
-                in zip(names, memory[:sum(spans)].split(spans), strict=True)]
+        return [
+            self._read(name, part)
+            for name, part in zip(names, memory[: sum(spans)].split(spans), strict=True)
+        ]
 
     def _read(self, name: str, memory: Tensor) -> Tensor:
         shape, dtype = self.described[name]
-        full = memory[:torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        full = memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
         for chunk in self._tensors[name].chunks:
-            part = full[tuple(slice(first, first + size) for first, size
-                              in zip(chunk.offsets, chunk.sizes, strict=True))]
+            part = full[
+                tuple(
+                    slice(first, first + size)
+                    for first, size in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
+            ]
             if part.numel():
                 place = self._places[MetadataIndex(name, chunk.offsets)]
                 self._files[place.relative_path].read(place, part, [0] * part.dim())

@@ -31,8 +31,13 @@ class Export(ABC):
     files: int
     adapter_of = ""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, adapted: AdaptedRun | None,
-                 dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        adapted: AdaptedRun | None,
+        dtype: torch.dtype,
+    ) -> None:
         """model: of the run without adapters, on meta. adapted: the adapters of the run, if any."""
         self.model, self.checkpoint, self.adapted = model, checkpoint, adapted
         self._dtype = dtype
@@ -63,8 +68,14 @@ class Export(ABC):
 class ModelExport(Export):
     """A model as `save_pretrained` writes it, with the adapters of the run merged into it."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, adapted: AdaptedRun | None,
-                 dtype: torch.dtype, max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        adapted: AdaptedRun | None,
+        dtype: torch.dtype,
+        max_shard_bytes: int,
+    ) -> None:
         super().__init__(model, checkpoint, adapted, dtype)
         self._plan = export.plan(model, dtype, max_shard_bytes)
         self.bytes, self.tensors = self._plan.bytes, len(self._plan.entries)
@@ -77,8 +88,7 @@ class ModelExport(Export):
         if self.adapted is None:
             return export.write(self.model, self.checkpoint, self._plan, out, advance, folded)
         with StoredModel(self.model, self.adapted.base) as base:
-            return export.write(self.model, self.checkpoint, self._plan, out, advance, folded,
-                                base)
+            return export.write(self.model, self.checkpoint, self._plan, out, advance, folded, base)
 
     def verify(self, out: Path) -> None:
         """Compare with the names and shapes of the model."""

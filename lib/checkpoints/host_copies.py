@@ -53,15 +53,21 @@ class HostCopies:
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
         self._memory = self._thread.submit(
-            self._allocate, shapes, sum(tensor.nbytes for tensor in local.values()),
-            any(tensor.is_cuda for tensor in local.values()))
+            self._allocate,
+            shapes,
+            sum(tensor.nbytes for tensor in local.values()),
+            any(tensor.is_cuda for tensor in local.values()),
+        )
 
-    def _allocate(self, shapes: dict[str, tuple[torch.Size, torch.dtype]], needed: int,
-                  locked: bool) -> HostMemory:
+    def _allocate(
+        self, shapes: dict[str, tuple[torch.Size, torch.dtype]], needed: int, locked: bool
+    ) -> HostMemory:
         room = self._room()
         if needed > _USABLE * room:
-            raise NoHostMemoryError(f"{units.memory(needed)} of host memory is needed on each "
-                                    f"rank, and a rank can have {units.memory(_USABLE * room)}")
+            raise NoHostMemoryError(
+                f"{units.memory(needed)} of host memory is needed on each "
+                f"rank, and a rank can have {units.memory(_USABLE * room)}"
+            )
         return HostMemory(shapes, locked)
 
     def refusal(self) -> str:
@@ -94,8 +100,11 @@ class HostCopies:
         for name, tensor in tensors.items():
             local, copy = local_tensor(tensor), copies[name]
             # Not `from_local`, which would move the copy back to the mesh's device.
-            taken[name] = DTensor(copy, tensor._spec, requires_grad=False) \
-                if isinstance(tensor, DTensor) else copy
+            taken[name] = (
+                DTensor(copy, tensor._spec, requires_grad=False)
+                if isinstance(tensor, DTensor)
+                else copy
+            )
             if name.startswith(contents.BUFFER):
                 copy.copy_(local)
             else:
@@ -169,12 +178,15 @@ class HostMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         result = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(result) != 0:
-            raise NoHostMemoryError(f"the driver does not page-lock {units.memory(size)} of host "
-                                    f"memory (CUDA error {int(result)})")
+            raise NoHostMemoryError(
+                f"the driver does not page-lock {units.memory(size)} of host "
+                f"memory (CUDA error {int(result)})"
+            )
 
     def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a part as a tensor with a storage of its own, which DCP writes as it stands."""
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._pages, dtype=dtype, count=shape.numel(), offset=start
-                                ).view(shape)
+        return torch.frombuffer(self._pages, dtype=dtype, count=shape.numel(), offset=start).view(
+            shape
+        )

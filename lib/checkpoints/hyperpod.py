@@ -77,8 +77,15 @@ class HyperPodTier(tier.Tier):
 
     where = "the cluster's memory"
 
-    def __init__(self, address: str, experiment: str, run: str, control: dist.ProcessGroup,
-                 saving: dist.ProcessGroup, note: tier.Note = tier.unnoted) -> None:
+    def __init__(
+        self,
+        address: str,
+        experiment: str,
+        run: str,
+        control: dist.ProcessGroup,
+        saving: dist.ProcessGroup,
+        note: tier.Note = tier.unnoted,
+    ) -> None:
         self.note, self._control, self._saving = note, control, saving
         self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
         self._namespace = f"{_NO_NAME.sub('-', experiment)[:40]}-{run}"
@@ -97,10 +104,15 @@ class HyperPodTier(tier.Tier):
             raise
         return Checkpoint(self._path(snapshot.step), snapshot.step)
 
-    def newest_valid(self, identity: dict[str, Any], after: int,
-                     quarantined: Callable[[int, str], None], before: int | None = None,
-                     ) -> Checkpoint | None:
+    def newest_valid(
+        self,
+        identity: dict[str, Any],
+        after: int,
+        quarantined: Callable[[int, str], None],
+        before: int | None = None,
+    ) -> Checkpoint | None:
         """Return the newest checkpoint that every rank has read back and verified; see Tier."""
+
         def leave(step: int, why: str) -> None:
             log.warn(f"{self._path(step)} is left: {why}")
             quarantined(step, f"in {self.where}: {why}")
@@ -109,8 +121,7 @@ class HyperPodTier(tier.Tier):
             return after < step and (before is None or step <= before)
 
         for step, content in on_rank_0(lambda: self._committed(is_wanted, leave), self._control):
-            if content["world_size"] != self._ranks or \
-                    differences(content["identity"], identity):
+            if content["world_size"] != self._ranks or differences(content["identity"], identity):
                 continue
             part, problem = self._get(step, content["parts"][self._rank])
             problems = list(filter(None, gather(problem, self._control)))
@@ -146,14 +157,19 @@ class HyperPodTier(tier.Tier):
         except Exception as error:
             raise ArtifactError(
                 f"checkpoints after step {step} cannot be deleted in {self.where}, though {why}",
-                found=_text(error), run=commands.as_typed(),
-                hint="leave out --ckpt-hyperpod, or when the service answers again:") from error
+                found=_text(error),
+                run=commands.as_typed(),
+                hint="leave out --ckpt-hyperpod, or when the service answers again:",
+            ) from error
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         assert isinstance(checkpoint, _Stored)  # as `holds` tells
         saved = tensors_in(checkpoint.part)
-        require_described(tensors, {name: (tuple(tensor.shape), tensor.dtype)
-                                    for name, tensor in saved.items()}, checkpoint.path)
+        require_described(
+            tensors,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()},
+            checkpoint.path,
+        )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name])
@@ -164,11 +180,13 @@ class HyperPodTier(tier.Tier):
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         """Return what the action returned on each rank, or raise on all what it raised on any."""
+
         def plainly() -> Any:
             try:
                 return action()
             except Exception as error:
                 raise StageError(_text(error)) from error
+
         return together(plainly, self._saving)
 
     def _make_namespace(self) -> None:
@@ -188,8 +206,11 @@ class HyperPodTier(tier.Tier):
 
     def _put(self, snapshot: Snapshot) -> dict[str, Any]:
         # Later steps are of a course that was left; beside them this one would be dropped as old.
-        self.note_deleted(snapshot.step, self._discard(snapshot.step - 1),
-                          "the run has gone on from an earlier step")
+        self.note_deleted(
+            snapshot.step,
+            self._discard(snapshot.step - 1),
+            "the run has gone on from an earlier step",
+        )
         data = _safetensors(tier.tensors_of(snapshot))
         self._client.put_checkpoint(snapshot.step, data, rank=self._rank, timeout=_PART_S)
         return {"bytes": len(data), "digest": hashing.bytes_digest(data)}
@@ -198,14 +219,20 @@ class HyperPodTier(tier.Tier):
         if self._rank != 0:
             return
         content = facts(snapshot.record) | {
-            "step": snapshot.step, "world_size": self._ranks, "identity": snapshot.identity,
-            "run": self._namespace, "train_state": snapshot.record, "parts": parts}
+            "step": snapshot.step,
+            "world_size": self._ranks,
+            "identity": snapshot.identity,
+            "run": self._namespace,
+            "train_state": snapshot.record,
+            "parts": parts,
+        }
         text = json.dumps(content).encode()
         digest = hashing.bytes_digest(text, "sha256").encode()
         self._client.put_checkpoint(snapshot.step, digest + b"\n" + text, rank=self._ranks)
 
-    def _committed(self, is_wanted: Callable[[int], bool], leave: Callable[[int, str], None],
-                   ) -> list[tuple[int, dict[str, Any]]]:
+    def _committed(
+        self, is_wanted: Callable[[int], bool], leave: Callable[[int, str], None]
+    ) -> list[tuple[int, dict[str, Any]]]:
         """Return the wanted steps that have a COMMIT, with its content, newest first (rank 0)."""
         try:
             steps = self._steps() if self._is_for_these_ranks() else []
@@ -239,8 +266,11 @@ class HyperPodTier(tier.Tier):
         """Return the steps of which anything is there, newest first."""
         # Not `get_latest_checkpoints`: to that (1.1.3) an error is an empty list.
         answer = self._client._make_request(
-            "GET", self._client.LATEST_CHECKPOINTS_PATH.format(namespace=self._namespace),
-            params={"limit": _LISTED}, allow_404=True)
+            "GET",
+            self._client.LATEST_CHECKPOINTS_PATH.format(namespace=self._namespace),
+            params={"limit": _LISTED},
+            allow_404=True,
+        )
         return [] if answer.status_code == 404 else sorted(map(int, answer.json()), reverse=True)
 
     def _discard(self, step: int) -> list[int]:
@@ -251,9 +281,10 @@ class HyperPodTier(tier.Tier):
         from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import (
             InMemoryResourceNotFoundError,
         )
+
         gone = [later for later in self._steps() if later > step]
         for later in gone:
-            for slot in ([self._ranks, 0] if self._rank == 0 else [self._rank]):
+            for slot in [self._ranks, 0] if self._rank == 0 else [self._rank]:
                 with suppress(InMemoryResourceNotFoundError):
                     self._client.delete_checkpoint(later, rank=slot)
         return gone
@@ -266,16 +297,19 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
             InMemoryCheckpointClient,
         )
     except ImportError as error:
-        raise UsageError("--ckpt-hyperpod needs a package that cannot be imported",
-                         found=str(error), run=commands.pip_install_optional(
-                             "amzn-sagemaker-checkpointing")) from error
+        raise UsageError(
+            "--ckpt-hyperpod needs a package that cannot be imported",
+            found=str(error),
+            run=commands.pip_install_optional("amzn-sagemaker-checkpointing"),
+        ) from error
     config = InMemoryClientConfig(request_timeout=_ANSWER_S)
     if address != CLUSTER:
         config.base_url = address.rstrip("/")
     logger = logging.getLogger(__name__)
     logger.disabled = True  # what it says is raised as well
-    client = InMemoryCheckpointClient(namespace, str(rank), str(ranks), config,
-                                      steps_retained=_KEEP, logger=logger)
+    client = InMemoryCheckpointClient(
+        namespace, str(rank), str(ranks), config, steps_retained=_KEEP, logger=logger
+    )
     # No proxy and no redirection, which would lead out of the cluster.
     client._session.trust_env, client._session.max_redirects = False, 0
     return client
@@ -285,8 +319,9 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
     """Return tensors as the content of a safetensors file, with one copy of it in memory."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = make_header((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu.items())
-    return b"".join([header, *(tensor.flatten().view(torch.uint8).numpy()
-                               for tensor in on_cpu.values())])
+    return b"".join(
+        [header, *(tensor.flatten().view(torch.uint8).numpy() for tensor in on_cpu.values())]
+    )
 
 
 def _verified(data: bytes, step: int, namespace: str) -> dict[str, Any]:

@@ -46,15 +46,21 @@ class LocalTier(Tier):
 
     where = "the nodes' own disks"
 
-    def __init__(self, directory: Path, control: dist.ProcessGroup, saving: dist.ProcessGroup,
-                 note: Note = unnoted) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        control: dist.ProcessGroup,
+        saving: dist.ProcessGroup,
+        note: Note = unnoted,
+    ) -> None:
         self._directory, self.note = directory, note
         self._control, self._saving = control, saving
         self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
         self._node = self._ranks_that_share()
         self._leads = self._rank == self._node[0]
-        self._prune_may_fail = log.Tolerated(f"old checkpoints in {directory}", OSError, StageError,
-                                             done="deleted")
+        self._prune_may_fail = log.Tolerated(
+            f"old checkpoints in {directory}", OSError, StageError, done="deleted"
+        )
         cleaned = gather(commit.clean(directory) if self._leads else [], control)
         if left := [name for names in cleaned for name in names]:
             note("clean", 0, paths=left, where=self.where)
@@ -91,9 +97,13 @@ class LocalTier(Tier):
             gone += commit.prune(self._directory, _KEEP)
         return gone
 
-    def newest_valid(self, identity: dict[str, Any], after: int,
-                     quarantined: Callable[[int, str], None], before: int | None = None,
-                     ) -> Checkpoint | None:
+    def newest_valid(
+        self,
+        identity: dict[str, Any],
+        after: int,
+        quarantined: Callable[[int, str], None],
+        before: int | None = None,
+    ) -> Checkpoint | None:
         """Return the newest checkpoint that is whole on every node, every byte of it.
 
         identity: as of the run now; others are left out. after: only a later step than this one.
@@ -101,9 +111,13 @@ class LocalTier(Tier):
         disk fails to read is left where it is, and `quarantined(step, why)` called on rank 0.
         """
         there = self._whole()
-        mine = {(step, found["save"]) for step, found in there.items()
-                if found["world_size"] == self._ranks and found["ranks"] == self._node
-                and not differences(found["identity"], identity)}
+        mine = {
+            (step, found["save"])
+            for step, found in there.items()
+            if found["world_size"] == self._ranks
+            and found["ranks"] == self._node
+            and not differences(found["identity"], identity)
+        }
         shared = set.intersection(*gather(mine, self._control))
         for step, _ in sorted(shared, reverse=True):
             if step <= after or (before is not None and step > before):
@@ -179,16 +193,21 @@ class LocalTier(Tier):
         except OSError as error:
             problem = f"{self._directory} cannot be written ({error.strerror})"
         gather(None, self._control)  # all marks are made
-        seen = sorted(int(path.name.removeprefix(launch))
-                      for path in self._directory.glob(f"{launch}*"))
+        seen = sorted(
+            int(path.name.removeprefix(launch)) for path in self._directory.glob(f"{launch}*")
+        )
         sets = gather((problem, seen), self._control)
         mark.unlink(missing_ok=True)
-        found = [text for text, _ in sets if text] or \
-            [f"ranks {rank} and {other} do not see the same of {self._directory}"
-             for rank, (_, ranks) in enumerate(sets) for other in ranks if sets[other][1] != ranks]
+        found = [text for text, _ in sets if text] or [
+            f"ranks {rank} and {other} do not see the same of {self._directory}"
+            for rank, (_, ranks) in enumerate(sets)
+            for other in ranks
+            if sets[other][1] != ranks
+        ]
         if found:
-            raise UsageError(f"--ckpt-local-dir: {found[0]}",
-                             expected="a directory on each node's own disk")
+            raise UsageError(
+                f"--ckpt-local-dir: {found[0]}", expected="a directory on each node's own disk"
+            )
         return seen
 
     def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -202,14 +221,21 @@ class LocalTier(Tier):
         publish.fsync(directory)
         return writer.entries(_shards(self._rank))
 
-    def _seal(self, attempt: Path, snapshot: Snapshot, files: list[dict[str, Any]], save: str,
-              ) -> None:
+    def _seal(
+        self, attempt: Path, snapshot: Snapshot, files: list[dict[str, Any]], save: str
+    ) -> None:
         if not self._leads:
             return
         manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
         files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
-        commit.seal(attempt, snapshot.step, files, snapshot.identity, self._ranks,
-                    facts(snapshot.record) | {"save": save, "ranks": self._node})
+        commit.seal(
+            attempt,
+            snapshot.step,
+            files,
+            snapshot.identity,
+            self._ranks,
+            facts(snapshot.record) | {"save": save, "ranks": self._node},
+        )
 
 
 def _shards(rank: int) -> str:

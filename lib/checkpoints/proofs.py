@@ -42,8 +42,9 @@ _SUMMED = 1e-5
 _SHOWN = 8
 
 
-def prove(adapted: AdaptedRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None],
-          ) -> Iterator[str]:
+def prove(
+    adapted: AdaptedRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
+) -> Iterator[str]:
     """Yield what is proved of an export, in words; raise ArtifactError where something is not so.
 
     out: the files, of a merged model or an adapter, whose names and shapes have been verified.
@@ -76,17 +77,23 @@ def require_trained(adapted: AdaptedRun) -> str:
             rows, moved = rows + len(lost), moved + int(had_gradient.sum())
             gap = _longest_run(~had_gradient)
             if is_moved and lost.any():
-                wrong.append(f"{name}: {units.counted(int(lost.sum()), 'row')} of {len(lost)} "
-                             "had a gradient, and all is zero there")
+                wrong.append(
+                    f"{name}: {units.counted(int(lost.sum()), 'row')} of {len(lost)} "
+                    "had a gradient, and all is zero there"
+                )
             elif steps and not had_gradient.any():
                 log.warn(f"{name} had no gradient in any step, and adds nothing")
             elif steps and gap >= (_suspicious(len(lost)) if tensor.ndim == 2 else len(lost)):
-                wrong.append(f"{name}: {gap} of {len(lost)} rows, one after the other, had no "
-                             "gradient in any step")
+                wrong.append(
+                    f"{name}: {gap} of {len(lost)} rows, one after the other, had no "
+                    "gradient in any step"
+                )
     if wrong:
-        raise ArtifactError(f"checkpoint {checkpoint.path} lacks a part of its adapters",
-                            found=units.join_lines(wrong, _SHOWN),
-                            hint="another checkpoint may be whole: --step N")
+        raise ArtifactError(
+            f"checkpoint {checkpoint.path} lacks a part of its adapters",
+            found=units.join_lines(wrong, _SHOWN),
+            hint="another checkpoint may be whole: --step N",
+        )
     return f"{moved:,} of {rows:,} rows of lora_B had a gradient, and none of these is zero"
 
 
@@ -104,8 +111,9 @@ def _longest_run(marked: Tensor) -> int:
     return longest
 
 
-def compute(model: PreTrainedModel, read: Callable[[str], Tensor], options: Mapping[str, Any],
-            ) -> Tensor:
+def compute(
+    model: PreTrainedModel, read: Callable[[str], Tensor], options: Mapping[str, Any]
+) -> Tensor:
     """Return the logits of the probe in float32, one block of the model in memory at a time.
 
     model: on meta. read: its tensors by name. options: of the run, by which some kinds of RoPE
@@ -117,8 +125,9 @@ def compute(model: PreTrainedModel, read: Callable[[str], Tensor], options: Mapp
         return probe.compute(model, torch.device("cpu"))
 
 
-def compute_files(adapted: AdaptedRun, base: Callable[[str], Tensor], out: Path,
-                  advance: Callable[[int], None]) -> Tensor:
+def compute_files(
+    adapted: AdaptedRun, base: Callable[[str], Tensor], out: Path, advance: Callable[[int], None]
+) -> Tensor:
     """Return the logits of the probe by what was written: a merged model, or an adapter.
 
     base: the tensors of the frozen model by name.
@@ -141,8 +150,9 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).square().mean(1).sqrt().median() / expected.std())
 
 
-def require_equal(adapted: AdaptedRun, out: Path, dtype: torch.dtype,
-                  advance: Callable[[int], None]) -> str:
+def require_equal(
+    adapted: AdaptedRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
+) -> str:
     """Return in words how far apart three ways to compute the probe are, and the limits.
 
     Those are the files in `out`, of a merged model or an adapter; the base with the adapters of the
@@ -159,24 +169,33 @@ def require_equal(adapted: AdaptedRun, out: Path, dtype: torch.dtype,
     if recorded:
         trainer = torch.tensor(recorded["logits"])
         if trainer.shape != expected.shape:
-            raise ArtifactError(f"checkpoint {adapted.checkpoint.path} is not one that stage 04 "
-                                "wrote", found=f"a probe of {list(trainer.shape)} logits",
-                                expected=str(list(expected.shape)))
+            raise ArtifactError(
+                f"checkpoint {adapted.checkpoint.path} is not one that stage 04 wrote",
+                found=f"a probe of {list(trainer.shape)} logits",
+                expected=str(list(expected.shape)),
+            )
         own = _rounding(COMPUTE_DTYPES[adapted.options["precision"]])
-        pairs += [("base + adapters − the trainer", expected, trainer, own),
-                  ("the files − the trainer", found, trainer, max(own, _rounding(dtype)))]
+        pairs += [
+            ("base + adapters − the trainer", expected, trainer, own),
+            ("the files − the trainer", found, trainer, max(own, _rounding(dtype))),
+        ]
     growth = _LIMIT * math.sqrt(len(decoder_layers(adapted.plain)))
-    return _compared([(what, difference(one, other), growth * eps)
-                      for what, one, other, eps in pairs], difference(expected, without))
+    return _compared(
+        [(what, difference(one, other), growth * eps) for what, one, other, eps in pairs],
+        difference(expected, without),
+    )
 
 
-def _counted(read: Callable[[str], Tensor], advance: Callable[[int], None],
-             ) -> Callable[[str], Tensor]:
+def _counted(
+    read: Callable[[str], Tensor], advance: Callable[[int], None]
+) -> Callable[[str], Tensor]:
     """Return what reads the same, and counts the numbers that it has read."""
+
     def counting(name: str) -> Tensor:
         tensor = read(name)
         advance(tensor.numel())
         return tensor
+
     return counting
 
 
@@ -190,11 +209,16 @@ def _compared(pairs: list[tuple[str, float, float]], effect: float) -> str:
     if len(pairs) == 1:
         lines.append("  the trainer                    not recorded in this checkpoint")
     is_small = effect < max(limit for *_, limit in pairs)
-    lines.append(f"  {'base + adapters − base':<30} {effect:.2g}" + (
-        ", less than rounding may be: this tells little of the adapters" if is_small else ""))
+    lines.append(
+        f"  {'base + adapters − base':<30} {effect:.2g}"
+        + (", less than rounding may be: this tells little of the adapters" if is_small else "")
+    )
     if any(not found <= limit for _, found, limit in pairs):
-        raise ArtifactError("what was exported does not compute what was trained",
-                            found="\n".join(lines), expected="no more than rounding may be")
+        raise ArtifactError(
+            "what was exported does not compute what was trained",
+            found="\n".join(lines),
+            expected="no more than rounding may be",
+        )
     return "\n".join(lines)
 
 

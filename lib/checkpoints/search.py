@@ -1,5 +1,4 @@
-"""The newest checkpoint that is whole: verified before anything is unpickled, agreed by all ranks.
-"""
+"""Find the newest complete checkpoint, verified before unpickling and agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +17,12 @@ from lib.parallel.layout import on_rank_0, together
 _PAUSES_S = (1.0, 3.0)  # until all ranks see the same
 
 
-def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
-                 quarantined: Callable[[int, str], None], before: int | None = None,
-                 ) -> Checkpoint | None:
+def newest_valid(
+    checkpoints: Path,
+    group: dist.ProcessGroup,
+    quarantined: Callable[[int, str], None],
+    before: int | None = None,
+) -> Checkpoint | None:
     """Return the newest checkpoint whose every byte is as written; all ranks must call this.
 
     before: only of this step or an earlier one. A damaged one is moved to quarantine (and
@@ -30,7 +32,8 @@ def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
     read what is there.
     """
     candidates, set_aside = on_rank_0(
-        lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group)
+        lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group
+    )
     refused = [f"{path.name}: in quarantine" for path in set_aside]
     for candidate in candidates:
         if before is not None and candidate.step > before:
@@ -43,8 +46,11 @@ def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
             commit.quarantine(candidate, problems[0])
             quarantined(candidate.step, problems[0])
     if refused:
-        raise ArtifactError(f"no valid checkpoint is left in {checkpoints}",
-                            found="\n".join(refused[-8:]), **_way_back(checkpoints, group))
+        raise ArtifactError(
+            f"no valid checkpoint is left in {checkpoints}",
+            found="\n".join(refused[-8:]),
+            **_way_back(checkpoints, group),
+        )
     return None
 
 
@@ -52,11 +58,15 @@ def _way_back(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
     """Return what to do when none is valid, as parts of an error; all ranks must call this."""
     for candidate in on_rank_0(lambda: aside.unread(checkpoints), group):
         if not _agreed_problems(candidate, group):
-            return {"hint": f"step {candidate.step:,} is whole: it was set aside when a disk "
-                            "failed to read it; to go on from it:",
-                    "run": aside.brought_back(candidate) + "\n" + commands.as_typed()}
-    return {"expected": "look at checkpoints/quarantine/; to train from the start, use another "
-                        "experiment name or --overwrite"}
+            return {
+                "hint": f"step {candidate.step:,} is whole: it was set aside when a disk "
+                "failed to read it; to go on from it:",
+                "run": aside.brought_back(candidate) + "\n" + commands.as_typed(),
+            }
+    return {
+        "expected": "look at checkpoints/quarantine/; to train from the start, use another "
+        "experiment name or --overwrite"
+    }
 
 
 def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
@@ -76,14 +86,12 @@ def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[s
             break
         if pause is None:
             rank = next(rank for rank, found in enumerate(seen) if found)
-            raise StageError(f"the ranks do not see the same of {checkpoint.path}; nothing was "
-                             "moved or deleted",
-                             found=f"rank {rank}: {seen[rank][0]}; "
-                                   f"rank {seen.index([])}: all files",
-                             hint="see to the mount on the node of that rank; the same command "
-                                  "then goes on")
+            raise StageError(
+                f"the ranks do not see the same of {checkpoint.path}; nothing was moved or deleted",
+                found=f"rank {rank}: {seen[rank][0]}; rank {seen.index([])}: all files",
+                hint="see to the mount on the node of that rank; the same command then goes on",
+            )
         time.sleep(pause)  # a network file system may show late what is there
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    found = seen if any(seen) else together(
-        lambda: checkpoint.content_problems(rank, ranks), group)
+    found = seen if any(seen) else together(lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for part in found for problem in part))

@@ -44,8 +44,13 @@ class Snapshot:
     ready: Callable[[], None] = lambda: None
 
 
-def capture(tensors: dict[str, Tensor], record: TrainRecord, identity: dict[str, Any],
-            device: torch.device, copies: HostCopies | None = None) -> Snapshot:
+def capture(
+    tensors: dict[str, Tensor],
+    record: TrainRecord,
+    identity: dict[str, Any],
+    device: torch.device,
+    copies: HostCopies | None = None,
+) -> Snapshot:
     """Return this rank's state after the step of the record.
 
     Without copies the tensors are those in use: write them before the next step. With copies, that
@@ -69,19 +74,26 @@ def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
         writer = HashingWriter(attempt / commit.TENSORS)
         with plain_errors():
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=group)
-        entries = [entry for part in gather(writer.entries(commit.TENSORS), group)
-                   for entry in part]
+        entries = [
+            entry for part in gather(writer.entries(commit.TENSORS), group) for entry in part
+        ]
         states = _gather_random_states(snapshot.random_states, group)
-        return on_rank_0(lambda: _commit(attempt, snapshot, entries, states,
-                                         dist.get_world_size(group)), group)
+        return on_rank_0(
+            lambda: _commit(attempt, snapshot, entries, states, dist.get_world_size(group)), group
+        )
     except BaseException:
         if dist.get_rank(group) == 0:
             commit.remove(attempt)
         raise
 
 
-def _commit(attempt: Path, snapshot: Snapshot, entries: list[dict[str, Any]],
-            states: dict[str, Tensor], ranks: int) -> Checkpoint:
+def _commit(
+    attempt: Path,
+    snapshot: Snapshot,
+    entries: list[dict[str, Any]],
+    states: dict[str, Tensor],
+    ranks: int,
+) -> Checkpoint:
     """Write what is not sharded and commit (rank 0)."""
     manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
     # Not `save_file`: a full disk would raise its own kind of error there.
@@ -89,12 +101,18 @@ def _commit(attempt: Path, snapshot: Snapshot, entries: list[dict[str, Any]],
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
-    return commit.commit(attempt, snapshot.step, entries, snapshot.identity, ranks,
-                         contents.facts(snapshot.record))
+    return commit.commit(
+        attempt, snapshot.step, entries, snapshot.identity, ranks, contents.facts(snapshot.record)
+    )
 
 
-def fill(checkpoint: Checkpoint, tensors: dict[str, Tensor], record: TrainRecord,
-         device: torch.device, group: dist.ProcessGroup) -> None:
+def fill(
+    checkpoint: Checkpoint,
+    tensors: dict[str, Tensor],
+    record: TrainRecord,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
     """Fill tensors and random states from a verified checkpoint; all ranks must call this.
 
     Raises ArtifactError when names, shapes or dtypes differ.
@@ -114,12 +132,19 @@ def require_same(tensors: dict[str, Tensor], reader: StrictReader, path: Path) -
 
     DCP itself ignores extra keys and casts in silence.
     """
-    require_described(tensors, {name: (tuple(entry.size), entry.properties.dtype) for name, entry
-                                in reader.read_metadata().state_dict_metadata.items()}, path)
+    require_described(
+        tensors,
+        {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+        },
+        path,
+    )
 
 
-def require_described(tensors: dict[str, Tensor],
-                      saved: dict[str, tuple[tuple[int, ...], torch.dtype]], path: Path) -> None:
+def require_described(
+    tensors: dict[str, Tensor], saved: dict[str, tuple[tuple[int, ...], torch.dtype]], path: Path
+) -> None:
     """Raise ArtifactError when names, shapes or dtypes differ from those that were saved."""
     problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
     problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]
@@ -127,13 +152,16 @@ def require_described(tensors: dict[str, Tensor],
         there = saved[name]
         here = (tuple(tensors[name].shape), tensors[name].dtype)
         if there != here:
-            problems.append(f"{name} is {there[1]} {list(there[0])}, the model has "
-                            f"{here[1]} {list(here[0])}")
+            problems.append(
+                f"{name} is {there[1]} {list(there[0])}, the model has {here[1]} {list(here[0])}"
+            )
     if problems:
         shown = "\n".join(sorted(problems)[:8])
-        raise ArtifactError(f"checkpoint {path} is of another model "
-                            f"({units.counted(len(problems), 'difference')})",
-                            found=shown, expected="the model that this experiment was begun with")
+        raise ArtifactError(
+            f"checkpoint {path} is of another model ({units.counted(len(problems), 'difference')})",
+            found=shown,
+            expected="the model that this experiment was begun with",
+        )
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -152,8 +180,7 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
-def _gather_random_states(states: dict[str, Tensor], group: dist.ProcessGroup,
-                          ) -> dict[str, Tensor]:
+def _gather_random_states(states: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Return the random states of all ranks, uint8 [ranks, bytes] per kind; empty but on rank 0.
 
     All ranks must call this.

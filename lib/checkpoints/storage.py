@@ -41,12 +41,27 @@ _READERS = 4  # files that a rank reads at a time
 # out, pickled objects beside the tensors are refused as well: DCP would load them without care.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8",
-              "bool"},
+    "torch": {
+        "Size",
+        "float32",
+        "float64",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "uint8",
+        "bool",
+    },
     "pathlib": {"PosixPath", "Path"},
     "pathlib._local": {"PosixPath"},
 }
@@ -66,8 +81,9 @@ def plain_errors() -> Iterator[None]:
             while cause is not None:
                 known = from_os_error(cause) if isinstance(cause, OSError) else cause
                 if isinstance(cause, FileNotFoundError):
-                    known = ArtifactError(f"{cause.filename} vanished while it was in use",
-                                          run=commands.as_typed())
+                    known = ArtifactError(
+                        f"{cause.filename} vanished while it was in use", run=commands.as_typed()
+                    )
                 if isinstance(known, StageError):
                     raise known from failure
                 cause = cause.__cause__ or cause.__context__
@@ -125,8 +141,7 @@ class _HashingFileSystem(FileSystem):
             except RuntimeError as error:
                 # torch's zip writer hides what a write raised behind an error of its own.
                 raise stream.error or error from None
-            self.entries[Path(path).name] = (stream.bytes,
-                                             hashing.digest(stream.hasher, algorithm))
+            self.entries[Path(path).name] = (stream.bytes, hashing.digest(stream.hasher, algorithm))
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
@@ -144,8 +159,9 @@ class HashingWriter(FileSystemWriter):
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True, thread_count=1,
-                         per_thread_copy_ahead=0, overwrite=False)
+        super().__init__(
+            directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0, overwrite=False
+        )
         self.fs = _HashingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -155,8 +171,11 @@ class HashingWriter(FileSystemWriter):
         set_crc32_options(False)
         try:
             for mark in ("", commit.OPTIMIZER):
-                items = [item for item in plan.items
-                         if item.index.fqn.startswith(contents.OPTIMIZER) == bool(mark)]
+                items = [
+                    item
+                    for item in plan.items
+                    if item.index.fqn.startswith(contents.OPTIMIZER) == bool(mark)
+                ]
                 if items:
                     prefix = _StoragePrefix(plan.storage_data.prefix + mark)
                     part = replace(plan, items=items, storage_data=prefix)
@@ -169,16 +188,20 @@ class HashingWriter(FileSystemWriter):
 
     def entries(self, under: str) -> list[dict[str, Any]]:
         """Return path (below `under`), bytes and digest of each file."""
-        return [{"path": f"{under}/{name}", "bytes": size, "digest": digest}
-                for name, (size, digest) in sorted(self.fs.entries.items())]
+        return [
+            {"path": f"{under}/{name}", "bytes": size, "digest": digest}
+            for name, (size, digest) in sorted(self.fs.entries.items())
+        ]
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise ArtifactError(f"the checkpoint's .metadata wants {module}.{name}",
-                            expected="nothing but the description of tensors; do not use this file")
+        raise ArtifactError(
+            f"the checkpoint's .metadata wants {module}.{name}",
+            expected="nothing but the description of tensors; do not use this file",
+        )
 
 
 class ShardFile:
@@ -192,8 +215,12 @@ class ShardFile:
     def __enter__(self) -> ShardFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -221,13 +248,16 @@ class ShardFile:
     def _describe(self, place: _StorageInfo) -> tuple[Tensor, int]:
         """Return a shard without its content, and the byte at which that begins."""
         archive = torch._C.PyTorchFileReader(
-            _create_file_view(self._file, place.offset, place.length))
+            _create_file_view(self._file, place.offset, place.length)
+        )
         description = archive.get_record("data.pkl")
         if description not in self._described:  # most shards are like others: a load takes 1 ms
             with self._fake:
                 self._described[description] = torch.load(
                     _create_file_view(self._file, place.offset, place.length),
-                    map_location="cpu", weights_only=True)
+                    map_location="cpu",
+                    weights_only=True,
+                )
         return self._described[description], place.offset + archive.get_record_offset("data/0")
 
 
@@ -258,8 +288,11 @@ class StrictReader(FileSystemReader):
 
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         if records.leads_out(name):
-            raise ArtifactError(f"the .metadata in {self.path} names a file elsewhere",
-                                found=repr(name), expected="one beside it; do not use this file")
+            raise ArtifactError(
+                f"the .metadata in {self.path} names a file elsewhere",
+                found=repr(name),
+                expected="one beside it; do not use this file",
+            )
         with ShardFile(Path(self.path) / name) as file:
             for item in items:
                 target = planner.resolve_tensor(item).detach()

@@ -59,12 +59,19 @@ class TensorFile:
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._append(memoryview(make_header(
-            (entry.key, entry.shape, entry.dtype) for entry in self._entries)))
+        self._append(
+            memoryview(
+                make_header((entry.key, entry.shape, entry.dtype) for entry in self._entries)
+            )
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self._send()
@@ -80,14 +87,17 @@ class TensorFile:
         """Write a tensor's content as `dtype`."""
         for part in tensor.reshape(-1).split(_PIECE // dtype.itemsize):
             # Not `part.to(dtype)`: fresh memory for each part left the heap five times as large.
-            converted = self._converted[:part.numel() * dtype.itemsize]
+            converted = self._converted[: part.numel() * dtype.itemsize]
             converted.view(dtype).copy_(part)
             self._append(memoryview(converted.numpy()))
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return path, bytes and SHA-256; after the `with`."""
-        return {"path": self.path.name, "bytes": self._offset,
-                "digest": hashing.digest(self._hashers["sha256"], "sha256")}
+        return {
+            "path": self.path.name,
+            "bytes": self._offset,
+            "digest": hashing.digest(self._hashers["sha256"], "sha256"),
+        }
 
     def reads_back(self) -> bool:
         """Tell whether the file, read again, is what was written; after the `with`."""
@@ -98,21 +108,24 @@ class TensorFile:
 
     def _append(self, data: memoryview) -> None:
         while data:
-            part = data[:_PIECE - self._filled]
-            self._pieces[self._turn][self._filled:self._filled + len(part)] = part
+            part = data[: _PIECE - self._filled]
+            self._pieces[self._turn][self._filled : self._filled + len(part)] = part
             self._filled += len(part)
-            data = data[len(part):]
+            data = data[len(part) :]
             if self._filled == _PIECE:
                 self._send()
 
     def _send(self) -> None:
         """Hand the piece to the threads, and wait until the next one is free again."""
-        view = memoryview(self._pieces[self._turn])[:self._filled]
+        view = memoryview(self._pieces[self._turn])[: self._filled]
         writer, *hashers = self._threads
         self._busy[self._turn] = [
             writer.submit(_write, self._file, view, self._offset),
-            *(thread.submit(hasher.update, view)
-              for thread, hasher in zip(hashers, self._hashers.values(), strict=True))]
+            *(
+                thread.submit(hasher.update, view)
+                for thread, hasher in zip(hashers, self._hashers.values(), strict=True)
+            ),
+        ]
         self._offset += self._filled
         self._turn, self._filled = (self._turn + 1) % len(self._pieces), 0
         for future in self._busy[self._turn]:
@@ -121,8 +134,11 @@ class TensorFile:
 
 def not_as_written(path: Path) -> ArtifactError:
     """Return the error for a file that does not read back."""
-    return ArtifactError(f"{path} does not read back as it was written",
-                         hint="check the disk (`dmesg`), then:", run=commands.as_typed())
+    return ArtifactError(
+        f"{path} does not read back as it was written",
+        hint="check the disk (`dmesg`), then:",
+        run=commands.as_typed(),
+    )
 
 
 def _open(path: Path, flags: int) -> int:
@@ -135,8 +151,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write a piece at an offset; the last, which is no whole number of blocks, through the cache.
-    """
+    """Write a piece at an offset. An incomplete last block goes through the page cache."""
     if len(data) < _PIECE:
         _through_the_cache(descriptor)
     while data:

@@ -36,17 +36,22 @@ class Tier(ABC):
     def note_deleted(self, step: int, steps: list[int], why: str = "") -> None:
         """Note which checkpoints are gone, if any. step: that of the run."""
         if steps:
-            self.note("prune", step, steps=steps, where=self.where,
-                      **({"reason": why} if why else {}))
+            self.note(
+                "prune", step, steps=steps, where=self.where, **({"reason": why} if why else {})
+            )
 
     @abstractmethod
     def write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit what all ranks captured, or raise on every rank what went wrong on any."""
 
     @abstractmethod
-    def newest_valid(self, identity: dict[str, Any], after: int,
-                     quarantined: Callable[[int, str], None], before: int | None = None,
-                     ) -> Checkpoint | None:
+    def newest_valid(
+        self,
+        identity: dict[str, Any],
+        after: int,
+        quarantined: Callable[[int, str], None],
+        before: int | None = None,
+    ) -> Checkpoint | None:
         """Return the newest checkpoint of which every rank's part is whole, every byte of it.
 
         identity: as of the run now; others are left out. after: only a later step than this one.
@@ -70,8 +75,9 @@ class Tier(ABC):
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from this rank's part; ArtifactError when they are others than those."""
 
-    def fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], device: torch.device,
-             ) -> None:
+    def fill(
+        self, checkpoint: Checkpoint, tensors: dict[str, Tensor], device: torch.device
+    ) -> None:
         """Fill tensors and random states of this rank.
 
         Raises ArtifactError when names, shapes or dtypes differ.
@@ -87,5 +93,6 @@ def tensors_of(snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def _of_rank(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local_tensor(tensor) for name, tensor in tensors.items()} | \
-        {_RANDOM + kind: state for kind, state in states.items()}
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()} | {
+        _RANDOM + kind: state for kind, state in states.items()
+    }

@@ -67,8 +67,7 @@ class AppendedFile:
         self._waiting.clear()
 
     def _open(self) -> FileIO:
-        """Open the file at its end, without the half of a piece that a failed write of ours left.
-        """
+        """Open the file at its end, without the partial piece that a failed write of ours left."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("ab+", buffering=0)
         try:

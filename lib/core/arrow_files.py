@@ -21,8 +21,11 @@ def splits(path: Path) -> dict[str, list[Path]]:
     """Return the files of each split in order, of a directory or of one file; empty for none."""
     if path.is_file():
         return {"train": [path]} if path.suffix == SUFFIX else {}
-    files = [file for file in sorted(path.glob(f"*{SUFFIX}"))
-             if not file.name.startswith(_RESULTS) and file.is_file()]
+    files = [
+        file
+        for file in sorted(path.glob(f"*{SUFFIX}"))
+        if not file.name.startswith(_RESULTS) and file.is_file()
+    ]
     found: dict[str, list[Path]] = defaultdict(list)
     for file in files:
         named = _SPLIT.fullmatch(file.name)

@@ -26,8 +26,10 @@ _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 _SECRET = re.compile(r"token$|password|secret|api_key")
 # Names and paths of secrets are public, and so are special tokens.
-_PUBLIC = re.compile(r"^(?:token_secret|image_pull_secret)$|_(?:name|file|path|dir|stdin)$|"
-                     r"(?:^|_)(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token$")
+_PUBLIC = re.compile(
+    r"^(?:token_secret|image_pull_secret)$|_(?:name|file|path|dir|stdin)$|"
+    r"(?:^|_)(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token$"
+)
 _VARIABLE = re.compile(r"((?:--[\w-]+=)?([A-Za-z_]\w*)=)(.+)", re.DOTALL)
 _WEIGHT = re.compile(r"[\d./]+")  # of a dataset
 _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
@@ -50,8 +52,10 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
     option: its short and its long form; it is found under all its names. drop: see `as_typed`.
     """
     option = elsewhere.spellings(option)
-    value = re.compile(rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
-                       rf"{re.escape(str(old))}(?P<rest>=.*)?")
+    value = re.compile(
+        rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
+        rf"{re.escape(str(old))}(?P<rest>=.*)?"
+    )
     words, before = [], ""
     for word in _without(typed(), drop):
         found = value.fullmatch(word)
@@ -66,9 +70,10 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
 def with_options(*words: object) -> str:
     """Return the command that was typed, with other options in the place of all that it had."""
     given = typed()
-    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or \
-        [i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT]
-    return _joined([*given[:ends[0] + 1 if ends else len(_program())], *map(str, words)])
+    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or [
+        i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
+    ]
+    return _joined([*given[: ends[0] + 1 if ends else len(_program())], *map(str, words)])
 
 
 def script(name: str, *words: object) -> str:
@@ -101,7 +106,7 @@ def on_ranks(count: int) -> str:
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
-        return _joined(words[:first] + value + words[first + (1 if "=" in words[first] else 2):])
+        return _joined(words[:first] + value + words[first + (1 if "=" in words[first] else 2) :])
     if LAUNCHED_AS in os.environ:
         is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
         return _joined([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
@@ -117,8 +122,11 @@ def pip_install(*words: object) -> str:
 
     Where a bundle was unpacked, they come from its wheelhouse.
     """
-    local = ["--no-index", "--find-links", path_of("wheelhouse")] \
-        if (ROOT / "wheelhouse").is_dir() else []
+    local = (
+        ["--no-index", "--find-links", path_of("wheelhouse")]
+        if (ROOT / "wheelhouse").is_dir()
+        else []
+    )
     return _joined([_python(), "-m", "pip", "install", *local, *map(str, words)])
 
 
@@ -191,8 +199,11 @@ def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
         if hide_next:
             shown.append(instead)
         else:
-            shown.append(name + "=" + instead if hides and equals
-                         else _USER_INFO.sub(f"{instead}@", _redacted_variable(argument, instead)))
+            shown.append(
+                name + "=" + instead
+                if hides and equals
+                else _USER_INFO.sub(f"{instead}@", _redacted_variable(argument, instead))
+            )
         hide_next = hides and not equals
     return shown
 
@@ -251,8 +262,11 @@ def _launched(torchrun: Sequence[str]) -> list[str]:
     """Return a command of torchrun as one of the launcher; empty where that is not the same."""
     at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
     ranks, follows = "1", False
-    for word in torchrun[torchrun.index("torch.distributed.run") + 1 if
-                         "torch.distributed.run" in torchrun[:at] else 1:at]:
+    for word in torchrun[
+        torchrun.index("torch.distributed.run") + 1
+        if "torch.distributed.run" in torchrun[:at]
+        else 1 : at
+    ]:
         found = _RANKS.fullmatch(word)
         if follows:
             ranks, follows = word, False
@@ -263,7 +277,7 @@ def _launched(torchrun: Sequence[str]) -> list[str]:
         elif word != "--standalone":
             return []
     launcher = _launcher() if ranks != "1" else []
-    return [*launcher, "--nproc-per-node", ranks, "--", *torchrun[at + 1:]] if launcher else []
+    return [*launcher, "--nproc-per-node", ranks, "--", *torchrun[at + 1 :]] if launcher else []
 
 
 def _launcher() -> list[str]:
@@ -272,8 +286,10 @@ def _launcher() -> list[str]:
         return []
     usual = ROOT / ".venv" / "bin" / "python"
     chosen = os.environ.get("PYTHON") or (
-        str(usual) if usual.exists() and "VIRTUAL_ENV" not in os.environ
-        else shutil.which("python3") or "")
+        str(usual)
+        if usual.exists() and "VIRTUAL_ENV" not in os.environ
+        else shutil.which("python3") or ""
+    )
     is_same = Path(chosen).absolute().parent == Path(sys.executable).parent
     return [*["env", f"PYTHON={sys.executable}"] * (not is_same), path_of(_LAUNCHER)]
 
@@ -290,15 +306,17 @@ def _torchrun_above() -> list[str]:
     for _ in range(_ANCESTORS):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-                      .rpartition(")")[2].split()[1])
+            pid = int(
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+            )
         except (OSError, ValueError):
             return []
         if len(words) > 1 and Path(words[1]).name == "torchrun":
             is_found = shutil.which("torchrun") == words[1]
             return ["torchrun" if is_found else words[1], *words[2:]]
-        if "torch.distributed.run" in words[:4] or \
-                any(Path(word).name == "torchrun.py" for word in words[1:2]):
+        if "torch.distributed.run" in words[:4] or any(
+            Path(word).name == "torchrun.py" for word in words[1:2]
+        ):
             return [_python(), *words[1:]]
         if len(words) > 1 and Path(words[1]) == ROOT / "launch" / "torchrun.py":
             return [_python(), path_of("launch/torchrun.py"), *words[2:]]

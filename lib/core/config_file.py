@@ -19,8 +19,7 @@ _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits"
 
 
 def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
-    """Return the mapping in a YAML file; UsageError, which begins with `label`, when there is none.
-    """
+    """Return the mapping in a YAML file. Raises UsageError, beginning with `label`, without one."""
     try:
         content = records.read_yaml(path)
     except FileNotFoundError:
@@ -46,21 +45,29 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     stage, script = content.get("stage"), Path(sys.argv[0]).name
     if stage and script != stage and script[:1].isdigit():
         raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
-    taken = {key: value for key, value in recorded.items() if value not in (None, [], REDACTED)
-             and key not in leave_out | TYPED | _OF_ONE_LAUNCH}
+    taken = {
+        key: value
+        for key, value in recorded.items()
+        if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
+    }
     if gone := sorted(taken.keys() - ours):
-        log.info(f"--config: {config} holds {', '.join(gone)}, which this version has no more and "
-                 "leaves out")
+        log.info(
+            f"--config: {config} holds {', '.join(gone)}, which this version has no more and "
+            "leaves out"
+        )
         taken = {key: value for key, value in taken.items() if key in ours}
     if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
         taken["model_name"] = content["model_dir"]
-    log.info(f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
-             "command line win")
+    log.info(
+        f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
+        "command line win"
+    )
     return taken
 
 
-def as_arguments(action: argparse.Action, flag: str, value: Any, where: str, separator: str,
-                 ) -> list[str]:
+def as_arguments(
+    action: argparse.Action, flag: str, value: Any, where: str, separator: str
+) -> list[str]:
     """Return the words of a command line that stand for a value of a file.
 
     where: the file and the key, for the UsageError about a value that does not fit. separator: of

@@ -25,9 +25,13 @@ CALLS = "tool_calls"
 DEEPEST = 254  # levels of tools and calls, which orjson writes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What may stand before a turn; "" is the beginning.
-_FOLLOWS = {"user": ("", "system", "developer", "assistant", "tool"),
-            "assistant": ("user", "tool"), "tool": ("assistant", "tool"),
-            "system": ("",), "developer": ("", "system")}
+_FOLLOWS = {
+    "user": ("", "system", "developer", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+    "system": ("",),
+    "developer": ("", "system"),
+}
 
 
 class Refused(Exception):
@@ -57,10 +61,15 @@ class Place(NamedTuple):
 def require_text(message: Message, number: int) -> None:
     """Raise Refused if a question or an answer is empty. number: of the turn, from 1."""
     role, content = message["role"], message["content"]
-    if role in ("user", "assistant") and (not content or content.isspace()) \
-            and CALLS not in message:
-        raise Refused("empty answer" if role == "assistant" else "empty turn",
-                      f"turn {number} ({role}) has no text")
+    if (
+        role in ("user", "assistant")
+        and (not content or content.isspace())
+        and CALLS not in message
+    ):
+        raise Refused(
+            "empty answer" if role == "assistant" else "empty turn",
+            f"turn {number} ({role}) has no text",
+        )
 
 
 def require_order(roles: Sequence[str]) -> None:
@@ -74,10 +83,12 @@ def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
     """Return the kind and message of the first error in the order of roles, None if it is right."""
     for number, (before, role) in enumerate(zip(("", *roles), roles, strict=False), 1):
         if before not in _FOLLOWS[role]:
-            return "roles out of order", f"turn {number} ({role}) follows " \
-                                         f"{before or 'nothing'}"
+            return "roles out of order", f"turn {number} ({role}) follows {before or 'nothing'}"
     if "assistant" not in roles:
-        what = f"the only role is {roles[0]}" if len(set(roles)) == 1 else \
-            f"the roles are {', '.join(dict.fromkeys(roles))}"
+        what = (
+            f"the only role is {roles[0]}"
+            if len(set(roles)) == 1
+            else f"the roles are {', '.join(dict.fromkeys(roles))}"
+        )
         return "no assistant turn", what if roles else "there is no turn"
     return None

@@ -21,9 +21,16 @@ from lib.core.options import Options
 Declared = TypeVar("Declared")
 
 # What stands for a value in --help, by what reads it.
-_METAVARS = {options.positive_int: "N", options.count: "N", options.seed: "N",
-             options.positive: "X", options.non_negative: "X", options.on_off: "on|off",
-             options.auto_on_off: "auto|on|off", Path: "DIR"}
+_METAVARS = {
+    options.positive_int: "N",
+    options.count: "N",
+    options.seed: "N",
+    options.positive: "X",
+    options.non_negative: "X",
+    options.on_off: "on|off",
+    options.auto_on_off: "auto|on|off",
+    Path: "DIR",
+}
 
 
 def flag(name: str) -> str:
@@ -39,10 +46,18 @@ class Role(Enum):
     LOCAL = "not compared itself, though what follows from it may be"
 
 
-def option(default: Any = dataclasses.MISSING, *flags: str, help: str = "",
-           parse: Callable[[str], Any] = str, group: str = "", first: str = "",
-           role: Role | None = None, renumbers: bool = False, quiet: bool = False,
-           **more: Any) -> Any:
+def option(
+    default: Any = dataclasses.MISSING,
+    *flags: str,
+    help: str = "",
+    parse: Callable[[str], Any] = str,
+    group: str = "",
+    first: str = "",
+    role: Role | None = None,
+    renumbers: bool = False,
+    quiet: bool = False,
+    **more: Any,
+) -> Any:
     """Declare a field as the option of its name, `--job-name` for job_name.
 
     Without a default it has to be given; one that is False makes it a flag, unless `parse` reads a
@@ -52,11 +67,24 @@ def option(default: Any = dataclasses.MISSING, *flags: str, help: str = "",
     role: see Role. renumbers: a change gives samples other numbers. quiet: the default is no part
     of a run's identity, so that runs older than the option go on. more: what argparse takes.
     """
-    given: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) \
-        else {"default": default}
-    return dataclasses.field(**given, kw_only=True, metadata={
-        "flags": flags, "help": help, "parse": parse, "group": group, "first": first, "role": role,
-        "renumbers": renumbers, "quiet": quiet, "more": more})
+    given: dict[str, Any] = (
+        {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    )
+    return dataclasses.field(
+        **given,
+        kw_only=True,
+        metadata={
+            "flags": flags,
+            "help": help,
+            "parse": parse,
+            "group": group,
+            "first": first,
+            "role": role,
+            "renumbers": renumbers,
+            "quiet": quiet,
+            "more": more,
+        },
+    )
 
 
 def add(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> None:
@@ -90,8 +118,9 @@ def fields(declared: type) -> list[dataclasses.Field[Any]]:
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return the default of a field; dataclasses.MISSING where it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING \
-        else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def is_flag(declared: type, name: str) -> bool:
@@ -112,8 +141,11 @@ def read(declared: type[Declared], opts: Options) -> Declared:
 
 def spellings(declared: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields by every name that a program may give them: job_name, num_nodes, nodes."""
-    return {text.lstrip("-").replace("-", "_"): field for field in fields(declared)
-            for text in elsewhere.spellings([flag(field.name), *field.metadata["flags"]])}
+    return {
+        text.lstrip("-").replace("-", "_"): field
+        for field in fields(declared)
+        for text in elsewhere.spellings([flag(field.name), *field.metadata["flags"]])
+    }
 
 
 def require_known(given: Iterable[str], known: Collection[str]) -> None:
@@ -123,9 +155,10 @@ def require_known(given: Iterable[str], known: Collection[str]) -> None:
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=unknown.SIMILAR)
-        problems.add(f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else
-                                                       ""),
-                     hint=elsewhere.advice(name, [flag(each) for each in known]))
+        problems.add(
+            f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else ""),
+            hint=elsewhere.advice(name, [flag(each) for each in known]),
+        )
     problems.raise_if_any()
 
 
@@ -138,8 +171,11 @@ def by_field(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
     require_known(values, known)
     for name, value in values.items():
         if value is not None and given.setdefault(known[name].name, value) != value:
-            problems.add(f"{name}={value!r} contradicts {given[known[name].name]!r}, which another "
-                         "spelling of the same option says", expected="one of them")
+            problems.add(
+                f"{name}={value!r} contradicts {given[known[name].name]!r}, which another "
+                "spelling of the same option says",
+                expected="one of them",
+            )
     problems.raise_if_any()
     return given
 
@@ -157,8 +193,10 @@ def made(declared: type[Declared], **values: Any) -> Declared:
         except (argparse.ArgumentTypeError, ValueError) as error:
             problems.add(f"{flag(name)}: {error}")
         if value not in field.metadata["more"].get("choices", (value,)):
-            problems.add(f"{flag(name)}: there is no {value!r}",
-                         expected=f"one of {', '.join(field.metadata['more']['choices'])}")
+            problems.add(
+                f"{flag(name)}: there is no {value!r}",
+                expected=f"one of {', '.join(field.metadata['more']['choices'])}",
+            )
     for field in fields(declared):
         if default_of(field) is dataclasses.MISSING and field.name not in given:
             problems.add(f"{flag(field.name)} is missing", expected=field.metadata["help"])

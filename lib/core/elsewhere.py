@@ -11,9 +11,16 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SYSTEMS = {"offline": "an offline fine-tuning pipeline", "scratch": "a from-scratch FSDP2 trainer",
-           "aws": "the AWS FSDP sample", "eks": "an EKS deployer", "hyperpod": "a HyperPod app",
-           "trainer": "the Hugging Face Trainer", "axolotl": "Axolotl", "titan": "torchtitan"}
+SYSTEMS = {
+    "offline": "an offline fine-tuning pipeline",
+    "scratch": "a from-scratch FSDP2 trainer",
+    "aws": "the AWS FSDP sample",
+    "eks": "an EKS deployer",
+    "hyperpod": "a HyperPod app",
+    "trainer": "the Hugging Face Trainer",
+    "axolotl": "Axolotl",
+    "titan": "torchtitan",
+}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 BEGIN, END = "<!-- table: python -m lib.core.elsewhere -->\n", "<!-- end of the table -->"
 
@@ -43,161 +50,372 @@ ROWS = (
     # What is trained, on what, and where it goes.
     _same("--src-dir", offline="src_dir"),
     _same("--data-folder", offline="data_folder"),
-    _same("--model-name", offline="model_name", scratch="hf_model", trainer="model_name_or_path",
-          axolotl="base_model"),
-    _other("--model-name", "--model-name NAME", trainer="config_name model",
-           axolotl="base_model_config", titan="model.name model.flavor model.hf_assets_path",
-           aws="model_type"),
+    _same(
+        "--model-name",
+        offline="model_name",
+        scratch="hf_model",
+        trainer="model_name_or_path",
+        axolotl="base_model",
+    ),
+    _other(
+        "--model-name",
+        "--model-name NAME",
+        trainer="config_name model",
+        axolotl="base_model_config",
+        titan="model.name model.flavor model.hf_assets_path",
+        aws="model_type",
+    ),
     _same("--model-size", scratch="model_size"),
     _same("--vocab-size", scratch="vocab_size", aws="vocab_size"),
-    _other("--model-size", "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
-           trainer="config_overrides",
-           aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size"),
-    _other("--tokenizer", "a model's directory holds its tokenizer; --tokenizer DIR only goes with "
-           "--from-scratch", trainer="tokenizer_name", axolotl="tokenizer_config",
-           titan="model.tokenizer_path"),
+    _other(
+        "--model-size",
+        "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
+        trainer="config_overrides",
+        aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size",
+    ),
+    _other(
+        "--tokenizer",
+        "a model's directory holds its tokenizer; --tokenizer DIR only goes with --from-scratch",
+        trainer="tokenizer_name",
+        axolotl="tokenizer_config",
+        titan="model.tokenizer_path",
+    ),
     _same("--dataset-name", offline="dataset_name"),
-    _other("--dataset-name", "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
-           trainer="train_file dataset_path dataset_config_name",
-           axolotl="datasets dataset_prepared_path", titan="training.dataset training.dataset_path",
-           aws="dataset dataset_config_name dataset_path"),
+    _other(
+        "--dataset-name",
+        "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
+        trainer="train_file dataset_path dataset_config_name",
+        axolotl="datasets dataset_prepared_path",
+        titan="training.dataset training.dataset_path",
+        aws="dataset dataset_config_name dataset_path",
+    ),
     _other("--fields", "--fields NAME", trainer=_OF_TEXT, axolotl="field"),
-    _other("--text-field", "stage 02 has --fields NAME; --text-field NAME with --streaming",
-           trainer=_OF_TEXT, axolotl="field"),
+    _other(
+        "--text-field",
+        "stage 02 has --fields NAME; --text-field NAME with --streaming",
+        trainer=_OF_TEXT,
+        axolotl="field",
+    ),
     _same("--validation-percent", trainer="validation_split_percentage"),
     _other("--validation-percent", "--validation-percent P", axolotl="val_set_size"),
-    _other("--eval-freq", "stage 02 makes the validation split: --validation-percent P",
-           trainer="validation_split_percentage validation_file",
-           axolotl="val_set_size test_datasets", titan="validation.dataset"),
+    _other(
+        "--eval-freq",
+        "stage 02 makes the validation split: --validation-percent P",
+        trainer="validation_split_percentage validation_file",
+        axolotl="val_set_size test_datasets",
+        titan="validation.dataset",
+    ),
     _same("--experiment-name", offline="experiment_name"),
     _same("--save-dir", offline="save_dir"),
-    _same("--checkpoint-dir", scratch="checkpoint_dir", aws="checkpoint_dir",
-          trainer="output_dir", axolotl="output_dir"),
-    _other("--out", "stage 05 takes -e DIR for the run, and --out DIR for the model that it writes",
-           scratch="checkpoint_dir", aws="checkpoint_dir", trainer="output_dir",
-           axolotl="output_dir"),
-    _other("--experiment-name", "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
-           trainer="logging_dir run_name", axolotl="wandb_name", titan="job.dump_folder"),
+    _same(
+        "--checkpoint-dir",
+        scratch="checkpoint_dir",
+        aws="checkpoint_dir",
+        trainer="output_dir",
+        axolotl="output_dir",
+    ),
+    _other(
+        "--out",
+        "stage 05 takes -e DIR for the run, and --out DIR for the model that it writes",
+        scratch="checkpoint_dir",
+        aws="checkpoint_dir",
+        trainer="output_dir",
+        axolotl="output_dir",
+    ),
+    _other(
+        "--experiment-name",
+        "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
+        trainer="logging_dir run_name",
+        axolotl="wandb_name",
+        titan="job.dump_folder",
+    ),
     _other("--config", "--config FILE", trainer="config_file", titan="job.config_file"),
     # Length and batch.
-    _same("--num-epochs", offline="num_epochs", trainer="num_train_epochs", axolotl="num_epochs",
-          aws="epochs"),
+    _same(
+        "--num-epochs",
+        offline="num_epochs",
+        trainer="num_train_epochs",
+        axolotl="num_epochs",
+        aws="epochs",
+    ),
     _same("--steps-per-epoch", scratch="steps_per_epoch"),
-    _same("--max-steps", trainer="max_steps", axolotl="max_steps", titan="training.steps",
-          aws="max_steps", eks="max_steps"),
-    _same("--batch-size", offline="batch_size", scratch="batch_size", trainer=_BATCH,
-          axolotl="micro_batch_size", titan="training.local_batch_size training.batch_size",
-          aws="train_batch_size"),
-    _other("--batch-size", "--batch-size N, for validation too",
-           trainer="per_device_eval_batch_size", axolotl="eval_batch_size", aws="val_batch_size"),
+    _same(
+        "--max-steps",
+        trainer="max_steps",
+        axolotl="max_steps",
+        titan="training.steps",
+        aws="max_steps",
+        eks="max_steps",
+    ),
+    _same(
+        "--batch-size",
+        offline="batch_size",
+        scratch="batch_size",
+        trainer=_BATCH,
+        axolotl="micro_batch_size",
+        titan="training.local_batch_size training.batch_size",
+        aws="train_batch_size",
+    ),
+    _other(
+        "--batch-size",
+        "--batch-size N, for validation too",
+        trainer="per_device_eval_batch_size",
+        axolotl="eval_batch_size",
+        aws="val_batch_size",
+    ),
     _same("--global-batch-size", titan="training.global_batch_size"),
-    _same("--grad-accum-steps", trainer="gradient_accumulation_steps",
-          axolotl="gradient_accumulation_steps", titan="training.gradient_accumulation_steps"),
-    _same("--seq-length", offline="seq_length",
-          trainer="max_seq_length max_length block_size model_max_length", axolotl="sequence_len",
-          titan="training.seq_len", aws="max_context_width"),
+    _same(
+        "--grad-accum-steps",
+        trainer="gradient_accumulation_steps",
+        axolotl="gradient_accumulation_steps",
+        titan="training.gradient_accumulation_steps",
+    ),
+    _same(
+        "--seq-length",
+        offline="seq_length",
+        trainer="max_seq_length max_length block_size model_max_length",
+        axolotl="sequence_len",
+        titan="training.seq_len",
+        aws="max_context_width",
+    ),
     _same("--chat-template", trainer="chat_template_path"),
-    _other("--chat-template", "--chat-template FILE, where the model's own is not meant "
-           "(chat_templates/ has one of ChatML)", axolotl="chat_template_jinja"),
-    _other("--train-on", "--train-on assistant (the default: all answers), last or all",
-           trainer="assistant_only_loss completion_only_loss",
-           axolotl="train_on_inputs roles_to_train train_on_eos train_on_eot"),
+    _other(
+        "--chat-template",
+        "--chat-template FILE, where the model's own is not meant "
+        "(chat_templates/ has one of ChatML)",
+        axolotl="chat_template_jinja",
+    ),
+    _other(
+        "--train-on",
+        "--train-on assistant (the default: all answers), last or all",
+        trainer="assistant_only_loss completion_only_loss",
+        axolotl="train_on_inputs roles_to_train train_on_eos train_on_eot",
+    ),
     # Adapters.
     _same("--lora-rank", trainer="lora_r", axolotl="lora_r"),
-    _other("--lora-rank", "--lora-rank N trains adapters of that rank", trainer="use_peft",
-           axolotl="adapter"),
-    _other("--lora-rank", "nothing is quantised: the model is kept in bf16, shared by all ranks; "
-           "--cpu-offload on where that does not fit",
-           trainer="load_in_4bit load_in_8bit bnb_4bit_quant_type",
-           axolotl="load_in_4bit load_in_8bit"),
-    _other("--lora-targets", "--lora-targets all-linear, attention, mlp or 'q_proj|v_proj'",
-           trainer="lora_target_modules", axolotl="lora_target_modules lora_target_linear"),
-    _other("--lora-targets", "adapters are plain LoRA on linears of the blocks; nothing else is "
-           "trained beside them", trainer="use_dora lora_modules_to_save",
-           axolotl="peft_use_dora lora_modules_to_save"),
+    _other(
+        "--lora-rank",
+        "--lora-rank N trains adapters of that rank",
+        trainer="use_peft",
+        axolotl="adapter",
+    ),
+    _other(
+        "--lora-rank",
+        "nothing is quantised: the model is kept in bf16, shared by all ranks; "
+        "--cpu-offload on where that does not fit",
+        trainer="load_in_4bit load_in_8bit bnb_4bit_quant_type",
+        axolotl="load_in_4bit load_in_8bit",
+    ),
+    _other(
+        "--lora-targets",
+        "--lora-targets all-linear, attention, mlp or 'q_proj|v_proj'",
+        trainer="lora_target_modules",
+        axolotl="lora_target_modules lora_target_linear",
+    ),
+    _other(
+        "--lora-targets",
+        "adapters are plain LoRA on linears of the blocks; nothing else is trained beside them",
+        trainer="use_dora lora_modules_to_save",
+        axolotl="peft_use_dora lora_modules_to_save",
+    ),
     _other("--lora-from", "--lora-from DIR", axolotl="lora_model_dir"),
     _other("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
-    _other("--packing", "--packing documents, or concat (the default for text)",
-           axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),
+    _other(
+        "--packing",
+        "--packing documents, or concat (the default for text)",
+        axolotl="sample_packing pad_to_sequence_len eval_sample_packing",
+    ),
     # Optimizer.
-    _same("--lr", offline="lr", scratch="max_lr", trainer="learning_rate", axolotl="learning_rate",
-          titan="optimizer.lr", aws="lr"),
+    _same(
+        "--lr",
+        offline="lr",
+        scratch="max_lr",
+        trainer="learning_rate",
+        axolotl="learning_rate",
+        titan="optimizer.lr",
+        aws="lr",
+    ),
     _same("--min-lr", aws="min_lr"),
     _other("--min-lr", "--min-lr X", titan="lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
-    _other("--lr-scheduler", "--lr-scheduler cosine|linear|constant|wsd, down to --min-lr X",
-           trainer="lr_scheduler_type", titan="lr_scheduler.decay_type lr_scheduler.decay_ratio",
-           aws="lr_decay_style lr_decay_iters plateau"),
-    _same("--warmup-steps", trainer="warmup_steps", axolotl="warmup_steps",
-          titan="lr_scheduler.warmup_steps"),
-    _other("--warmup-steps", "--warmup-steps N, a number of steps and not a share",
-           trainer="warmup_ratio", axolotl="warmup_ratio", aws="warmup"),
-    _same("--weight-decay", trainer="weight_decay", axolotl="weight_decay",
-          titan="optimizer.weight_decay", aws="weight_decay"),
-    _same("--beta1", trainer="adam_beta1", axolotl="adam_beta1", titan="optimizer.beta1",
-          aws="beta1"),
-    _same("--beta2", trainer="adam_beta2", axolotl="adam_beta2", titan="optimizer.beta2",
-          aws="beta2"),
-    _same("--grad-clip", trainer="max_grad_norm", axolotl="max_grad_norm",
-          titan="training.max_norm", aws="grad_clip"),
+    _other(
+        "--lr-scheduler",
+        "--lr-scheduler cosine|linear|constant|wsd, down to --min-lr X",
+        trainer="lr_scheduler_type",
+        titan="lr_scheduler.decay_type lr_scheduler.decay_ratio",
+        aws="lr_decay_style lr_decay_iters plateau",
+    ),
+    _same(
+        "--warmup-steps",
+        trainer="warmup_steps",
+        axolotl="warmup_steps",
+        titan="lr_scheduler.warmup_steps",
+    ),
+    _other(
+        "--warmup-steps",
+        "--warmup-steps N, a number of steps and not a share",
+        trainer="warmup_ratio",
+        axolotl="warmup_ratio",
+        aws="warmup",
+    ),
+    _same(
+        "--weight-decay",
+        trainer="weight_decay",
+        axolotl="weight_decay",
+        titan="optimizer.weight_decay",
+        aws="weight_decay",
+    ),
+    _same(
+        "--beta1", trainer="adam_beta1", axolotl="adam_beta1", titan="optimizer.beta1", aws="beta1"
+    ),
+    _same(
+        "--beta2", trainer="adam_beta2", axolotl="adam_beta2", titan="optimizer.beta2", aws="beta2"
+    ),
+    _same(
+        "--grad-clip",
+        trainer="max_grad_norm",
+        axolotl="max_grad_norm",
+        titan="training.max_norm",
+        aws="grad_clip",
+    ),
     _other("--optimizer", "--optimizer adamw|adamw8bit", trainer="optim", titan="optimizer.name"),
-    _same("--seed", offline="seed", trainer="seed", axolotl="seed", aws="seed",
-          titan="training.seed debug.seed"),
+    _same(
+        "--seed",
+        offline="seed",
+        trainer="seed",
+        axolotl="seed",
+        aws="seed",
+        titan="training.seed debug.seed",
+    ),
     _other("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
     # Precision, speed, memory.
     _same("--precision", scratch="mixed_precision"),
-    _other("--precision", "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
-           trainer=f"{_FLAGS} torch_dtype dtype", axolotl=f"{_FLAGS} bfloat16 float16",
-           titan="training.mixed_precision_param training.dtype", aws="bf16"),
-    _same("--activation-checkpointing", trainer="gradient_checkpointing",
-          axolotl="gradient_checkpointing", aws="activation_checkpointing"),
-    _other("--activation-checkpointing", "--activation-checkpointing selective, or full",
-           titan="activation_checkpoint.mode activation_checkpoint.selective_ac_option",
-           aws="offload_activations"),
+    _other(
+        "--precision",
+        "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
+        trainer=f"{_FLAGS} torch_dtype dtype",
+        axolotl=f"{_FLAGS} bfloat16 float16",
+        titan="training.mixed_precision_param training.dtype",
+        aws="bf16",
+    ),
+    _same(
+        "--activation-checkpointing",
+        trainer="gradient_checkpointing",
+        axolotl="gradient_checkpointing",
+        aws="activation_checkpointing",
+    ),
+    _other(
+        "--activation-checkpointing",
+        "--activation-checkpointing selective, or full",
+        titan="activation_checkpoint.mode activation_checkpoint.selective_ac_option",
+        aws="offload_activations",
+    ),
     _same("--attention", scratch="use_flash_attn"),
-    _other("--attention", "--attention flash, or auto|sdpa|varlen|flash_attention_2|flex",
-           trainer="attn_implementation",
-           axolotl="flash_attention sdp_attention xformers_attention flex_attention",
-           titan="model.use_flex_attn"),
-    _other("--deterministic", "--deterministic on", trainer="full_determinism",
-           titan="debug.deterministic training.deterministic"),
-    _other("--compile", "--compile auto|on|off", trainer="torch_compile", axolotl="torch_compile",
-           titan="training.compile compile.enable"),
+    _other(
+        "--attention",
+        "--attention flash, or auto|sdpa|varlen|flash_attention_2|flex",
+        trainer="attn_implementation",
+        axolotl="flash_attention sdp_attention xformers_attention flex_attention",
+        titan="model.use_flex_attn",
+    ),
+    _other(
+        "--deterministic",
+        "--deterministic on",
+        trainer="full_determinism",
+        titan="debug.deterministic training.deterministic",
+    ),
+    _other(
+        "--compile",
+        "--compile auto|on|off",
+        trainer="torch_compile",
+        axolotl="torch_compile",
+        titan="training.compile compile.enable",
+    ),
     _same("--cpu-offload", offline="cpu_offload", aws="cpu_offload"),
     _other("--cpu-offload", "--cpu-offload on", titan="training.enable_cpu_offload"),
-    _other("--shard-size", "FSDP2 is always on; --shard-size N for replicas of N ranks (HSDP)",
-           trainer="fsdp fsdp_config deepspeed", axolotl="fsdp fsdp_config deepspeed",
-           titan="parallelism.data_parallel_shard_degree "
-                 "parallelism.data_parallel_replicate_degree", aws="sharding_strategy"),
-    _other("--keep-gathered", "--keep-gathered auto|on|off",
-           titan="parallelism.fsdp_reshard_after_forward"),
+    _other(
+        "--shard-size",
+        "FSDP2 is always on; --shard-size N for replicas of N ranks (HSDP)",
+        trainer="fsdp fsdp_config deepspeed",
+        axolotl="fsdp fsdp_config deepspeed",
+        titan="parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree",
+        aws="sharding_strategy",
+    ),
+    _other(
+        "--keep-gathered",
+        "--keep-gathered auto|on|off",
+        titan="parallelism.fsdp_reshard_after_forward",
+    ),
     _other("--device", "--device cpu", trainer="use_cpu no_cuda"),
-    _other("--num-workers", "--num-workers N", axolotl="dataset_processes dataloader_num_workers",
-           trainer="dataloader_num_workers preprocessing_num_workers"),
+    _other(
+        "--num-workers",
+        "--num-workers N",
+        axolotl="dataset_processes dataloader_num_workers",
+        trainer="dataloader_num_workers preprocessing_num_workers",
+    ),
     # Checkpoints, logs, evaluation.
-    _same("--ckpt-freq", offline="ckpt_freq", scratch="checkpoint_interval", trainer="save_steps",
-          axolotl="save_steps", titan="checkpoint.interval", aws="checkpoint_freq"),
-    _same("--ckpt-keep", trainer="save_total_limit", axolotl="save_total_limit",
-          titan="checkpoint.keep_latest_k"),
+    _same(
+        "--ckpt-freq",
+        offline="ckpt_freq",
+        scratch="checkpoint_interval",
+        trainer="save_steps",
+        axolotl="save_steps",
+        titan="checkpoint.interval",
+        aws="checkpoint_freq",
+    ),
+    _same(
+        "--ckpt-keep",
+        trainer="save_total_limit",
+        axolotl="save_total_limit",
+        titan="checkpoint.keep_latest_k",
+    ),
     _other("--ckpt-async", "--ckpt-async on (the default)", titan="checkpoint.async_mode"),
-    _other("--resume", "run the same command again to resume; --resume PATH takes one checkpoint",
-           trainer="resume_from_checkpoint",
-           axolotl="resume_from_checkpoint auto_resume_from_checkpoints",
-           titan="checkpoint.load_step checkpoint.folder checkpoint.enable "
-                 "checkpoint.enable_checkpoint", aws="resume_from_checkpoint"),
+    _other(
+        "--resume",
+        "run the same command again to resume; --resume PATH takes one checkpoint",
+        trainer="resume_from_checkpoint",
+        axolotl="resume_from_checkpoint auto_resume_from_checkpoints",
+        titan="checkpoint.load_step checkpoint.folder checkpoint.enable "
+        "checkpoint.enable_checkpoint",
+        aws="resume_from_checkpoint",
+    ),
     _other("--overwrite", "--overwrite", trainer="overwrite_output_dir overwrite_cache"),
-    _same("--log-freq", offline="log_freq", scratch="log_interval", trainer="logging_steps",
-          axolotl="logging_steps", titan="metrics.log_freq", aws="logging_freq"),
-    _same("--eval-freq", trainer="eval_steps", axolotl="eval_steps", titan="validation.freq",
-          aws="validation_freq"),
-    _other("--eval-freq", "--eval-freq N, 0 for only at the end",
-           trainer="eval_strategy evaluation_strategy do_eval", axolotl="evals_per_epoch",
-           titan="validation.enable"),
+    _same(
+        "--log-freq",
+        offline="log_freq",
+        scratch="log_interval",
+        trainer="logging_steps",
+        axolotl="logging_steps",
+        titan="metrics.log_freq",
+        aws="logging_freq",
+    ),
+    _same(
+        "--eval-freq",
+        trainer="eval_steps",
+        axolotl="eval_steps",
+        titan="validation.freq",
+        aws="validation_freq",
+    ),
+    _other(
+        "--eval-freq",
+        "--eval-freq N, 0 for only at the end",
+        trainer="eval_strategy evaluation_strategy do_eval",
+        axolotl="evals_per_epoch",
+        titan="validation.enable",
+    ),
     _same("--eval-batches", titan="validation.steps", aws="validation_batches"),
     _other("--eval-batches", "--eval-batches N (global batches)", trainer="max_eval_samples"),
-    _other("--wandb", "--wandb on", trainer="report_to", axolotl="wandb_project wandb_mode",
-           titan="metrics.enable_wandb"),
-    _other("--profile", "--profile START:END",
-           titan="profiling.enable_profiling profiling.profile_freq"),
+    _other(
+        "--wandb",
+        "--wandb on",
+        trainer="report_to",
+        axolotl="wandb_project wandb_mode",
+        titan="metrics.enable_wandb",
+    ),
+    _other(
+        "--profile",
+        "--profile START:END",
+        titan="profiling.enable_profiling profiling.profile_freq",
+    ),
     # The Hub.
     _same("--token", trainer="hub_token", eks="hf_token"),
     _other("--token", "--token TOKEN, or HF_TOKEN", trainer="use_auth_token"),
@@ -216,17 +434,29 @@ ROWS = (
     _same("--cluster-name", eks="cluster_name"),
     _same("--region", eks="region"),
     _same("--monitor", eks="monitor"),
-    _other("--attempts", "--attempts 1 for a single submission; in Python also auto_retry=False",
-           eks="auto_retry"),
-    _other("--kind", "--kind hyperpod for the operator of HyperPod; kubectl submits every kind",
-           eks="use_hyperpod_cli"),
-    _other("--code-dir", "leave it out: the ranks are started by the Python of the image",
-           eks="torchrun_path"),
+    _other(
+        "--attempts",
+        "--attempts 1 for a single submission; in Python also auto_retry=False",
+        eks="auto_retry",
+    ),
+    _other(
+        "--kind",
+        "--kind hyperpod for the operator of HyperPod; kubectl submits every kind",
+        eks="use_hyperpod_cli",
+    ),
+    _other(
+        "--code-dir",
+        "leave it out: the ranks are started by the Python of the image",
+        eks="torchrun_path",
+    ),
     _same("--validate-components", eks="validate_components"),
     _same("--auto-fix", eks="auto_fix"),
-    _other("--validate-components", "nothing here makes a cluster: eksctl create cluster; in "
-           "Python create_if_missing=True asks whether there is one",
-           eks="create_if_missing infrastructure_type"),
+    _other(
+        "--validate-components",
+        "nothing here makes a cluster: eksctl create cluster; in "
+        "Python create_if_missing=True asks whether there is one",
+        eks="create_if_missing infrastructure_type",
+    ),
     _same("--dockerfile", eks="dockerfile"),
     _same("--tag", eks="tag"),
     _same("--base-image", eks="base_image"),
@@ -241,8 +471,14 @@ def taken(name: str, ours: Collection[str]) -> str:
     name: as it is typed, or without dashes in front. ours: the options of the parser.
     """
     wanted = _plain(name)
-    return next((row.option for row in ROWS if not row.text and row.option in ours
-                 and wanted in _names(row)), "")
+    return next(
+        (
+            row.option
+            for row in ROWS
+            if not row.text and row.option in ours and wanted in _names(row)
+        ),
+        "",
+    )
 
 
 def advice(name: str, ours: Collection[str]) -> str:
@@ -269,9 +505,15 @@ def spellings(options: Collection[str]) -> list[str]:
 def table() -> str:
     """Return all rows as a table in Markdown."""
     lines = ["| here | what to do with the names there | names there |", "|---|---|---|"]
-    lines += [f"| `{row.option}` | {row.text.replace('|', chr(92) + '|') or 'taken as they are'} | "
-              + "; ".join(f"{SYSTEMS[system]}: " + ", ".join(f"`{name}`" for name in names.split())
-                          for system, names in row.names.items()) + " |" for row in ROWS]
+    lines += [
+        f"| `{row.option}` | {row.text.replace('|', chr(92) + '|') or 'taken as they are'} | "
+        + "; ".join(
+            f"{SYSTEMS[system]}: " + ", ".join(f"`{name}`" for name in names.split())
+            for system, names in row.names.items()
+        )
+        + " |"
+        for row in ROWS
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -19,15 +19,26 @@ Result = TypeVar("Result")
 
 EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL, EXIT_PREEMPTED = 0, 1, 2, 3, 4, 75
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DISK_FAILED_ERRNOS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EUCLEAN,
-                       errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN}
+_DISK_FAILED_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.EHOSTDOWN,
+}
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 # By option of ours, the name of another system that a person gave for it: errors repeat it.
 TYPED_AS: dict[str, str] = {}
 # Names in an artifact of others may hold what a terminal obeys.
-_CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))
-             if chr(number) not in "\n\t"}
+_CONTROLS = {
+    number: f"\\x{number:02x}"
+    for number in (*range(32), *range(127, 160))
+    if chr(number) not in "\n\t"
+}
 
 
 def visible(text: str) -> str:
@@ -45,8 +56,9 @@ class StageError(Exception):
 
     code = EXIT_BUG
 
-    def __init__(self, problem: str, *, expected: str = "", found: str = "", hint: str = "",
-                 run: str = "") -> None:
+    def __init__(
+        self, problem: str, *, expected: str = "", found: str = "", hint: str = "", run: str = ""
+    ) -> None:
         super().__init__(problem)
         self.problem, self.expected, self.found = problem, expected, found
         self.hint, self.run = hint, run
@@ -62,9 +74,11 @@ class StageError(Exception):
                 lines += [f"  {'':<9} {line}" for line in rest]
         if not self.several:
             words = {word.strip(":,;.'") for word in self.problem.replace("/", " ").split()}
-            lines += [f"  {'typed:':<9} {name}, which is {option} here"
-                      for option, name in TYPED_AS.items()
-                      if option in words and f" {name}, which is " not in self.problem]
+            lines += [
+                f"  {'typed:':<9} {name}, which is {option} here"
+                for option, name in TYPED_AS.items()
+                if option in words and f" {name}, which is " not in self.problem
+            ]
         return visible("\n".join(lines))
 
 
@@ -137,14 +151,26 @@ def from_os_error(error: OSError) -> StageError | None:
     """Return the StageError for an OSError that the machine or the user caused, else None."""
     where = f": {error.filename}" if error.filename else ""
     if error.errno in _DISK_FULL_ERRNOS:
-        return DiskFullError(f"no room to write{where} ({error.strerror})",
-                             expected="free space there (`df -h`), then run the same command again")
+        return DiskFullError(
+            f"no room to write{where} ({error.strerror})",
+            expected="free space there (`df -h`), then run the same command again",
+        )
     if is_of_disk(error):
-        return StageError(f"a disk or file system failed{where} ({error.strerror})",
-                          expected="a sound one (`dmesg` tells more)",
-                          hint="the same command goes on from what was finished")
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
-                       errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP}:
+        return StageError(
+            f"a disk or file system failed{where} ({error.strerror})",
+            expected="a sound one (`dmesg` tells more)",
+            hint="the same command goes on from what was finished",
+        )
+    if error.errno in {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.EEXIST,
+        errno.ELOOP,
+    }:
         return UsageError(f"{error.strerror}{where}")
     return None
 
@@ -158,6 +184,5 @@ def is_missing(error: OSError) -> bool:
 
 
 def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Tell whether an error says that a disk or a mount failed, and nothing of what a file holds.
-    """
+    """Return whether an error means that a disk or mount failed, not that a file is damaged."""
     return isinstance(error, OSError) and error.errno in _DISK_FAILED_ERRNOS

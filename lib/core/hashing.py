@@ -27,6 +27,7 @@ class Hasher(Protocol):
 _ALGORITHMS: dict[str, Callable[[], Hasher]] = {"sha256": hashlib.sha256}
 with suppress(ImportError):  # without it a manifest holds sha256 instead: slower, never weaker
     import xxhash
+
     _ALGORITHMS["xxh3"] = xxhash.xxh3_128
 
 FAST = [*_ALGORITHMS][-1]
@@ -37,8 +38,10 @@ def new(algorithm: str = FAST) -> Hasher:
     """Return a hasher for `xxh3` (128 bits) or `sha256`; ArtifactError when it cannot be had."""
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]()
-    raise ArtifactError(f"cannot check a digest of kind {algorithm!r} here",
-                        run=commands.pip_install("xxhash") if algorithm == "xxh3" else "")
+    raise ArtifactError(
+        f"cannot check a digest of kind {algorithm!r} here",
+        run=commands.pip_install("xxhash") if algorithm == "xxh3" else "",
+    )
 
 
 def digest(hasher: Hasher, algorithm: str = FAST) -> str:
@@ -46,8 +49,9 @@ def digest(hasher: Hasher, algorithm: str = FAST) -> str:
     return f"{algorithm}:{hasher.hexdigest()}"
 
 
-def file_digest(path: Path, algorithm: str = FAST,
-                advance: Callable[[int], None] = lambda size: None) -> str:
+def file_digest(
+    path: Path, algorithm: str = FAST, advance: Callable[[int], None] = lambda size: None
+) -> str:
     """Return the digest string of a file's content, read in pieces of 4 MiB.
 
     advance: called with the bytes of each piece.

@@ -33,8 +33,11 @@ def with_default(action: argparse.Action) -> str:
     Percent signs are doubled, as argparse wants them.
     """
     text, default = action.help or "", action.default
-    if default is argparse.SUPPRESS or _DEFAULT.search(text) \
-            or not (action.option_strings or action.nargs == "?"):
+    if (
+        default is argparse.SUPPRESS
+        or _DEFAULT.search(text)
+        or not (action.option_strings or action.nargs == "?")
+    ):
         return text
     if action.required:
         return f"{text} (needed)"
@@ -47,8 +50,9 @@ def with_default(action: argparse.Action) -> str:
 
 def usage(parser: argparse.ArgumentParser) -> str:
     """Return a usage of one line: what must be given, the rest as `[options]`."""
-    needed = [_named(action) for action in parser._actions
-              if action.option_strings and action.required]
+    needed = [
+        _named(action) for action in parser._actions if action.option_strings and action.required
+    ]
     places = [_place(action) for action in parser._actions if not action.option_strings]
     return " ".join([parser.prog, *places, *needed, "[options]"])
 
@@ -63,14 +67,26 @@ def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, 
     by_name = {action.dest: action for action in reversed(parser._actions)}
     named = {name: _named(by_name[name]) for name in first}
     width = max(map(len, named.values())) + 2
-    lines = [f"  {named[name]:<{width}}{text} {_default(by_name[name])}"
-             for name, text in first.items()]
-    groups = "; ".join((group.title or "").partition(" (")[0]
-                       for group in parser._action_groups[2:])
+    lines = [
+        f"  {named[name]:<{width}}{text} {_default(by_name[name])}" for name, text in first.items()
+    ]
+    groups = "; ".join(
+        (group.title or "").partition(" (")[0] for group in parser._action_groups[2:]
+    )
     more = len([action for action in parser._actions if action.option_strings]) - len(first)
-    return "\n".join([f"usage: {usage}", "", head, "",
-                      f"the {len(first)} options that matter most:", *lines, "",
-                      *textwrap.wrap(f"--help-all tells {more} more: {groups}", _COLUMNS), ""])
+    return "\n".join(
+        [
+            f"usage: {usage}",
+            "",
+            head,
+            "",
+            f"the {len(first)} options that matter most:",
+            *lines,
+            "",
+            *textwrap.wrap(f"--help-all tells {more} more: {groups}", _COLUMNS),
+            "",
+        ]
+    )
 
 
 def _named(action: argparse.Action) -> str:

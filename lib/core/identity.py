@@ -23,8 +23,9 @@ class Difference(NamedTuple):
     def in_words(self, there: str = "there", now: str = "now") -> str:
         """Return it in words, an option as a person types it. there, now: where the two are."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
-        return f"{label}: {_shown(self.there, self.now)} {there}, {_shown(self.now, self.there)} " \
-               f"{now}"
+        return (
+            f"{label}: {_shown(self.there, self.now)} {there}, {_shown(self.now, self.there)} {now}"
+        )
 
     def __str__(self) -> str:
         return self.in_words()
@@ -36,10 +37,16 @@ def differences(old: Any, new: Any, path: str = "") -> list[Difference]:
     path: of the values in their identities, with dots between the levels.
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        return [found for key in sorted(old.keys() | new.keys()) for found in
-                differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
-    kind, name = ("option", path.removeprefix("options.")) if path.startswith("options.") else \
-        ("input", path.removeprefix("inputs."))
+        return [
+            found
+            for key in sorted(old.keys() | new.keys())
+            for found in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        ]
+    kind, name = (
+        ("option", path.removeprefix("options."))
+        if path.startswith("options.")
+        else ("input", path.removeprefix("inputs."))
+    )
     return [] if old == new else [Difference(kind, name, old, new)]
 
 

@@ -61,8 +61,14 @@ def record_failure(kind: str, code: int, text: str) -> None:
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     now = time.time()
-    message = {"message": text, "errorCode": code, "kind": kind, "rank": log.rank(), "time": now,
-               "extraInfo": {"timestamp": str(int(now)), "py_callstack": headline(text)}}
+    message = {
+        "message": text,
+        "errorCode": code,
+        "kind": kind,
+        "rank": log.rank(),
+        "time": now,
+        "extraInfo": {"timestamp": str(int(now)), "py_callstack": headline(text)},
+    }
     with suppress(OSError):  # what failed matters more than telling it
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps({"message": message}), encoding="utf-8")
@@ -76,8 +82,9 @@ def end_at_once(code: int, *last_words: Callable[[], object]) -> NoReturn:
     disk or a pipe that nobody reads, costs neither the others nor the end.
     """
     try:
-        threads = [threading.Thread(target=_tried, args=(tell,), daemon=True)
-                   for tell in last_words]
+        threads = [
+            threading.Thread(target=_tried, args=(tell,), daemon=True) for tell in last_words
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + _LAST_WORDS_S

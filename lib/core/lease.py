@@ -58,8 +58,13 @@ class Lease:
         that. Raises Held when another process has it, FileNotFoundError when it is gone.
         """
         self._path, self._lost, self._beats = path, lost, 0
-        self._record = {"host": platform.node(), "pid": os.getpid(), "born": _born(os.getpid()),
-                        "machine": _machine(), "id": f"{time.time_ns():x}-{os.getpid()}"}
+        self._record = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "born": _born(os.getpid()),
+            "machine": _machine(),
+            "id": f"{time.time_ns():x}-{os.getpid()}",
+        }
         self._lock = lock(path.parent)
         if self._lock < 0:
             raise self._held(records.mapping(path))
@@ -157,8 +162,10 @@ class Lease:
                 return True  # released
             if not is_logged and time.monotonic() - began > BEAT_S:
                 is_logged = True
-                log.info(f"{self._path} is of {holder(found)}, which has given no sign of life for "
-                         f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all")
+                log.info(
+                    f"{self._path} is of {holder(found)}, which has given no sign of life for "
+                    f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all"
+                )
         if found:
             log.info(f"{holder(found)} is gone: {self._path.parent} is taken over")
         return True

@@ -82,8 +82,10 @@ class Tolerated:
                 info(f"{self._what} can be {self._done} again")
             else:
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                warn(f"{self._what} cannot be {self._done}: {why}; the run goes on, and this is "
-                     "told once")
+                warn(
+                    f"{self._what} cannot be {self._done}: {why}; the run goes on, and this is "
+                    "told once"
+                )
         return True
 
 

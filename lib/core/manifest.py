@@ -48,22 +48,38 @@ def versions() -> dict[str, str]:
 
 def file_entry(root: Path, path: Path, algorithm: str = hashing.FAST) -> dict[str, Any]:
     """Return the entry of a file: path relative to `root`, bytes, digest."""
-    return {"path": path.relative_to(root).as_posix(), "bytes": path.stat().st_size,
-            "digest": hashing.file_digest(path, algorithm)}
+    return {
+        "path": path.relative_to(root).as_posix(),
+        "bytes": path.stat().st_size,
+        "digest": hashing.file_digest(path, algorithm),
+    }
 
 
-def write(directory: Path, *, kind: str, stage: str, identity: dict[str, Any],
-          options: dict[str, Any], files: Iterable[dict[str, Any]], summary: dict[str, Any],
-          ) -> None:
+def write(
+    directory: Path,
+    *,
+    kind: str,
+    stage: str,
+    identity: dict[str, Any],
+    options: dict[str, Any],
+    files: Iterable[dict[str, Any]],
+    summary: dict[str, Any],
+) -> None:
     """Write and fsync `<directory>/manifest.json`.
 
     kind: `name/version` of the format. identity: options and inputs that decide the content.
     files: entries as `file_entry` makes them. summary: whatever later stages want to know.
     """
-    content = {"kind": kind, "stage": stage,
-               "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-               "identity": identity, "options": options, "versions": versions(),
-               "summary": summary, "files": list(files)}
+    content = {
+        "kind": kind,
+        "stage": stage,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "identity": identity,
+        "options": options,
+        "versions": versions(),
+        "summary": summary,
+        "files": list(files),
+    }
     write_json(directory / MANIFEST, content)
 
 
@@ -106,20 +122,32 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
     """
     if not directory.is_dir():
         verb = "do" if _is(what) == "are" else "does"
-        raise ArtifactError(f"{what} {directory} {verb} not exist",
-                            found=unfinished(directory), run=run, hint=hint)
+        raise ArtifactError(
+            f"{what} {directory} {verb} not exist", found=unfinished(directory), run=run, hint=hint
+        )
     if not (directory / MANIFEST).exists():
-        raise ArtifactError(f"{what} {directory} {_is(what)} not finished (no {MANIFEST})",
-                            found=unfinished(directory), run=run, hint=hint)
+        raise ArtifactError(
+            f"{what} {directory} {_is(what)} not finished (no {MANIFEST})",
+            found=unfinished(directory),
+            run=run,
+            hint=hint,
+        )
     content = read_if_any(directory)
     if content is None:
-        raise ArtifactError(f"{directory / MANIFEST} is damaged",
-                            expected="the manifest that a finished stage writes", hint=hint,
-                            run=commands.moved_away(directory, run))
+        raise ArtifactError(
+            f"{directory / MANIFEST} is damaged",
+            expected="the manifest that a finished stage writes",
+            hint=hint,
+            run=commands.moved_away(directory, run),
+        )
     if content["kind"] != kind:
-        raise ArtifactError(f"{directory} holds no {what.removeprefix('the ')}",
-                            expected=f"kind {kind}",
-                            found=f"kind {content['kind']}", run=run, hint=hint)
+        raise ArtifactError(
+            f"{directory} holds no {what.removeprefix('the ')}",
+            expected=f"kind {kind}",
+            found=f"kind {content['kind']}",
+            run=run,
+            hint=hint,
+        )
     return content
 
 
@@ -130,10 +158,13 @@ def read_if_any(directory: Path) -> dict[str, Any] | None:
     """
     try:
         content = records.read_json(directory / MANIFEST)
-        whole = isinstance(content["kind"], str) and isinstance(content["summary"], dict) \
-            and isinstance(content["identity"], dict) \
-            and isinstance(content.get("options", {}), dict) \
+        whole = (
+            isinstance(content["kind"], str)
+            and isinstance(content["summary"], dict)
+            and isinstance(content["identity"], dict)
+            and isinstance(content.get("options", {}), dict)
             and all(is_sound(entry, content["kind"]) for entry in content["files"])
+        )
     except OSError as error:
         if not is_missing(error):
             raise
@@ -151,8 +182,12 @@ def is_sound(entry: Any, kind: str) -> bool:
     path, size = entry["path"], entry["bytes"]
     if kind.startswith("raw/") and isinstance(path, str):
         path = path.removeprefix("../")
-    return not records.leads_out(path) and type(size) is int and size >= 0 \
+    return (
+        not records.leads_out(path)
+        and type(size) is int
+        and size >= 0
         and isinstance(entry["digest"], str)
+    )
 
 
 def kind_of(directory: Path) -> str:
@@ -182,8 +217,11 @@ def remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
     places: options that name where it lies now. It is a command under `run` where the inputs are
     still found by the names they had, words under `hint` where they are not.
     """
-    options = {key: value for key, value in (content.get("options", {}) | places).items()
-               if key not in VOLATILE and value != REDACTED}
+    options = {
+        key: value
+        for key, value in (content.get("options", {}) | places).items()
+        if key not in VOLATILE and value != REDACTED
+    }
     if not _STAGE.fullmatch(str(content.get("stage", ""))):
         return {"hint": f"{MANIFEST} does not name the stage that made it"}
     command = commands.script(content["stage"], *commands.as_words(options), *more)
@@ -198,14 +236,25 @@ def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
 
     deep: also hash the content; otherwise only presence and size are looked at.
     """
-    return list(filter(None, (damage(directory / entry["path"], entry, deep)
-                              if is_sound(entry, content.get("kind", "")) else
-                              f"{MANIFEST} names {entry['path']!r}, which is no file of {directory}"
-                              for entry in content["files"])))
+    return list(
+        filter(
+            None,
+            (
+                damage(directory / entry["path"], entry, deep)
+                if is_sound(entry, content.get("kind", ""))
+                else f"{MANIFEST} names {entry['path']!r}, which is no file of {directory}"
+                for entry in content["files"]
+            ),
+        )
+    )
 
 
-def damage(path: Path, entry: dict[str, Any], deep: bool,
-           advance: Callable[[int], None] = lambda size: None) -> str:
+def damage(
+    path: Path,
+    entry: dict[str, Any],
+    deep: bool,
+    advance: Callable[[int], None] = lambda size: None,
+) -> str:
     """Return what is wrong with a file in a sentence, empty when nothing is.
 
     Raises OSError when the file cannot be read, which says nothing of what it holds. advance:
@@ -226,8 +275,14 @@ def damage(path: Path, entry: dict[str, Any], deep: bool,
     return ""
 
 
-def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hint: str = "",
-          deep: bool = False) -> None:
+def check(
+    directory: Path,
+    content: dict[str, Any],
+    what: str,
+    run: str = "",
+    hint: str = "",
+    deep: bool = False,
+) -> None:
     """Raise ArtifactError naming every damaged file of an artifact; run, hint: what mends it."""
     if found := damages(directory, content, deep):
         raise damaged(directory, what, found, run=run, hint=hint)
@@ -235,8 +290,9 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hi
 
 def damaged(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
     """Return the error for an artifact; found: what is wrong with it, a sentence each."""
-    return ArtifactError(f"{what} {directory} {_is(what)} damaged",
-                         found=units.join_lines(found, 10), **remedy)
+    return ArtifactError(
+        f"{what} {directory} {_is(what)} damaged", found=units.join_lines(found, 10), **remedy
+    )
 
 
 def _is(what: str) -> str:
@@ -246,8 +302,11 @@ def _is(what: str) -> str:
 
 def unfinished(directory: Path) -> str:
     """Describe what an interrupted run left beside a missing artifact; empty when nothing."""
-    left = sorted(directory.parent.glob(f"{glob.escape(directory.name)}.partial-*")) \
-        if directory.parent.is_dir() else []
+    left = (
+        sorted(directory.parent.glob(f"{glob.escape(directory.name)}.partial-*"))
+        if directory.parent.is_dir()
+        else []
+    )
     if not left:
         return ""
     age_min = (time.time() - left[0].stat().st_mtime) / 60

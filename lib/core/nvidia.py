@@ -71,8 +71,10 @@ def number(text: str) -> float | None:
 
 def driver() -> str:
     """Return the version of the driver, "" where there is none."""
-    for source in (lambda: query("driver_version")[0][0],  # which may be [N/A]
-                   lambda: (PROC / "version").read_text(encoding="ascii", errors="replace")):
+    for source in (
+        lambda: query("driver_version")[0][0],  # which may be [N/A]
+        lambda: (PROC / "version").read_text(encoding="ascii", errors="replace"),
+    ):
         with suppress(Missing, OSError):
             if found := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", source()):
                 return found[0]
@@ -82,7 +84,7 @@ def driver() -> str:
 def names() -> list[str]:
     """Return the names of the GPUs that nvidia-smi lists, none where it is absent or fails."""
     try:
-        return [name for name, in query("name")]
+        return [name for (name,) in query("name")]
     except Missing:
         return []
 

@@ -32,20 +32,30 @@ class Parser(argparse.ArgumentParser):
     page, and --help-all tells every option.
     """
 
-    def __init__(self, description: str | None, usage: str = "",
-                 first: Mapping[str, str] | None = None) -> None:
-        super().__init__(description=description, formatter_class=help_text.Formatter,
-                         allow_abbrev=False)
+    def __init__(
+        self, description: str | None, usage: str = "", first: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(
+            description=description, formatter_class=help_text.Formatter, allow_abbrev=False
+        )
         self._usage, self._first = usage, first or {}
         self._bad: list[str] = []  # values that are refused, told together
         if first:
-            self.add_argument("--help-all", action=help_text.HelpAll, nargs=0,
-                              default=argparse.SUPPRESS, help="show every option and exit")
+            self.add_argument(
+                "--help-all",
+                action=help_text.HelpAll,
+                nargs=0,
+                default=argparse.SUPPRESS,
+                help="show every option and exit",
+            )
 
     def format_help(self) -> str:
         """Return what --help prints."""
-        return help_text.short_page(self, self._usage_line(), self._first) if self._first \
+        return (
+            help_text.short_page(self, self._usage_line(), self._first)
+            if self._first
             else self.format_all()
+        )
 
     def format_all(self) -> str:
         """Return the help of every option."""
@@ -64,13 +74,19 @@ class Parser(argparse.ArgumentParser):
         common = self.add_argument_group("common")
         add_config(common, "print the plan and touch nothing")
         if overwrite:
-            common.add_argument("--overwrite", action="store_true",
-                                help="replace an existing artifact made from other inputs or "
-                                     "options")
+            common.add_argument(
+                "--overwrite",
+                action="store_true",
+                help="replace an existing artifact made from other inputs or options",
+            )
         if workers:
-            common.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1,
-                                metavar="N",
-                                help=f"processes that {workers} (default: one per core)")
+            common.add_argument(
+                "--num-workers",
+                type=positive_int,
+                default=os.cpu_count() or 1,
+                metavar="N",
+                help=f"processes that {workers} (default: one per core)",
+            )
         common.add_argument("--no-progress", action="store_true", help="show no progress")
 
     def parse(self, argv: Sequence[str]) -> Options:
@@ -78,8 +94,7 @@ class Parser(argparse.ArgumentParser):
         return self._parse_known(self.expanded(argv))
 
     def expanded(self, argv: Sequence[str]) -> list[str]:
-        """Return the command line with what --config stands for before it; UsageError as `parse`.
-        """
+        """Return the command line after the values of --config. Raises UsageError as `parse`."""
         TYPED_AS.clear()
         argv = [self._as_ours(arg) for arg in argv]
         if not (file := self._value_of(argv, "--config")):
@@ -103,18 +118,24 @@ class Parser(argparse.ArgumentParser):
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
             elif self._dest(flag) in config_file.TYPED and value:
-                problems.add(f"{config}: {flag} is taken from the command line alone",
-                             expected="a file without it")
+                problems.add(
+                    f"{config}: {flag} is taken from the command line alone",
+                    expected="a file without it",
+                )
             elif flag == "--config" or self._dest(flag) not in given:
                 action = self._option_string_actions[flag]
-                words = config_file.as_arguments(action, flag, value, f"{config}: {key!r}",
-                                                 _JOINED.get(action.type, ""))
+                words = config_file.as_arguments(
+                    action, flag, value, f"{config}: {key!r}", _JOINED.get(action.type, "")
+                )
                 if value is None:
                     continue
                 first, before = named.setdefault(self._dest(flag), (key, words))
                 if config_file.values(action, before) != config_file.values(action, words):
-                    problems.add(f"{config}: {first!r} and {key!r} mean the same option, and have "
-                                 "different values", expected="one of them")
+                    problems.add(
+                        f"{config}: {first!r} and {key!r} mean the same option, and have "
+                        "different values",
+                        expected="one of them",
+                    )
                 from_yaml += words
         problems.raise_if_any()
         needed = [action for action in self._actions if action.required]
@@ -139,8 +160,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
-        raise self._with_help(together([UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
-                                        for text in (*self._bad, message)]))
+        raise self._with_help(
+            together(
+                [
+                    UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
+                    for text in (*self._bad, message)
+                ]
+            )
+        )
 
     def _with_help(self, error: StageError) -> StageError:
         """Return an error with the command that shows all options."""
@@ -198,18 +225,23 @@ class Parser(argparse.ArgumentParser):
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     """Add --config and --dry-run to a parser or a group; `dry_run` says what the latter does."""
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="YAML file with options (`key: value`); the command line wins "
-                             "(default: none)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with options (`key: value`); the command line wins (default: none)",
+    )
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
 def resolved(options: Options) -> dict[str, Any]:
     """Return the options as plain values to store: paths as strings, secrets redacted."""
+
     def plain(key: str, value: Any) -> Any:
         if value is not None and is_secret(key):
             return REDACTED
         return str(value) if isinstance(value, Path) else value
+
     return {key: plain(key, value) for key, value in vars(options).items()}
 
 
@@ -219,8 +251,9 @@ def identity(options: Options, *leave_out: str) -> dict[str, Any]:
     return {key: value for key, value in resolved(options).items() if key not in skip}
 
 
-def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str,
-            ) -> Callable[[str], Any]:
+def _number(
+    convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str
+) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = convert(text)
@@ -230,6 +263,7 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
             got = repr(text) if text else "nothing"
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {got}")
         return value
+
     return parse
 
 
@@ -257,14 +291,16 @@ def dtype(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         name = text.lower()
         return canonical.get(_DTYPES.get(name, name), text)
+
     return parse
 
 
 def on_off(text: str) -> bool:
     """Parse `on` or `off`."""
     try:
-        return {"on": True, "true": True, "1": True, "off": False, "false": False,
-                "0": False}[text.lower()]
+        return {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}[
+            text.lower()
+        ]
     except KeyError:
         raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
 
@@ -288,6 +324,7 @@ def span(text: str) -> tuple[int, int]:
 def positive_size(text: str) -> int:
     """Parse a size such as `5GB`, above 0."""
     from lib.core import units
+
     try:
         size = units.parse_size(text)
     except ValueError as error:

@@ -49,8 +49,12 @@ def streaming_root(cache_dir: Path, dataset_name: str) -> Path:
 
 def is_name(text: str) -> bool:
     """Tell whether a text can name an experiment's directory, and be typed in a command again."""
-    return text.isprintable() and not text.startswith(("-", ".")) and "/" not in text \
+    return (
+        text.isprintable()
+        and not text.startswith(("-", "."))
+        and "/" not in text
         and 0 < len(text.encode()) <= 200
+    )
 
 
 def settle(opts: Options) -> None:
@@ -61,9 +65,11 @@ def settle(opts: Options) -> None:
     """
     if place := getattr(opts, "checkpoint_dir", None):
         if opts.save_dir:
-            raise UsageError("give --save-dir or --checkpoint-dir, not both",
-                             expected="--save-dir DIR: a run lies in DIR/NAME, and its checkpoints "
-                                      "in DIR/NAME/checkpoints")
+            raise UsageError(
+                "give --save-dir or --checkpoint-dir, not both",
+                expected="--save-dir DIR: a run lies in DIR/NAME, and its checkpoints "
+                "in DIR/NAME/checkpoints",
+            )
         opts.checkpoint_dir = None
         if opts.experiment_name:
             opts.save_dir = place
@@ -82,8 +88,9 @@ def existing_experiment(text: str) -> Experiment:
     """
     found = experiment(text)
     here = Path(text).absolute()
-    return Experiment(here.parent, here.name) if here.is_dir() and not found.root.exists() \
-        else found
+    return (
+        Experiment(here.parent, here.name) if here.is_dir() and not found.root.exists() else found
+    )
 
 
 def experiment(text: str, save_dir: Path | None = None) -> Experiment:
@@ -97,13 +104,16 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
         path = path.absolute().resolve()
     is_path = len(path.parts) > 1 or text.startswith(".")
     if not is_name(path.name):
-        raise UsageError(f"{text!r} is not a name of an experiment",
-                         expected="a name for a directory, not beginning with - or ., or the path "
-                                  "of such a directory")
+        raise UsageError(
+            f"{text!r} is not a name of an experiment",
+            expected="a name for a directory, not beginning with - or ., or the path "
+            "of such a directory",
+        )
     if is_path and save_dir is not None and save_dir.resolve() != path.parent.resolve():
-        raise UsageError(f"{text} does not lie in --save-dir {save_dir}",
-                         expected=f"-e {path.name} to mean {save_dir / path.name}, or "
-                                  f"--save-dir {path.parent}")
+        raise UsageError(
+            f"{text} does not lie in --save-dir {save_dir}",
+            expected=f"-e {path.name} to mean {save_dir / path.name}, or --save-dir {path.parent}",
+        )
     return Experiment(path.parent if is_path else save_dir or OUTPUTS, path.name)
 
 
@@ -129,8 +139,9 @@ class Experiment:
     def is_empty(self) -> bool:
         """Tell whether the directory is missing or holds no more than what a start makes first."""
         first = (self.lock.name, f"{self.config.name}.tmp-")
-        return not self.root.is_dir() or \
-            all(path.name.startswith(first) for path in self.root.iterdir())
+        return not self.root.is_dir() or all(
+            path.name.startswith(first) for path in self.root.iterdir()
+        )
 
     def rank_log(self, rank: int) -> Path:
         """Return the log file of a rank."""

@@ -59,8 +59,10 @@ def _repetitions(parsed: Any) -> Iterator[Any]:
 
 def _has_alternatives(parsed: Any) -> bool:
     """Return whether a parsed pattern can match the same text in several ways by alternatives."""
-    return any(str(name) in ("BRANCH", "GROUPREF_EXISTS") or any(
-        map(_has_alternatives, _parts(argument))) for name, argument in parsed)
+    return any(
+        str(name) in ("BRANCH", "GROUPREF_EXISTS") or any(map(_has_alternatives, _parts(argument)))
+        for name, argument in parsed
+    )
 
 
 def _parts(argument: Any) -> Iterator[Any]:

@@ -21,8 +21,15 @@ class Progress:
     On a terminal it is a tqdm bar; elsewhere a log line at most every 15 seconds.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True,
-                 done: int = 0, times: bool = True) -> None:
+    def __init__(
+        self,
+        what: str,
+        total: int | None,
+        unit: str,
+        enabled: bool = True,
+        done: int = 0,
+        times: bool = True,
+    ) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
         self._before, self._lock = done, threading.Lock()
         self._began = self._last_line = time.monotonic()
@@ -30,8 +37,16 @@ class Progress:
         self._bar = None
         if self._enabled and sys.stderr.isatty():
             from tqdm import tqdm
-            self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False,
-                             initial=done, bar_format=None if times else _BAR_WITHOUT_TIMES)
+
+            self._bar = tqdm(
+                desc=what,
+                total=total,
+                unit=unit,
+                unit_scale=True,
+                leave=False,
+                initial=done,
+                bar_format=None if times else _BAR_WITHOUT_TIMES,
+            )
 
     def __enter__(self) -> Progress:
         return self
@@ -78,5 +93,7 @@ class Progress:
             return f"{self.what}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
         left = units.duration((self.total - self.done) / max(rate, 1e-9))
         share = 100 * self.done / self.total
-        return f"{self.what}: {show(self.done)} of {show(self.total)} ({share:.0f} %), " \
-               f"{show(rate)}/s, {left} left"
+        return (
+            f"{self.what}: {show(self.done)} of {show(self.total)} ({share:.0f} %), "
+            f"{show(rate)}/s, {left} left"
+        )

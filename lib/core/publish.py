@@ -29,13 +29,22 @@ from lib.core.paths import MANIFEST
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
 _REPLACED = "replaced"
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
-_IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts",  # of kinds; others are words
-             "tokens": "token store"}
+_IN_WORDS = {
+    "raw": "raw files",
+    "dataset-parts": "dataset parts",  # of kinds; others are words
+    "tokens": "token store",
+}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
-            run: str = "", dry_run: bool = False) -> bool:
+def is_done(
+    target: Path,
+    kind: str,
+    identity: dict[str, Any],
+    overwrite: bool,
+    run: str = "",
+    dry_run: bool = False,
+) -> bool:
     """Tell whether `target` already holds what would be built.
 
     identity: `{"options": …, "inputs": …}`. run: what makes a damaged one whole (default: the
@@ -50,26 +59,35 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
-        raise ArtifactError(f"{given / MANIFEST} is damaged",
-                            run=commands.moved_away(target, commands.as_typed()))
+        raise ArtifactError(
+            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+        )
     if found.partition("/")[0] != kind.partition("/")[0]:
-        raise UsageError(f"{given} exists and was not made by this stage",
-                         expected="a name that is free, or an artifact of this stage",
-                         found=f"an artifact of kind {found}" if found else
-                         f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file",
-                         hint="choose another name, or move it away")
+        raise UsageError(
+            f"{given} exists and was not made by this stage",
+            expected="a name that is free, or an artifact of this stage",
+            found=f"an artifact of kind {found}"
+            if found
+            else f"a directory without {MANIFEST} of ours"
+            if target.is_dir()
+            else "a file",
+            hint="choose another name, or move it away",
+        )
     there = manifest.read_if_any(target)
     if there is None:
-        raise ArtifactError(f"{given / MANIFEST} is damaged",
-                            run=commands.moved_away(target, commands.as_typed()))
+        raise ArtifactError(
+            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+        )
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
-        raise UsageError(f"{given} exists, made from other inputs or options",
-                         found=in_lines(changes),
-                         hint="choose another name, or replace it:",
-                         run=commands.as_typed("--overwrite"))
+        raise UsageError(
+            f"{given} exists, made from other inputs or options",
+            found=in_lines(changes),
+            hint="choose another name, or replace it:",
+            run=commands.as_typed("--overwrite"),
+        )
     manifest.check(given, there, in_words(kind), run=run or commands.as_typed("--overwrite"))
     if not dry_run:
         _remove_leftovers(target)
@@ -103,8 +121,14 @@ class Build:
     that is not ours has the name of the partial one.
     """
 
-    def __init__(self, target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
-                 resumable: bool = False) -> None:
+    def __init__(
+        self,
+        target: Path,
+        kind: str,
+        identity: dict[str, Any],
+        overwrite: bool,
+        resumable: bool = False,
+    ) -> None:
         self.target = target.resolve()
         self.kind, self.identity, self.overwrite = kind, identity, overwrite
         self.resumable = resumable
@@ -122,8 +146,10 @@ class Build:
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.Held as error:
             raise AlreadyBuilding(
-                f"another process is building {self.target} now", hint="wait for it, or stop it",
-                found=f"{self.partial}" + f", {error.holder}" * bool(error.holder)) from None
+                f"another process is building {self.target} now",
+                hint="wait for it, or stop it",
+                found=f"{self.partial}" + f", {error.holder}" * bool(error.holder),
+            ) from None
         except FileNotFoundError:
             raise self._was_built() from None
         except OSError:  # a full disk: nothing is left of the attempt
@@ -149,30 +175,48 @@ class Build:
             with suppress(OSError):  # the next run deletes it
                 unfinished.remove(self.partial)
         self._lease.release(keep=is_left)
-        if isinstance(value, FileNotFoundError) and not self.partial.exists() \
-                and not self.published:
+        if (
+            isinstance(value, FileNotFoundError)
+            and not self.partial.exists()
+            and not self.published
+        ):
             raise self._was_built() from value  # by who took over while this process was stopped
 
     def files(self) -> list[Path]:
         """Return what lies in the directory so far, sorted."""
         return sorted(self.dir.iterdir())
 
-    def publish(self, *, stage: str, options: dict[str, Any],
-                files: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
+    def publish(
+        self,
+        *,
+        stage: str,
+        options: dict[str, Any],
+        files: Iterable[dict[str, Any]],
+        summary: dict[str, Any],
+    ) -> None:
         """Write the manifest, make everything durable, give the directory its final name."""
         files = list(files)
         for entry in files:
             fsync(self._place(entry["path"]))
-        manifest.write(self.dir, kind=self.kind, stage=stage, identity=self.identity,
-                       options=options, files=files, summary=summary)
+        manifest.write(
+            self.dir,
+            kind=self.kind,
+            stage=stage,
+            identity=self.identity,
+            options=options,
+            files=files,
+            summary=summary,
+        )
         for directory in {self.dir, *(self._place(entry["path"]).parent for entry in files)}:
             fsync(directory)
         self._lease.stop()  # after a last look at whose it is
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
-                raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
-                                      hint="choose another name, or replace it:",
-                                      run=commands.as_typed("--overwrite"))
+                raise AlreadyBuilding(
+                    f"{self.target} appeared while this run was building it",
+                    hint="choose another name, or replace it:",
+                    run=commands.as_typed("--overwrite"),
+                )
             self._replace()
         else:
             self.dir.replace(self.target)
@@ -191,14 +235,16 @@ class Build:
         renames leaves the old one in `replaced`, from where the next run brings it back.
         """
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        if not renameat2 or renameat2(_AT_FDCWD, os.fsencode(self.dir), _AT_FDCWD,
-                                      os.fsencode(self.target), _RENAME_EXCHANGE):
+        if not renameat2 or renameat2(
+            _AT_FDCWD, os.fsencode(self.dir), _AT_FDCWD, os.fsencode(self.target), _RENAME_EXCHANGE
+        ):
             self.target.replace(self._replaced)
             self.dir.replace(self.target)
 
     def _was_built(self) -> AlreadyBuilding:
-        return AlreadyBuilding(f"{self.target} was built or brought back just now",
-                               run=commands.as_typed())
+        return AlreadyBuilding(
+            f"{self.target} was built or brought back just now", run=commands.as_typed()
+        )
 
     def _remove_leftovers(self) -> None:
         """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
@@ -224,8 +270,11 @@ def _remove_leftovers(target: Path, own: Path | None = None) -> None:
     """
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for left in sorted(target.parent.iterdir()):
-        if not name.fullmatch(left.name) or left == own \
-                or not (unfinished.is_ours(left) or unfinished.is_bare(left)):
+        if (
+            not name.fullmatch(left.name)
+            or left == own
+            or not (unfinished.is_ours(left) or unfinished.is_bare(left))
+        ):
             continue
         descriptor = lease.lock(left)
         if descriptor < 0:
@@ -282,6 +331,8 @@ def require_space(directory: Path, needed: int, what: str) -> None:
         there = there.parent
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise DiskFullError(f"not enough room for {what} under {directory}",
-                            expected=f"about {units.size(needed)} free",
-                            found=f"{units.size(free)} free")
+        raise DiskFullError(
+            f"not enough room for {what} under {directory}",
+            expected=f"about {units.size(needed)} free",
+            found=f"{units.size(free)} free",
+        )

@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 _LINE_PART = 1 << 17  # bytes of a long line read at once
 _PACKED_CHUNK, _UNPACKED_CHUNK = 1 << 16, 1 << 17
 _DECODERS: dict[str, Callable[[], Any]] = {
-    "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "bzip2": bz2.BZ2Decompressor,
-    "xz": lzma.LZMADecompressor}
+    "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "bzip2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor,
+}
 _PAUSES_S = (0.5, 1.0, 2.5)  # between the attempts; a mount that was lost is mostly back by then
 
 
@@ -47,7 +49,8 @@ def patiently(read: Callable[[], Result], path: object = "") -> Result:
                     "nothing was moved or deleted",
                     found=f"on {platform.node()}, several times in some seconds",
                     hint="see to the disk or the mount there (`dmesg` tells more); the same "
-                         "command then goes on") from error
+                    "command then goes on",
+                ) from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
@@ -99,8 +102,9 @@ class ChunkStream(io.RawIOBase):
         return size
 
 
-def unpacked(file: BinaryIO, kind: str, note: Callable[[str], None],
-             zstd: Callable[[BinaryIO], BinaryIO]) -> Iterator[bytes]:
+def unpacked(
+    file: BinaryIO, kind: str, note: Callable[[str], None], zstd: Callable[[BinaryIO], BinaryIO]
+) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the first damage, which is noted in words.
 
     kind: gzip, bzip2, xz (several members in a row are one content), or what `zstd` opens.
@@ -151,4 +155,3 @@ def _tried(read: Callable[[], Result], path: str) -> Result:
         if not is_of_disk(error):
             raise
     return patiently(read, path)
-

@@ -32,13 +32,20 @@ def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
         content = json.loads(text)
     except RecursionError:
         raise _too_deep(deepest) from None
-    marks = text.count("[") + text.count("{") if isinstance(text, str) \
+    marks = (
+        text.count("[") + text.count("{")
+        if isinstance(text, str)
         else text.count(b"[") + text.count(b"{")
+    )
     if marks <= deepest:
         return content
     level, depth = [content], 0
-    while level := [child for value in level if isinstance(value, (dict, list))
-                    for child in (value.values() if isinstance(value, dict) else value)]:
+    while level := [
+        child
+        for value in level
+        if isinstance(value, (dict, list))
+        for child in (value.values() if isinstance(value, dict) else value)
+    ]:
         if (depth := depth + 1) > deepest:
             raise _too_deep(deepest)
     return content
@@ -126,14 +133,14 @@ def _require_keys_once(node: Any) -> None:
     for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem="a key is given twice",
-                                           problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem="a key is given twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
 
 
 def _require_small(events: Iterable[Any]) -> None:
-    """Raise ValueError for YAML that is nested too deeply or has too much in it, aliases expanded.
-    """
+    """Raise ValueError for YAML nested too deeply or too large once aliases are expanded."""
     import yaml
 
     sizes: dict[str | None, int] = {}
@@ -173,8 +180,11 @@ def read_yaml(path: Path) -> Any:
 
 def leads_out(path: object) -> bool:
     """Tell whether a path is anything but that of a file inside a directory, by its parts."""
-    return not isinstance(path, str) or not is_passable(path) \
+    return (
+        not isinstance(path, str)
+        or not is_passable(path)
         or bool({"", ".", ".."} & {*path.split("/")})
+    )
 
 
 def is_passable(text: str) -> bool:
@@ -191,10 +201,16 @@ def inside(root: Path, path: str) -> Path:
     Raises ArtifactError when that leads out of `root`, by its parts or by links.
     """
     place = root / path if not leads_out(path) else root
-    if place == root or place.is_symlink() \
-            or not place.parent.resolve().is_relative_to(root.resolve()):
-        raise ArtifactError(f"a record in {root} names a file that does not lie there",
-                            found=repr(path), expected="a path inside that directory")
+    if (
+        place == root
+        or place.is_symlink()
+        or not place.parent.resolve().is_relative_to(root.resolve())
+    ):
+        raise ArtifactError(
+            f"a record in {root} names a file that does not lie there",
+            found=repr(path),
+            expected="a path inside that directory",
+        )
     return place
 
 

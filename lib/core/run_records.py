@@ -14,12 +14,22 @@ from lib.core import records
 from lib.core.errors import visible
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id"}
-_WHOLE = {"step", "global_step", "total_steps", "tokens", "samples", "sample_cursor", "ranks",
-          "pid"}
+_WHOLE = {
+    "step",
+    "global_step",
+    "total_steps",
+    "tokens",
+    "samples",
+    "sample_cursor",
+    "ranks",
+    "pid",
+}
 _LARGEST = 1 << 62  # what is larger is no count of a run, and no number that formats take
 # Characters that change the text direction or break a line.
-_MORE_CONTROLS = {number: f"\\u{number:04x}" for number in (
-    *range(0x200E, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
+_MORE_CONTROLS = {
+    number: f"\\u{number:04x}"
+    for number in (*range(0x200E, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
 
 
 def one_line(text: object) -> str:
@@ -41,8 +51,9 @@ def row(line: bytes) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    return {one_line(name): _plain(value) for name, value in content.items()
-            if _has_type(name, value)}
+    return {
+        one_line(name): _plain(value) for name, value in content.items() if _has_type(name, value)
+    }
 
 
 def _has_type(name: str, value: object) -> bool:

@@ -17,8 +17,9 @@ from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageErr
 _AFTER_RANK_0_S = 2.0
 
 
-def run(main: Callable[[list[str]], None], *, network: bool = False, only_shows: bool = False,
-        ) -> NoReturn:
+def run(
+    main: Callable[[list[str]], None], *, network: bool = False, only_shows: bool = False
+) -> NoReturn:
     """Run a stage's main with the command line and exit as errors.py says.
 
     network: True only for stage 03 and what starts it. only_shows: True for a command that ends
@@ -51,8 +52,10 @@ def _known(error: BaseException) -> StageError | None:
     if isinstance(error, OSError):
         return from_os_error(error) or _missing(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "lib").partition(".")[0] != "lib":
-        return UsageError(f"the package {error.name} is not installed",
-                          run=commands.pip_install("-r", commands.path_of("requirements.txt")))
+        return UsageError(
+            f"the package {error.name} is not installed",
+            run=commands.pip_install("-r", commands.path_of("requirements.txt")),
+        )
     return None
 
 
@@ -61,8 +64,9 @@ def _missing(error: OSError) -> UsageError | None:
     values = [word.rpartition("=")[2] for word in sys.argv[1:]]
     path = str(error.filename or "")
     if isinstance(error, FileNotFoundError) and any(
-            len(value) > 1 and path and (path.startswith(value) or value.startswith(path))
-            for value in values):
+        len(value) > 1 and path and (path.startswith(value) or value.startswith(path))
+        for value in values
+    ):
         return UsageError(f"there is no {path}", expected="a path whose directory is there")
     return None
 
@@ -105,5 +109,3 @@ def _report(error: StageError) -> int:
     else:
         print(text, file=sys.stderr, flush=True)
     return error.code
-
-

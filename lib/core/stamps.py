@@ -35,10 +35,10 @@ def take(paths: Iterable[Path]) -> Stamps:
 
 
 def fingerprint(stamps: Stamps) -> str:
-    """Identify the content of some files, as far as names, sizes and times tell, wherever they lie.
-    """
-    return hashing.fingerprint([[path.name, stamp.bytes, stamp.mtime_ns]
-                                for path, stamp in stamps.items() if stamp])
+    """Identify the content of files by their names, sizes and times, wherever the files lie."""
+    return hashing.fingerprint(
+        [[path.name, stamp.bytes, stamp.mtime_ns] for path, stamp in stamps.items() if stamp]
+    )
 
 
 def require_same(before: Stamps, what: str, doing: str) -> None:
@@ -48,9 +48,12 @@ def require_same(before: Stamps, what: str, doing: str) -> None:
     """
     if found := list(filter(None, (_change(path, stamp) for path, stamp in before.items()))):
         more = f" (and {len(found) - 1} more)" if found[1:] else ""
-        raise UsageError(f"{what} was replaced or changed while {doing}; nothing was made of it",
-                         found=found[0] + more, hint="once nothing writes to it:",
-                         run=commands.as_typed())
+        raise UsageError(
+            f"{what} was replaced or changed while {doing}; nothing was made of it",
+            found=found[0] + more,
+            hint="once nothing writes to it:",
+            run=commands.as_typed(),
+        )
 
 
 def _stamp(path: Path) -> Stamp | None:

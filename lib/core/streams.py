@@ -59,7 +59,10 @@ def _wrapped(stream: TextIO, descriptor: int, only_shows: bool) -> TextIO:
         stream.reconfigure(errors="backslashreplace")
         return stream
     stream.flush()
-    return io.TextIOWrapper(io.BufferedWriter(_Outlet(descriptor, only_shows)),
-                            encoding=stream.encoding, errors="backslashreplace",
-                            line_buffering=stream.line_buffering,
-                            write_through=stream.write_through)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Outlet(descriptor, only_shows)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

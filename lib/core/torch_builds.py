@@ -59,9 +59,11 @@ class Torch:
         """Return what is known of its release; UsageError when that is nothing."""
         minor = self.version.rpartition(".")[0]
         if minor not in RELEASES:
-            raise UsageError(f"torch {minor} is not in the table of its CUDA builds",
-                             found=f"torch {', '.join(RELEASES)}",
-                             hint="add a row for it to lib/core/torch_builds.py")
+            raise UsageError(
+                f"torch {minor} is not in the table of its CUDA builds",
+                found=f"torch {', '.join(RELEASES)}",
+                hint="add a row for it to lib/core/torch_builds.py",
+            )
         return RELEASES[minor]
 
     @property
@@ -69,8 +71,10 @@ class Torch:
         """Return the oldest driver that it works with, "" without CUDA; UsageError if unknown."""
         major = self.cuda.partition(".")[0]
         if major and major not in OLDEST_DRIVERS:
-            raise UsageError(f"the driver that CUDA {major} wants is not known",
-                             hint="add a row for it to lib/core/torch_builds.py")
+            raise UsageError(
+                f"the driver that CUDA {major} wants is not known",
+                hint="add a row for it to lib/core/torch_builds.py",
+            )
         return OLDEST_DRIVERS.get(major, "")
 
     @property
@@ -92,8 +96,10 @@ def pinned(requirements: str, cuda: str = "") -> Torch:
     release = Torch(minor + patch, "").release
     wanted = cuda or (cuda_of(f"+{local}") or NO_CUDA if local else release.default)
     if wanted not in (*release.builds, NO_CUDA):
-        raise UsageError(f"torch {minor} is not built for CUDA {wanted}",
-                         expected=f"one of {', '.join(release.builds)}, or {NO_CUDA}")
+        raise UsageError(
+            f"torch {minor} is not built for CUDA {wanted}",
+            expected=f"one of {', '.join(release.builds)}, or {NO_CUDA}",
+        )
     return Torch(minor + patch, "" if wanted == NO_CUDA else wanted)
 
 
@@ -114,8 +120,9 @@ def read_cuda(text: str) -> str:
     if found in (NO_CUDA, "cpu"):
         return NO_CUDA
     if found and not re.fullmatch(r"\d+\.\d+", found):
-        raise argparse.ArgumentTypeError(f"expected a version such as 12.6 or cu126, or {NO_CUDA}, "
-                                         f"got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a version such as 12.6 or cu126, or {NO_CUDA}, got {text!r}"
+        )
     return found
 
 
@@ -131,14 +138,17 @@ def driver_problem(torch: Torch, driver: str) -> str:
     needed = torch.oldest_driver
     if not needed or _parts(driver) >= _parts(needed):
         return ""
-    return (f"driver {driver} is too old for torch {torch.version}, whose CUDA {torch.cuda} wants "
-            f"{needed} or newer")
+    return (
+        f"driver {driver} is too old for torch {torch.version}, whose CUDA {torch.cuda} wants "
+        f"{needed} or newer"
+    )
 
 
 def build_for(torch: Torch, driver: str) -> Torch | None:
     """Return the same torch with the newest CUDA that a driver does for, None without any."""
-    return next((build for build in candidates(torch, driver) if build.version == torch.version),
-                None)
+    return next(
+        (build for build in candidates(torch, driver) if build.version == torch.version), None
+    )
 
 
 def candidates(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
@@ -146,12 +156,21 @@ def candidates(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
 
     driver: those that it does for. cuda: those for that version.
     """
-    older = [Torch(release.newest, "") for release in reversed(RELEASES.values())
-             if _parts(release.newest) < _parts(torch.version) and release is not torch.release]
-    builds = [Torch(each.version, number) for each in (torch, *older)
-              for number in reversed(each.release.builds)]
-    return [build for build in builds if cuda in ("", build.cuda)
-            and not (driver and driver_problem(build, driver))]
+    older = [
+        Torch(release.newest, "")
+        for release in reversed(RELEASES.values())
+        if _parts(release.newest) < _parts(torch.version) and release is not torch.release
+    ]
+    builds = [
+        Torch(each.version, number)
+        for each in (torch, *older)
+        for number in reversed(each.release.builds)
+    ]
+    return [
+        build
+        for build in builds
+        if cuda in ("", build.cuda) and not (driver and driver_problem(build, driver))
+    ]
 
 
 def _parts(version: str) -> tuple[int, ...]:

@@ -34,10 +34,12 @@ def claim(directory: Path) -> None:
     """Mark a directory that is ours or empty; UsageError for any other, which is left alone."""
     # The third look is for another process that has marked it between the first two.
     if not (is_ours(directory) or is_bare(directory) or is_ours(directory)):
-        raise UsageError(f"{directory} is in the way, and this program did not make it",
-                         expected="a name that is free: unfinished work would be kept there",
-                         hint="move it away; or delete it, if an earlier version of this program "
-                              "left it unfinished")
+        raise UsageError(
+            f"{directory} is in the way, and this program did not make it",
+            expected="a name that is free: unfinished work would be kept there",
+            hint="move it away; or delete it, if an earlier version of this program "
+            "left it unfinished",
+        )
     mark_of(directory).touch()
 
 
@@ -64,8 +66,10 @@ def remove_bare(directory: Path) -> None:
 def has_links(directory: Path) -> bool:
     """Tell whether a directory is, or holds, a symbolic link."""
     return directory.is_symlink() or any(
-        Path(folder, name).is_symlink() for folder, folders, names in os.walk(directory)
-        for name in folders + names)
+        Path(folder, name).is_symlink()
+        for folder, folders, names in os.walk(directory)
+        for name in folders + names
+    )
 
 
 def delete(path: Path) -> None:

@@ -45,7 +45,7 @@ def join_names(names: Sequence[str], most: int) -> str:
 
 def shortened(text: str) -> str:
     """Return a text, or its beginning where it is too long to stand within a line."""
-    return text if len(text) <= _LONGEST else text[:_LONGEST - 2] + " …"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + " …"
 
 
 def parse_size(text: str) -> int:

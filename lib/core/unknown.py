@@ -38,7 +38,8 @@ def errors(words: Sequence[str], ours: Collection[str]) -> Iterator[UsageError]:
     if not words[0].startswith("-"):
         yield UsageError(f"unexpected argument {words[0]!r}")
         return
-    for flag in dict.fromkeys(word.partition("=")[0] for word in words
-                              if re.match(r"--?[A-Za-z]", word)):
+    for flag in dict.fromkeys(
+        word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)
+    ):
         near, hint = nearest(flag, ours)
         yield UsageError(f"unknown option {flag}{near}", hint=hint)

@@ -25,8 +25,17 @@ _NOTE = "files.json"
 _DIGESTS = "digests.json"
 
 
-def require(directory: Path, content: dict[str, Any], what: str, cache_dir: Path, *,
-            workers: int = 4, progress: bool = True, always: bool = False, **remedy: str) -> None:
+def require(
+    directory: Path,
+    content: dict[str, Any],
+    what: str,
+    cache_dir: Path,
+    *,
+    workers: int = 4,
+    progress: bool = True,
+    always: bool = False,
+    **remedy: str,
+) -> None:
     """Raise ArtifactError unless every byte of an artifact is as its manifest says.
 
     content: the manifest. workers: threads, each hashes one file at a time. always: hash also what
@@ -50,8 +59,16 @@ def note(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
     _note(_place(directory, content, cache_dir), _stamps(directory, content))
 
 
-def digests(directory: Path, names: Iterable[str], cache_dir: Path, *, what: str,
-            workers: int = 4, progress: bool = True, always: bool = False) -> dict[str, str]:
+def digests(
+    directory: Path,
+    names: Iterable[str],
+    cache_dir: Path,
+    *,
+    what: str,
+    workers: int = 4,
+    progress: bool = True,
+    always: bool = False,
+) -> dict[str, str]:
     """Return the digests of files that no manifest names, by name: hashed once until they change.
 
     As in `require`, of several launches and nodes that share `cache_dir` one reads them.
@@ -68,10 +85,19 @@ def digests(directory: Path, names: Iterable[str], cache_dir: Path, *, what: str
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _LONG_BYTES:
             log.info(f"hashing {what} {directory}: {units.size(total)}, once until it changes")
-        with Progress(f"hashing {what}", total, "B", progress and total > _LONG_BYTES) as bar, \
-                ThreadPoolExecutor(max(1, workers)) as pool:
-            found = dict(pool.map(lambda entry: (entry["path"], hashing.file_digest(
-                directory / entry["path"], advance=bar.advance)), files))
+        with (
+            Progress(f"hashing {what}", total, "B", progress and total > _LONG_BYTES) as bar,
+            ThreadPoolExecutor(max(1, workers)) as pool,
+        ):
+            found = dict(
+                pool.map(
+                    lambda entry: (
+                        entry["path"],
+                        hashing.file_digest(directory / entry["path"], advance=bar.advance),
+                    ),
+                    files,
+                )
+            )
         with suppress(OSError):  # `_note` tells it
             manifest.write_json(place / _DIGESTS, found)
         _note(place, stamps)
@@ -83,8 +109,9 @@ def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dic
     if content["files"] and _is_noted(place, directory, content):
         with suppress(OSError, ValueError):
             noted = records.read_json(place / _DIGESTS)
-            if isinstance(noted, dict) and \
-                    noted.keys() == {entry["path"] for entry in content["files"]}:
+            if isinstance(noted, dict) and noted.keys() == {
+                entry["path"] for entry in content["files"]
+            }:
                 return noted
     return {}
 
@@ -117,8 +144,11 @@ def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
     except (OSError, ValueError):
         return False
     stamps = _stamps(directory, content)
-    return noted == stamps and len(stamps) == len(content["files"]) \
+    return (
+        noted == stamps
+        and len(stamps) == len(content["files"])
         and all(at_ns - max(stamp[2:]) > _RACY_NS for stamp in stamps.values())
+    )
 
 
 def _note(place: Path, stamps: dict[str, list[int]]) -> None:
@@ -142,8 +172,10 @@ def _alone(place: Path) -> Iterator[bool]:
             held = lease.Lease(place / "lock.json", lost=log.warn)
         except lease.Held as other:
             if is_first:
-                log.info(f"waiting for {other.holder or 'another process'}, which verifies the "
-                         "same files")
+                log.info(
+                    f"waiting for {other.holder or 'another process'}, which verifies the "
+                    "same files"
+                )
             is_first = False
             time.sleep(_POLL_S)
         except OSError:
@@ -155,18 +187,30 @@ def _alone(place: Path) -> Iterator[bool]:
             held.release()
 
 
-def _hash(directory: Path, content: dict[str, Any], what: str, workers: int, progress: bool,
-          ) -> list[str]:
+def _hash(
+    directory: Path, content: dict[str, Any], what: str, workers: int, progress: bool
+) -> list[str]:
     """Return what is wrong with the files of an artifact, a sentence each."""
     files = content["files"]
     total, began = sum(entry["bytes"] for entry in files), time.monotonic()
     is_long = total > _LONG_BYTES
     if is_long:
         log.info(f"verifying {what} {directory}: {units.size(total)}, once until it changes")
-    with Progress(f"verifying {what}", total, "B", progress and is_long) as bar, \
-            ThreadPoolExecutor(max(1, workers)) as pool:
-        damaged = list(filter(None, pool.map(lambda entry: manifest.damage(
-            directory / entry["path"], entry, deep=True, advance=bar.advance), files)))
+    with (
+        Progress(f"verifying {what}", total, "B", progress and is_long) as bar,
+        ThreadPoolExecutor(max(1, workers)) as pool,
+    ):
+        damaged = list(
+            filter(
+                None,
+                pool.map(
+                    lambda entry: manifest.damage(
+                        directory / entry["path"], entry, deep=True, advance=bar.advance
+                    ),
+                    files,
+                ),
+            )
+        )
     if is_long and not damaged:
         log.info(f"every byte is as it was written, {units.duration(time.monotonic() - began)}")
     return damaged

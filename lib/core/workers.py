@@ -28,13 +28,15 @@ class Worker:
     the answer to the first is received: both sides could wait for the other to read.
     """
 
-    def __init__(self, name: str, prepare: Callable[..., Callable[[Any], Any]], *arguments: Any,
-                 ) -> None:
+    def __init__(
+        self, name: str, prepare: Callable[..., Callable[[Any], Any]], *arguments: Any
+    ) -> None:
         # Not forked: threads and locks of this process are not copied half-way.
         context = multiprocessing.get_context("spawn")
         self._connection, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, prepare, arguments), name=name,
-                                        daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(there, prepare, arguments), name=name, daemon=True
+        )
         with imports_as_here():
             self._process.start()
         there.close()
@@ -69,13 +71,16 @@ class Worker:
         self._process.join(5)
         code = self._process.exitcode or 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return StageError(f"the worker process `{self._process.name}` has died ({how})",
-                          expected="signal 9 mostly means that memory ran out: fewer --num-workers",
-                          run=commands.as_typed())
+        return StageError(
+            f"the worker process `{self._process.name}` has died ({how})",
+            expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+            run=commands.as_typed(),
+        )
 
 
-def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
-           arguments: tuple[Any, ...]) -> None:
+def _serve(
+    tasks: Connection, prepare: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]
+) -> None:
     """Answer tasks until the other side closes, or is gone."""
     set_up(_IGNORED)
     handler: Callable[[Any], Any] | None = None

@@ -42,8 +42,9 @@ class ChatDocuments(Documents):
         """Take none of them: each is wanted with its place."""
         return False
 
-    def add_value(self, value: Any, offset: int | None = None, line: int | None = None,
-                  number: int = 0) -> None:
+    def add_value(
+        self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
+    ) -> None:
         """Take a conversation, or note why it is none."""
         line = line or number or None
         if not (name := conversations.format_of(value)):
@@ -58,8 +59,9 @@ class ChatDocuments(Documents):
             self.note(refusal.kind, str(refusal), DROPPED, offset, line)
         except (json_data.Unwritable, RecursionError) as error:
             why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-            self.note("content", f"a function or its call cannot be kept: {why}", DROPPED, offset,
-                      line)
+            self.note(
+                "content", f"a function or its call cannot be kept: {why}", DROPPED, offset, line
+            )
 
     def finish(self) -> None:
         """Finish the parts, and count what is in them."""

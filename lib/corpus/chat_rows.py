@@ -20,10 +20,18 @@ _ROW_OVERHEAD, _TURN_OVERHEAD = 200, 80  # bytes that they take in memory beside
 def schema() -> pa.Schema:
     """Return the columns of a chat dataset."""
     import pyarrow as pa
+
     message = pa.struct([(name, pa.large_string()) for name in (*TEXTS, CALLS)])
-    return pa.schema([("messages", pa.large_list(message)), ("tools", pa.large_string()),
-                      ("weights", pa.large_list(pa.float32())), ("source", pa.large_string()),
-                      ("line", pa.int64()), ("offset", pa.int64())])
+    return pa.schema(
+        [
+            ("messages", pa.large_list(message)),
+            ("tools", pa.large_string()),
+            ("weights", pa.large_list(pa.float32())),
+            ("source", pa.large_string()),
+            ("line", pa.int64()),
+            ("offset", pa.int64()),
+        ]
+    )
 
 
 class ChatPartWriter(parts.Part):
@@ -68,6 +76,7 @@ class ChatPartWriter(parts.Part):
 def count_characters(batch: pa.RecordBatch) -> int:
     """Return how many characters the contents have: bytes that go on with none are one each."""
     import numpy as np
+
     data = np.frombuffer(batch["messages"].values.field(CONTENT).buffers()[2] or b"", np.int8)
     return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
@@ -90,8 +99,15 @@ def _encode(chat: Conversation) -> _Encoded:
     others: list[tuple[int, str, bytes]] = []
     for number, message in enumerate(chat.messages):
         if len(message) > 2:
-            others += [(number, name, json_data.dump(message[name]) if name == CALLS
-                        else message[name].encode()) for name in _OTHERS if name in message]
+            others += [
+                (
+                    number,
+                    name,
+                    json_data.dump(message[name]) if name == CALLS else message[name].encode(),
+                )
+                for name in _OTHERS
+                if name in message
+            ]
     tools = json_data.dump(chat.tools) if chat.tools else None
     if tools or others:
         size += len(tools or b"") + sum([len(text) for *_, text in others])
@@ -145,25 +161,36 @@ class _Columns:
     def batch(self) -> pa.RecordBatch:
         """Return the rows as Arrow holds them."""
         import pyarrow as pa
+
         kinds = schema()
-        fields = [pa.array(self._roles, pa.large_string()), parts.join(self.contents),
-                  *(_sparse(found, len(self.contents)) for found in self._others.values())]
+        fields = [
+            pa.array(self._roles, pa.large_string()),
+            parts.join(self.contents),
+            *(_sparse(found, len(self.contents)) for found in self._others.values()),
+        ]
         turn = kinds.field("messages").type.value_type
         messages = pa.LargeListArray.from_arrays(
-            pa.array(self._ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(turn)))
-        weights = pa.array(map(self._weights.get, range(self.rows)), kinds.field("weights").type,
-                           size=self.rows)
+            pa.array(self._ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(turn))
+        )
+        weights = pa.array(
+            map(self._weights.get, range(self.rows)), kinds.field("weights").type, size=self.rows
+        )
         places = self._sources, self._lines, self._offsets
-        arrays = [pa.array(values, kinds.field(name).type)
-                  for name, values in zip(Place._fields, places, strict=True)]
-        return pa.record_batch([messages, _sparse(self._tools, self.rows), weights, *arrays],
-                               schema=kinds)
+        arrays = [
+            pa.array(values, kinds.field(name).type)
+            for name, values in zip(Place._fields, places, strict=True)
+        ]
+        return pa.record_batch(
+            [messages, _sparse(self._tools, self.rows), weights, *arrays], schema=kinds
+        )
 
 
 def _sparse(texts: dict[int, bytes], count: int) -> pa.Array:
     """Return texts by their numbers as a column, null elsewhere."""
     import pyarrow as pa
+
     if not texts:
         return pa.nulls(count, pa.large_string())
     return pa.array(map(texts.get, range(count)), pa.large_binary(), size=count).view(
-        pa.large_string())
+        pa.large_string()
+    )

@@ -65,9 +65,11 @@ class ChatTally:
 
     def add(self, other: ChatTally, lines_before: int) -> None:
         """Add what became of other input. lines_before: of a file that is cut, before this part."""
+
         def shift(found: Found) -> Found:
             name, line = found
             return name, line + lines_before if line else line
+
         for path, found in other.formats.items():
             self.note_format(path, *shift(found))
         for path, (_, second) in other.mixed.items():
@@ -86,20 +88,29 @@ class ChatTally:
         if counts := value.get("counts"):
             known.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
         known.formats = {path: (name, line) for path, (name, line) in known.formats.items()}
-        known.mixed = {path: ((one[0], one[1]), (two[0], two[1]))
-                       for path, (one, two) in known.mixed.items()}
+        known.mixed = {
+            path: ((one[0], one[1]), (two[0], two[1])) for path, (one, two) in known.mixed.items()
+        }
         return known
 
     def find_mixture(self) -> UsageError | None:
         """Return the error that names the files with more than one format, if there are any."""
         if not self.mixed:
             return None
-        lines = [f"{escape(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
-                 for path, ((one, first), (two, second)) in self.mixed.items()]
-        what = f"{escape(next(iter(self.mixed)))} mixes formats" if len(lines) == 1 else \
-            f"{len(lines):,} files mix formats"
-        return UsageError(f"{what} of conversations", found=units.join_lines(lines, _MOST_MIXED),
-                          hint="give each format a file of its own")
+        lines = [
+            f"{escape(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
+            for path, ((one, first), (two, second)) in self.mixed.items()
+        ]
+        what = (
+            f"{escape(next(iter(self.mixed)))} mixes formats"
+            if len(lines) == 1
+            else f"{len(lines):,} files mix formats"
+        )
+        return UsageError(
+            f"{what} of conversations",
+            found=units.join_lines(lines, _MOST_MIXED),
+            hint="give each format a file of its own",
+        )
 
     def by_format(self) -> dict[str, list[str]]:
         """Return the files of each format, of the most frequent first."""
@@ -114,22 +125,29 @@ class ChatTally:
         problems: lines of errors.jsonl by kind.
         """
         counts = self.counts
-        return {"formats": {name: {"files": len(paths), "paths": paths[:_LISTED]}
-                            for name, paths in self.by_format().items()},
-                **vars(counts), "turns": dict(counts.turns.most_common()),
-                "mean_turns": round(counts.mean_turns, 2),
-                "dropped": {kind: problems[kind] for kind in conversations.KINDS
-                            if problems.get(kind)}}
+        return {
+            "formats": {
+                name: {"files": len(paths), "paths": paths[:_LISTED]}
+                for name, paths in self.by_format().items()
+            },
+            **vars(counts),
+            "turns": dict(counts.turns.most_common()),
+            "mean_turns": round(counts.mean_turns, 2),
+            "dropped": {kind: problems[kind] for kind in conversations.KINDS if problems.get(kind)},
+        }
 
     def in_lines(self) -> dict[str, str]:
         """Return the lines of the report."""
-        formats = [f"{name} in {units.counted(len(paths), 'file')} "
-                   f"({units.join_names(paths, _NAMED)})"
-                   for name, paths in self.by_format().items()]
+        formats = [
+            f"{name} in {units.counted(len(paths), 'file')} ({units.join_names(paths, _NAMED)})"
+            for name, paths in self.by_format().items()
+        ]
         counts = self.counts
         turns = ", ".join(f"{count:,} {role}" for role, count in counts.turns.most_common())
-        return {"formats": "; ".join(formats),
-                "turns": f"{turns}; {counts.mean_turns:.1f} in a conversation on average",
-                "of these": f"{counts.characters:,} characters; "
-                            f"{units.counted(counts.with_tools, 'conversation')} with tools, "
-                            f"{counts.with_weights:,} with weights"}
+        return {
+            "formats": "; ".join(formats),
+            "turns": f"{turns}; {counts.mean_turns:.1f} in a conversation on average",
+            "of these": f"{counts.characters:,} characters; "
+            f"{units.counted(counts.with_tools, 'conversation')} with tools, "
+            f"{counts.with_weights:,} with weights",
+        }

@@ -21,6 +21,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per row; a row group that cannot be read is dropped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     with raw.open_seekable() as content:
         try:
             # Small buffers: a row group may have any size.
@@ -36,8 +37,11 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
             rows = _count_at_once(group.total_byte_size, group.num_rows)
             try:
                 # pyarrow gives no row of a group that has no column to read.
-                batches = file.iter_batches(rows, [number], names, use_threads=False) \
-                    if names else [SimpleNamespace(num_rows=group.num_rows, nbytes=0)]
+                batches = (
+                    file.iter_batches(rows, [number], names, use_threads=False)
+                    if names
+                    else [SimpleNamespace(num_rows=group.num_rows, nbytes=0)]
+                )
                 _hand_on(batches, file.schema_arrow, before, documents)
             except (pa.ArrowException, OSError) as error:
                 _note(documents, error, f"Parquet (row group {number})", "row group dropped")
@@ -47,6 +51,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
 def read_arrow(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per row, up to the first damage."""
     import pyarrow as pa
+
     with raw.open_seekable() as content:
         rows = 0
         try:
@@ -74,12 +79,15 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     try:
         if kind == "parquet":
             meta = pq.ParquetFile(path).metadata
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
-            sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                     for group in groups]
+            sizes = [
+                sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                for group in groups
+            ]
         else:
             with pa.memory_map(path) as file:
                 count = pa.ipc.open_file(file).num_record_batches
@@ -104,17 +112,20 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
             for number, values in enumerate(_read_rows(batch, schema, start, count, documents)):
                 place = before + start + number + 1
                 if values is None:
-                    documents.note("syntax", f"row {place}: a value is not of the column's type",
-                                   DROPPED)
+                    documents.note(
+                        "syntax", f"row {place}: a value is not of the column's type", DROPPED
+                    )
                 else:
                     row = dict(zip(names, values, strict=True))
-                    documents.add_value(_without_nulls(row) if documents.as_data else row,
-                                        number=place)
+                    documents.add_value(
+                        _without_nulls(row) if documents.as_data else row, number=place
+                    )
         before += batch.num_rows
 
 
-def _read_rows(batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents,
-               ) -> Iterator[tuple | None]:
+def _read_rows(
+    batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents
+) -> Iterator[tuple | None]:
     """Yield the values of each row, None for a row that cannot be converted.
 
     Columns that are not wanted are None without being looked at.
@@ -141,6 +152,7 @@ def _read_rows(batch: Any, schema: pa.Schema, start: int, count: int, documents:
 def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
     """Return a function from a row to its value, for a column that holds what is not UTF-8."""
     import pyarrow as pa
+
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary())
         return lambda row: documents.decode(cells[row].as_py()) if cells[row].is_valid else None
@@ -149,21 +161,23 @@ def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without what is null in its structs, as each has the fields of all others."""
+
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: clean(item) for key, item in value.items() if item is not None}
         return list(map(clean, value)) if isinstance(value, list) else value
+
     return {name: clean(value) for name, value in row.items()}
 
 
 def _is_wanted(column: pa.Field, documents: Documents) -> bool:
-    return _has_text(column.type) if documents.columns is None else \
-        column.name in documents.columns
+    return _has_text(column.type) if documents.columns is None else column.name in documents.columns
 
 
 def _has_text(kind: Any) -> bool:
     """Tell whether values of an Arrow type may hold strings."""
     import pyarrow as pa
+
     types = pa.types
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return True

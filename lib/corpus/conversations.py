@@ -26,18 +26,37 @@ from lib.core.conversation import (
 from lib.corpus import functions
 from lib.corpus.functions import in_words
 
-ROLE_OF = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
-           "bing": "assistant", "bard": "assistant", "model": "assistant", "bot": "assistant",
-           "ai": "assistant", "function_call": "assistant", "observation": "tool",
-           "function": "tool", "function_response": "tool", "ipython": "tool"
-           } | {role: role for role in ROLES}
+ROLE_OF = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+} | {role: role for role in ROLES}
 _PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _KEPT = ("name", "tool_call_id")
 _WEIGHTS = ("weight", "train", "training")
 # How errors.jsonl names what does not fit.
-KINDS = ("empty answer", "empty turn", "unknown role", "no assistant turn", "roles out of order",
-         "content", "weights", "no conversation")
+KINDS = (
+    "empty answer",
+    "empty turn",
+    "unknown role",
+    "no assistant turn",
+    "roles out of order",
+    "content",
+    "weights",
+    "no conversation",
+)
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # of a record that are told
 
 Record = dict[str, Any]
@@ -66,8 +85,11 @@ def read(record: Record, name: str) -> Conversation:
         messages.append(message)
     require_order([message["role"] for message in messages])
     given, tools = record.get("weights"), record.get("tools") or record.get("functions")
-    return Conversation(messages, functions.list_tools(tools) if tools else None,
-                        None if are_plain and given is None else _list_weights(given, turns))
+    return Conversation(
+        messages,
+        functions.list_tools(tools) if tools else None,
+        None if are_plain and given is None else _list_weights(given, turns),
+    )
 
 
 def fits(record: Record, name: str) -> bool:
@@ -83,8 +105,11 @@ def describe(record: Any) -> str:
     if not isinstance(record, dict):
         return in_words(record)
     keys = [str(key)[:_LONGEST_KEY] for key in record]
-    return f"an object with the keys {', '.join(keys[:_MOST_KEYS])}" \
-        + ", …" * (len(keys) > _MOST_KEYS) if keys else "an object without keys"
+    return (
+        f"an object with the keys {', '.join(keys[:_MOST_KEYS])}" + ", …" * (len(keys) > _MOST_KEYS)
+        if keys
+        else "an object without keys"
+    )
 
 
 def _list_messages(record: Record) -> list[Any]:
@@ -101,10 +126,17 @@ def _list_prompt(record: Record) -> list[Any]:
     if not isinstance(prompt, list):
         turns: list[Any] = [{"role": "user", "content": prompt}]
     else:
-        turns = [{**turn, "weight": 0} if isinstance(turn, dict)
-                 and ROLE_OF.get(_role_name(turn)) == "assistant" else turn for turn in prompt]
-    return turns + (completion if isinstance(completion, list) else
-                    [{"role": "assistant", "content": completion}])
+        turns = [
+            {**turn, "weight": 0}
+            if isinstance(turn, dict) and ROLE_OF.get(_role_name(turn)) == "assistant"
+            else turn
+            for turn in prompt
+        ]
+    return turns + (
+        completion
+        if isinstance(completion, list)
+        else [{"role": "assistant", "content": completion}]
+    )
 
 
 def _list_alpaca(record: Record) -> list[Any]:
@@ -118,8 +150,11 @@ def _list_alpaca(record: Record) -> list[Any]:
     for part in asked:
         if not isinstance(part, str):
             raise Refused("content", f"instruction or input is {in_words(part)}, and not a text")
-    return [*turns, {"role": "user", "content": "\n\n".join(asked)},
-            {"role": "assistant", "content": record["output"]}]
+    return [
+        *turns,
+        {"role": "user", "content": "\n\n".join(asked)},
+        {"role": "assistant", "content": record["output"]},
+    ]
 
 
 class _Format(NamedTuple):
@@ -129,14 +164,22 @@ class _Format(NamedTuple):
     turns: Callable[[Record], list[Any]]
 
 
-_FORMATS = {"messages": _Format(("messages",), _list_messages),
-            "ShareGPT conversations": _Format(("conversations",), _list_sharegpt),
-            "prompt/completion": _Format(("prompt", "completion"), _list_prompt),
-            "alpaca": _Format(("instruction", "output"), _list_alpaca)}
+_FORMATS = {
+    "messages": _Format(("messages",), _list_messages),
+    "ShareGPT conversations": _Format(("conversations",), _list_sharegpt),
+    "prompt/completion": _Format(("prompt", "completion"), _list_prompt),
+    "alpaca": _Format(("instruction", "output"), _list_alpaca),
+}
 _SIGNS = [(name, keys[0], keys[-1]) for name, (keys, _) in _FORMATS.items()]
 # All that is looked at in a record.
 KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
-    "input", "history", "system", "tools", "functions", "weights"}
+    "input",
+    "history",
+    "system",
+    "tools",
+    "functions",
+    "weights",
+}
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -161,8 +204,13 @@ def _plain_message(turn: Any) -> Message | None:
     role, content = turn.get("role"), turn.get("content")
     if role is None:
         role, content = turn.get("from"), turn.get("value")
-    if type(role) is str and type(content) is str and (known := _PLAIN_ROLE_OF.get(role)) \
-            and content and not content.isspace():
+    if (
+        type(role) is str
+        and type(content) is str
+        and (known := _PLAIN_ROLE_OF.get(role))
+        and content
+        and not content.isspace()
+    ):
         return {"role": known, "content": content}
     return None
 
@@ -170,8 +218,10 @@ def _plain_message(turn: Any) -> Message | None:
 def _message(turn: Any, number: int) -> Message:
     """Return a turn with the role and the fields that templates know. number: from 1."""
     if not isinstance(turn, dict):
-        raise Refused("no conversation", f"turn {number} is {in_words(turn)}, and not an object "
-                                         "with a role and a content")
+        raise Refused(
+            "no conversation",
+            f"turn {number} is {in_words(turn)}, and not an object with a role and a content",
+        )
     name = _role_name(turn)
     role = ROLE_OF.get(name)
     if role is None:
@@ -201,10 +251,12 @@ def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> N
 
 def _refuse_role(turn: Record, number: int) -> Refused:
     given = next((turn[key] for key in ("role", "from") if key in turn), None)
-    what = f"the role {given!r:.60}" if isinstance(given, str) else \
-        f"{in_words(given)} as its role"
-    return Refused("unknown role", f"turn {number} has {what}; known are {', '.join(ROLES)}, and "
-                                   "what other systems call these, such as human and gpt")
+    what = f"the role {given!r:.60}" if isinstance(given, str) else f"{in_words(given)} as its role"
+    return Refused(
+        "unknown role",
+        f"turn {number} has {what}; known are {', '.join(ROLES)}, and "
+        "what other systems call these, such as human and gpt",
+    )
 
 
 def _join_parts(content: Any, number: int) -> str:
@@ -212,8 +264,11 @@ def _join_parts(content: Any, number: int) -> str:
     if content is None:
         return ""
     if isinstance(content, list) and all(
-            isinstance(part, dict) and isinstance(part.get("text"), str)
-            and part.get("type", "text") == "text" for part in content):
+        isinstance(part, dict)
+        and isinstance(part.get("text"), str)
+        and part.get("type", "text") == "text"
+        for part in content
+    ):
         return "".join([part["text"] for part in content])
     what = "has parts that are not text" if isinstance(content, list) else f"is {in_words(content)}"
     raise Refused("content", f"the content of turn {number} {what}")
@@ -227,13 +282,16 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
     if given is None:
         if not any(key in turn for turn in turns for key in _WEIGHTS):
             return None
-        given = [next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1)
-                 for turn in turns]
+        given = [
+            next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
+        ]
     if isinstance(given, str):
         given = functions.parse(given, "weights")
-    if not isinstance(given, list) or any(
-            weight not in (0, 1) for weight in given if isinstance(weight, (int, float))) \
-            or not all(isinstance(weight, (int, float)) for weight in given):
+    if (
+        not isinstance(given, list)
+        or any(weight not in (0, 1) for weight in given if isinstance(weight, (int, float)))
+        or not all(isinstance(weight, (int, float)) for weight in given)
+    ):
         raise Refused("weights", "a weight is neither 0 nor 1")
     if len(given) == len(turns) - 1 and _role_name(turns[0]) == "system":
         given = [1, *given]

@@ -51,13 +51,18 @@ class DatasetWriter:
         (directory / PARTS).mkdir(parents=True)
         self._directory = directory
         self._flusher = Flusher()
-        self._homes = {split: directory / split if len(shape.splits) > 1 else directory
-                       for split in shape.splits}
+        self._homes = {
+            split: directory / split if len(shape.splits) > 1 else directory
+            for split in shape.splits
+        }
         self._is_chat = shape.format == CHAT
         schema = chat_rows.schema() if self._is_chat else parts.make_schema(shape.keep_source)
-        self._writers = {split: ShardWriter(home, split, schema, self._flusher,
-                                            before.get("shards", {}).get(split, ()))
-                         for split, home in self._homes.items()}
+        self._writers = {
+            split: ShardWriter(
+                home, split, schema, self._flusher, before.get("shards", {}).get(split, ())
+            )
+            for split, home in self._homes.items()
+        }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
         self._seen = Seen(directory / _DIGESTS) if shape.dedup != "none" else None
@@ -89,9 +94,16 @@ class DatasetWriter:
     def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
         """List what the scan of a plain directory left out; once, before the first unit."""
         for entry in entries:
-            self._errors.write(format_problem(
-                entry.path, None, None, entry.skipped, "left out by the scan of the directory",
-                SKIPPED_FILE))
+            self._errors.write(
+                format_problem(
+                    entry.path,
+                    None,
+                    None,
+                    entry.skipped,
+                    "left out by the scan of the directory",
+                    SKIPPED_FILE,
+                )
+            )
             self.tally.problems[entry.skipped] += 1
 
     def add(self, done: UnitResult) -> None:
@@ -104,9 +116,13 @@ class DatasetWriter:
             self._lines_before = 0
         self._add_errors(done)
         for split, writer in self._writers.items():
-            writer.append(done.unit.part(split), done.rows[split], done.text_bytes[split],
-                          self._find_new_rows(done, split),
-                          self._lines_before if self._is_chat else 0)
+            writer.append(
+                done.unit.part(split),
+                done.rows[split],
+                done.text_bytes[split],
+                self._find_new_rows(done, split),
+                self._lines_before if self._is_chat else 0,
+            )
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
@@ -122,8 +138,10 @@ class DatasetWriter:
         files = []
         for split, home in self._homes.items():
             prefix = home.relative_to(self._directory)
-            files += [entry | {"path": (prefix / entry["path"]).as_posix()}
-                      for entry in self._writers[split].finish()]
+            files += [
+                entry | {"path": (prefix / entry["path"]).as_posix()}
+                for entry in self._writers[split].finish()
+            ]
         if len(self._homes) > 1:
             path = self._directory / "dataset_dict.json"
             manifest.write_json(path, {"splits": list(self._homes)})
@@ -136,12 +154,18 @@ class DatasetWriter:
         """Return what the manifest says about the content."""
         tally = self.tally
         splits = {split: writer.summary() for split, writer in self._writers.items()}
-        return {"rows": sum(split["rows"] for split in splits.values()),
-                "text_bytes": sum(split["text_bytes"] for split in splits.values()),
-                "splits": splits, "documents": tally.documents, "short": tally.short,
-                "duplicates": self.duplicates, "replaced": tally.replaced,
-                "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items())),
-                **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {})}
+        return {
+            "rows": sum(split["rows"] for split in splits.values()),
+            "text_bytes": sum(split["text_bytes"] for split in splits.values()),
+            "splits": splits,
+            "documents": tally.documents,
+            "short": tally.short,
+            "duplicates": self.duplicates,
+            "replaced": tally.replaced,
+            "failed_files": len(tally.failed),
+            "problems": dict(sorted(tally.problems.items())),
+            **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
+        }
 
     def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
         """Return which rows of a part were not seen before (None: all), and list the others."""
@@ -153,9 +177,16 @@ class DatasetWriter:
         start = 0
         for span, stop in zip(done.unit.spans, done.rows_of[split], strict=True):
             if gone := stop - start - int(new[start:stop].sum()):
-                self._errors.write(format_problem(
-                    span.file.path, None, None, "duplicate",
-                    f"{gone} rows of {split} have the text of an earlier one", DROPPED_ROWS))
+                self._errors.write(
+                    format_problem(
+                        span.file.path,
+                        None,
+                        None,
+                        "duplicate",
+                        f"{gone} rows of {split} have the text of an earlier one",
+                        DROPPED_ROWS,
+                    )
+                )
                 self.tally.problems["duplicate"] += 1
                 self.duplicates += gone
             start = stop
@@ -182,15 +213,23 @@ class DatasetWriter:
         if self._seen:
             sizes[_DIGESTS] = self._seen.file.tell()
         for split, home in self._homes.items():
-            sizes |= {(home / shard["name"]).relative_to(self._directory).as_posix():
-                      shard["bytes"] for shard in states[split]}
-        progress = {"units": self.units, "tally": self.tally.to_json(), "shards": states,
-                    "duplicates": self.duplicates, "lines_before": self._lines_before,
-                    "files": sizes}
+            sizes |= {
+                (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]
+                for shard in states[split]
+            }
+        progress = {
+            "units": self.units,
+            "tally": self.tally.to_json(),
+            "shards": states,
+            "duplicates": self.duplicates,
+            "lines_before": self._lines_before,
+            "files": sizes,
+        }
         text = json.dumps(progress)  # now: the tally goes on counting
 
         def write() -> None:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
+
         self._flusher.then(write)
         self._unnoted, self._noted_at = 0, time.monotonic()
 
@@ -199,18 +238,24 @@ def _check(done: UnitResult) -> None:
     for name, digest in done.digests.items():
         path = Path(done.unit.out) / name
         if not path.is_file() or not hashing.matches(path, digest):
-            raise ArtifactError(f"{path} is damaged or gone", found="other content than when it "
-                                "was written", run=work.show_rebuild(path.parent))
+            raise ArtifactError(
+                f"{path} is damaged or gone",
+                found="other content than when it was written",
+                run=work.show_rebuild(path.parent),
+            )
 
 
 def _recall(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
     shards.restore_names(directory)
     try:
-        noted = reading.patiently(lambda: records.read_json(directory / _PROGRESS),
-                                  directory / _PROGRESS)
-        if any(records.inside(directory, name).stat().st_size < size
-               for name, size in noted["files"].items()):
+        noted = reading.patiently(
+            lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
+        )
+        if any(
+            records.inside(directory, name).stat().st_size < size
+            for name, size in noted["files"].items()
+        ):
             noted = {}  # a power cut took what the note vouches for
     except (OSError, ValueError, KeyError, ArtifactError) as error:
         if is_of_disk(error):

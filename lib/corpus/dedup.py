@@ -21,6 +21,7 @@ class Seen:
 
     def __init__(self, path: Path) -> None:
         import numpy as np
+
         self.count = 0
         self._table = np.zeros((_FIRST_SLOTS, 2), np.uint64)
         self.file = path.open("ab+")
@@ -31,6 +32,7 @@ class Seen:
     def add(self, digests: bytes) -> np.ndarray:
         """Return which of some digests are new (bool [n]); of equal ones the first is."""
         import numpy as np
+
         keys = np.frombuffer(digests, np.uint64).reshape(-1, 2)
         new = self._add(keys)
         self.file.write(keys[new].tobytes())
@@ -38,6 +40,7 @@ class Seen:
 
     def _add(self, keys: np.ndarray) -> np.ndarray:
         import numpy as np
+
         keys = keys.copy()
         keys[~keys.any(axis=1), 1] = 1  # zeros mark a free slot
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in their order
@@ -52,6 +55,7 @@ class Seen:
     def _insert(self, keys: np.ndarray) -> np.ndarray:
         """Put different keys into the table and return which were not in it (bool [n])."""
         import numpy as np
+
         new = np.zeros(len(keys), bool)
         slots = (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
         left = np.arange(len(keys))
@@ -67,6 +71,7 @@ class Seen:
 
     def _make_room(self, more: int) -> None:
         import numpy as np
+
         needed = (self.count + more) / _FULL
         if needed <= len(self._table):
             return

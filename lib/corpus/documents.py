@@ -16,8 +16,10 @@ from lib.corpus.tally import FAILURES, TRAIN, VALIDATION, Shape, Tally, format_p
 
 SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
 DROPPED, DROPPED_ROWS, KEPT = "document dropped", "rows dropped", "kept"
-TOO_LARGE = "too large", f"larger than {LARGE_BYTES:,} bytes, which is the limit for a document " \
-                         "that is not plain text"
+TOO_LARGE = (
+    "too large",
+    f"larger than {LARGE_BYTES:,} bytes, which is the limit for a document that is not plain text",
+)
 
 
 class Documents(ABC):
@@ -57,8 +59,7 @@ class Documents(ABC):
             instead = f"read as {self.fallback}" if self.fallback else "replaced by U+FFFD"
             self.note("encoding", f"what is not text was {instead} ({replaced} times)", KEPT)
         if short := self.tally.short - self._short_before:
-            self.note("short", f"{short} rows of fewer characters than --min-chars",
-                      DROPPED_ROWS)
+            self.note("short", f"{short} rows of fewer characters than --min-chars", DROPPED_ROWS)
 
     @abstractmethod
     def add_text(self, data: bytes) -> None:
@@ -69,8 +70,9 @@ class Documents(ABC):
         """Take a plain text that lies in a file as valid UTF-8. size: in bytes. sha256: of it."""
 
     @abstractmethod
-    def add_value(self, value: Any, offset: int | None = None, line: int | None = None,
-                  number: int = 0) -> None:
+    def add_value(
+        self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
+    ) -> None:
         """Take a structured document.
 
         offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
@@ -92,8 +94,14 @@ class Documents(ABC):
         """Note a plain-text file without text."""
         self.note("empty", "it holds only white space", SKIPPED_FILE, 0, 1)
 
-    def note(self, kind: str, message: str, action: str, offset: int | None = None,
-             line: int | None = None) -> None:
+    def note(
+        self,
+        kind: str,
+        message: str,
+        action: str,
+        offset: int | None = None,
+        line: int | None = None,
+    ) -> None:
         """Note a line of errors.jsonl for the file at hand."""
         self._errors.write(format_problem(self._path, offset, line, kind, message, action))
         self.tally.problems[kind] += 1

@@ -65,7 +65,9 @@ class DecodedText:
             raise error
         self.replaced += 1
         if self._fallback and self._codec != "utf-16":
-            return error.object[error.start:error.end].decode(self._fallback, "replace"), error.end
+            return error.object[error.start : error.end].decode(
+                self._fallback, "replace"
+            ), error.end
         return REPLACEMENT, error.end
 
 
@@ -82,7 +84,7 @@ class Locator:
 
     def at(self, position: int) -> tuple[int | None, int]:
         """Return the offset in bytes (None in UTF-16) and the line, counted from 1."""
-        passed = self._text[self._position:position]
+        passed = self._text[self._position : position]
         self._offset += len(passed.encode("utf-8", "surrogatepass"))
         self._line += passed.count("\n")
         self._position = max(position, self._position)

@@ -19,9 +19,14 @@ Functions = list[dict[str, Any]]
 
 def in_words(value: Any) -> str:
     """Return what a value is, in words."""
-    for kind, words in ((type(None), "nothing"), (bool, "true or false"),
-                        ((int, float), "a number"), (str, "a text"), (list, "a list"),
-                        (dict, "an object")):
+    for kind, words in (
+        (type(None), "nothing"),
+        (bool, "true or false"),
+        ((int, float), "a number"),
+        (str, "a text"),
+        (list, "a list"),
+        (dict, "an object"),
+    ):
         if isinstance(value, kind):
             return words
     return f"a value of the type {type(value).__name__}"
@@ -68,8 +73,11 @@ def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
     if "function" in given:
         return {"type": "function", **given}
     outer = {key: given[key] for key in _OUTER if key in given}
-    return {"type": "function", **outer,
-            "function": {key: value for key, value in given.items() if key not in _OUTER}}
+    return {
+        "type": "function",
+        **outer,
+        "function": {key: value for key, value in given.items() if key not in _OUTER},
+    }
 
 
 def _arguments(given: Any) -> Any:

@@ -56,13 +56,18 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]
     else:
         entries = scan(folder, Rules(), progress=progress)
         saved.require_readable(folder, "--data-folder", entries)
-        files = [InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
-                 for entry in select_taken(entries)]
+        files = [
+            InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
+            for entry in select_taken(entries)
+        ]
         skipped = [entry for entry in entries if entry.skipped]
         log.info(f"{folder} is a plain directory (no splits of stage 01): reading its files")
     if not files:
-        raise UsageError(f"no file in {folder}", expected="files that hold text",
-                         found=count_reasons(skipped) or "an empty directory")
+        raise UsageError(
+            f"no file in {folder}",
+            expected="files that hold text",
+            found=count_reasons(skipped) or "an empty directory",
+        )
     return files, skipped
 
 
@@ -72,26 +77,37 @@ def require_raw(folder: Path, option: str) -> None:
     option: that names it. ArtifactError when it is not there, and does not sound like splits.
     """
     if not folder.exists() and "split" not in folder.name:
-        raise ArtifactError(f"{option} {folder} does not exist",
-                            expected="splits of stage 01, or a directory of raw files")
+        raise ArtifactError(
+            f"{option} {folder} does not exist",
+            expected="splits of stage 01, or a directory of raw files",
+        )
     if kind := recognise(folder):
-        raise UsageError(f"{option} {folder} is a {kind}, and not raw text",
-                         **_suggest([folder], kind))
-    inside = [path for path in sorted(folder.iterdir() if folder.is_dir() else [])
-              if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)]
+        raise UsageError(
+            f"{option} {folder} is a {kind}, and not raw text", **_suggest([folder], kind)
+        )
+    inside = [
+        path
+        for path in sorted(folder.iterdir() if folder.is_dir() else [])
+        if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)
+    ]
     kinds = [recognise(path) for path in inside]
     if kinds and all(kinds):
-        raise UsageError(f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
-                         ", and no raw text", found=", ".join(path.name for path in inside),
-                         **_suggest(inside, kinds[0]))
+        raise UsageError(
+            f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
+            ", and no raw text",
+            found=", ".join(path.name for path in inside),
+            **_suggest(inside, kinds[0]),
+        )
 
 
 def _suggest(made: Sequence[Path], kind: str) -> dict[str, str]:
     """Return what to do with artifacts instead of reading them as text: parts of an error."""
     if kind != "dataset":
         return {"expected": "splits of stage 01, or a directory of raw files"}
-    return {"hint": "train on it:" if len(made) == 1 else "train on one of them, as the first:",
-            "run": commands.train("-e", "first", "-d", made[0])}
+    return {
+        "hint": "train on it:" if len(made) == 1 else "train on one of them, as the first:",
+        "run": commands.train("-e", "first", "-d", made[0]),
+    }
 
 
 def _is_splits(folder: Path) -> bool:
@@ -99,13 +115,18 @@ def _is_splits(folder: Path) -> bool:
     # Raw data may also hold a manifest.json: only a stage of ours writes who made it.
     is_artifact = "stage" in (manifest.read_if_any(folder) or {})
     looks_unfinished = paths.PARTIAL in folder.name or (
-        (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
+        (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*"))
+    )
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
     is_usual = Path("raw_text").is_dir()  # where stage 01 looks by default
-    manifest.read(folder, SPLITS_KIND, "the splits",
-                  run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,
-                  hint="" if is_usual else "make them by stage 01, or give any directory of files")
+    manifest.read(
+        folder,
+        SPLITS_KIND,
+        "the splits",
+        run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,
+        hint="" if is_usual else "make them by stage 01, or give any directory of files",
+    )
     return True
 
 
@@ -141,16 +162,22 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
             files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns, split))
     if missing:
         raise ArtifactError(
-            f"the splits {folder} are damaged", **remedy,
+            f"the splits {folder} are damaged",
+            **remedy,
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
-                  f"gone, {escape(missing[0])} the first")
+            f"gone, {escape(missing[0])} the first",
+        )
     if changed:
-        log.warn(f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
-                 "reads what is there now")
+        log.warn(
+            f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
+            "reads what is there now"
+        )
     there = sum(count_files(f"{folder}/{split}") for split in splits)
     if extra := there - len(files):
-        log.warn(f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
-                 "(add them to the source and run stage 01 again)")
+        log.warn(
+            f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
+            "(add them to the source and run stage 01 again)"
+        )
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 

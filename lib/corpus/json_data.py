@@ -67,8 +67,9 @@ def dump(value: Any, is_sorted: bool = False) -> bytes:
             return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if is_sorted else 0)
         except TypeError:
             pass  # whole numbers of more than 64 bits, keys that are no text, …
-    return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"),
-                      sort_keys=is_sorted).encode()
+    return json.dumps(
+        _plain(value), ensure_ascii=False, separators=(",", ":"), sort_keys=is_sorted
+    ).encode()
 
 
 def repaired(value: Any) -> tuple[Any, int]:
@@ -86,6 +87,7 @@ def repaired(value: Any) -> tuple[Any, int]:
         if isinstance(item, dict):
             return {repair(key): repair(child) for key, child in item.items()}
         return item
+
     return repair(value), count
 
 

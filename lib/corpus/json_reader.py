@@ -22,8 +22,10 @@ _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
 
 try:
     import orjson
+
     _fast: Callable[[bytes], Any] = orjson.loads
 except ImportError:
+
     def _fast(data: bytes) -> Any:
         return _DECODER.decode(data.decode())
 
@@ -94,7 +96,7 @@ def read_json(raw: RawFile, documents: Documents) -> None:
 def _take_elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
-        some = elements[start:start + _ELEMENTS]
+        some = elements[start : start + _ELEMENTS]
         if not documents.add_values(some):
             for number, element in enumerate(some, start + 1):
                 documents.add_value(element, number=number)
@@ -104,8 +106,11 @@ def _describe(error: Exception) -> tuple[str, str]:
     """Return the kind of problem and a message for what a JSON decoder raised."""
     if isinstance(error, RecursionError):
         return "nesting", "nested too deeply"
-    text = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) \
+    text = (
+        f"{error.msg} (column {error.colno})"
+        if isinstance(error, json.JSONDecodeError)
         else str(error)
+    )
     return "syntax", f"not valid JSON: {text}"
 
 
@@ -125,7 +130,7 @@ class _Values:
     def read(self) -> None:
         """Hand on every value that is whole."""
         position = self._skip(0)
-        if self._text[position:position + 1] == "[":
+        if self._text[position : position + 1] == "[":
             if self._is_first_of_many(position):
                 self._read_values(position)
             else:
@@ -148,16 +153,20 @@ class _Values:
 
     def _read_list(self, position: int) -> None:
         position = self._skip(position + 1)
-        while self._text[position:position + 1] != "]":
+        while self._text[position : position + 1] != "]":
             end = self._read_objects(position) or self._read_value(position, DROPPED_REST)
             if end < 0:
                 return
             position = self._skip(end)
-            if self._text[position:position + 1] == ",":
+            if self._text[position : position + 1] == ",":
                 position = self._skip(position + 1)
-            elif self._text[position:position + 1] != "]":
-                self._documents.note("syntax", "not valid JSON: expected a comma or ]",
-                                     DROPPED_REST, *self._locator.at(position))
+            elif self._text[position : position + 1] != "]":
+                self._documents.note(
+                    "syntax",
+                    "not valid JSON: expected a comma or ]",
+                    DROPPED_REST,
+                    *self._locator.at(position),
+                )
                 return
         self._read_values(self._skip(position + 1))
 
@@ -168,11 +177,14 @@ class _Values:
         Text that is valid between brackets, and goes on with a comma, is whole elements, wherever
         it was cut: each value ends where it ends, and a comma ends a number.
         """
-        if self._documents.as_data or position < self._slow_before \
-                or self._text[position:position + 1] != "{":
+        if (
+            self._documents.as_data
+            or position < self._slow_before
+            or self._text[position : position + 1] != "{"
+        ):
             return 0
         text, limit = self._text, position + _SOME
-        first_key = text[position:text.find(":", position, position + _KEY) + 1]
+        first_key = text[position : text.find(":", position, position + _KEY) + 1]
         following = text.rfind(first_key, position + 1, limit) if first_key else -1
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
         if following > 0 and text[end] == ",":

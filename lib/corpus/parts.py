@@ -26,6 +26,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 def make_schema(keep_source: bool) -> pa.Schema:
     """Return the columns of a dataset: `text`, and `source` if it is kept."""
     import pyarrow as pa
+
     columns = [("text", pa.large_string())] + [("source", pa.string())] * keep_source
     return pa.schema(columns)
 
@@ -97,11 +98,15 @@ class PartWriter(Part):
         import mmap
 
         import pyarrow as pa
+
         self.flush()
         offsets = pa.array([0, size], pa.int64()).buffers()[1]
         with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
-            columns = [pa.Array.from_buffers(pa.large_string(), 1,
-                                             [None, offsets, pa.py_buffer(never_touched)])]
+            columns = [
+                pa.Array.from_buffers(
+                    pa.large_string(), 1, [None, offsets, pa.py_buffer(never_touched)]
+                )
+            ]
             if self._sources is not None:
                 columns.append(pa.array([source], pa.string()))
             batch = pa.record_batch(columns, schema=self._schema)
@@ -121,6 +126,7 @@ class PartWriter(Part):
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
         import pyarrow as pa
+
         if not (rows := len(self._texts)):
             return
         self._written += rows
@@ -140,10 +146,12 @@ def join(texts: Sequence[bytes]) -> pa.Array:
     """Return texts as Arrow holds them; each went through a codec and needs no second check."""
     import numpy as np
     import pyarrow as pa
+
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
-    return pa.Array.from_buffers(pa.large_string(), len(texts), [
-        None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))])
+    return pa.Array.from_buffers(
+        pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
+    )
 
 
 class _Splice(io.RawIOBase):
@@ -175,19 +183,21 @@ class _Splice(io.RawIOBase):
         return size
 
 
-def rewrite(part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int,
-            ) -> Iterator[tuple[bytes, int]]:
+def rewrite(
+    part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int
+) -> Iterator[tuple[bytes, int]]:
     """Yield the messages of the batches with some rows of a part, and the bytes of text in each.
 
     keep: bool, one per row (None: all). lines_before: is added to the column `line`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
+
     row = 0
     with pa.OSFile(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            kept = None if keep is None else keep[row:row + batch.num_rows]
+            kept = None if keep is None else keep[row : row + batch.num_rows]
             row += batch.num_rows
             if kept is not None and not kept.all():
                 batch = batch.filter(pa.array(kept))
@@ -195,8 +205,12 @@ def rewrite(part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before
                 continue
             if lines_before:
                 number = schema.get_field_index("line")
-                batch = batch.set_column(number, schema.field(number),
-                                         pc.add(batch.column(number), lines_before))
-            text = batch["text"] if "text" in schema.names else \
-                batch["messages"].flatten().field("content")
+                batch = batch.set_column(
+                    number, schema.field(number), pc.add(batch.column(number), lines_before)
+                )
+            text = (
+                batch["text"]
+                if "text" in schema.names
+                else batch["messages"].flatten().field("content")
+            )
             yield batch.serialize(), pc.sum(pc.binary_length(text)).as_py()

@@ -53,8 +53,9 @@ class Workers:
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def map(self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int,
-            ) -> Iterator[Result]:
+    def map(
+        self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int
+    ) -> Iterator[Result]:
         """Yield what `work` makes of each item, in order; it gets a list of them at a time.
 
         total: how many items there are; only a few lists are made ahead. Raises StageError when a
@@ -72,8 +73,10 @@ class Workers:
             from multiprocessing import get_context
 
             from lib.core import workers
-            self._executor = ProcessPoolExecutor(min(self._count, -(-total // _CHUNK)),
-                                                 get_context("fork"), workers.set_up)
+
+            self._executor = ProcessPoolExecutor(
+                min(self._count, -(-total // _CHUNK)), get_context("fork"), workers.set_up
+            )
         flying: deque[Future[list[Result]]] = deque()
         try:
             for chunk in chunks:
@@ -87,8 +90,11 @@ class Workers:
 
 
 def _died() -> StageError:
-    return StageError("a worker process has died", run=commands.as_typed(),
-                      expected="signal 9 mostly means that memory ran out: fewer --num-workers")
+    return StageError(
+        "a worker process has died",
+        run=commands.as_typed(),
+        expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+    )
 
 
 def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
@@ -167,8 +173,14 @@ def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
     return mode
 
 
-def place_all(root: Path, build: Path, files: Sequence[tuple[TreeEntry, str]], mode: str,
-              workers: Workers, progress: bool) -> dict[str, int]:
+def place_all(
+    root: Path,
+    build: Path,
+    files: Sequence[tuple[TreeEntry, str]],
+    mode: str,
+    workers: Workers,
+    progress: bool,
+) -> dict[str, int]:
     """Place every `(entry, split)` under `build/split/` and return how many went which way.
 
     Raises UsageError naming a file that vanished meanwhile, or has another size than planned.
@@ -179,15 +191,20 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[TreeEntry, str]], m
     with Progress("place", len(files), "files", progress) as bar:
         for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
-                raise UsageError(f"{escape(entry.path)} vanished from {root} while it was "
-                                 "organised", run=commands.as_typed())
+                raise UsageError(
+                    f"{escape(entry.path)} vanished from {root} while it was organised",
+                    run=commands.as_typed(),
+                )
             if (size, mtime_ns) != (entry.bytes, entry.mtime_ns):
                 resized = size != entry.bytes
                 raise UsageError(
                     f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
-                    "was organised", expected=f"{entry.bytes} bytes" * resized,
+                    "was organised",
+                    expected=f"{entry.bytes} bytes" * resized,
                     found=f"{size} bytes" * resized,
-                    hint="once nothing writes to the source:", run=commands.as_typed())
+                    hint="once nothing writes to the source:",
+                    run=commands.as_typed(),
+                )
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:
@@ -222,9 +239,11 @@ def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
 
     splits: by name, how many files it should hold. Directories are listed, no file is looked at.
     """
-    return [f"{root / name} holds {there:,} files instead of {expected:,}"
-            for name, expected in splits.items()
-            if (there := count_files(f"{root}/{name}")) < expected]
+    return [
+        f"{root / name} holds {there:,} files instead of {expected:,}"
+        for name, expected in splits.items()
+        if (there := count_files(f"{root}/{name}")) < expected
+    ]
 
 
 def deal(sizes: Sequence[int], splits: int) -> list[int]:

@@ -56,8 +56,11 @@ class Pool:
             except BrokenProcessPool:
                 done = _process_alone(self._work, unit)
                 # Of the broken pool some have a result all the same.
-                flying = {later: future for later, future in flying.items() if future.done()
-                          and not future.cancelled() and future.exception() is None}
+                flying = {
+                    later: future
+                    for later, future in flying.items()
+                    if future.done() and not future.cancelled() and future.exception() is None
+                }
             yield done
 
     def _submit(self, unit: WorkUnit) -> Future[UnitResult]:
@@ -97,8 +100,9 @@ def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:
     """Process a unit again while nothing else runs; leave out the files that end the process."""
     if done := _try(work, unit):
         return done
-    fatal = frozenset(span.file.path for span in unit.spans
-                      if not _try(work, replace(unit, spans=(span,))))
+    fatal = frozenset(
+        span.file.path for span in unit.spans if not _try(work, replace(unit, spans=(span,)))
+    )
     for path in sorted(fatal):
         log.warn(f"{escape(path)} crashes the worker process that reads it; it is left out")
     done = _try(work, replace(unit, avoid=fatal))

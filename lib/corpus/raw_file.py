@@ -18,8 +18,12 @@ from lib.corpus.encoding import DecodedText
 # A document (or file) larger than this is never in memory as a whole; one that has to be, because
 # it is structured, is dropped. Several times its size is needed to turn it into a row.
 LARGE_BYTES = 64_000_000
-PACKED_SUFFIXES = {"gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz",),
-                   "zstd": (".zst", ".zstd")}
+PACKED_SUFFIXES = {
+    "gzip": (".gz", ".gzip"),
+    "bzip2": (".bz2",),
+    "xz": (".xz",),
+    "zstd": (".zst", ".zstd"),
+}
 _BUFFER, _CHUNK = 1 << 17, 1 << 20
 Stream = io.BufferedReader | io.BytesIO
 
@@ -33,8 +37,9 @@ class RawFile:
     once all is read.
     """
 
-    def __init__(self, path: str, start: int = 0, stop: int | None = None,
-                 scratch: str | None = None) -> None:
+    def __init__(
+        self, path: str, start: int = 0, stop: int | None = None, scratch: str | None = None
+    ) -> None:
         self.start, self.stop = start, stop
         self.scratch, self._path = scratch, path
         self.damage = ""
@@ -44,15 +49,16 @@ class RawFile:
         if self.kind in PACKED_SUFFIXES:
             stem, suffix = posixpath.splitext(path)
             inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
-            self.stream = _make_stream(unpacked(self._file, self.kind, self._note_damage,
-                                                _open_zstd))
+            self.stream = _make_stream(
+                unpacked(self._file, self.kind, self._note_damage, _open_zstd)
+            )
             self._sniff(inner)
 
     def _sniff(self, name: str) -> None:
         if isinstance(self.stream, io.BytesIO):
-            self.head = self.stream.getbuffer()[:kinds.HEAD_BYTES].tobytes()
+            self.head = self.stream.getbuffer()[: kinds.HEAD_BYTES].tobytes()
         else:
-            self.head = self.stream.peek(kinds.HEAD_BYTES)[:kinds.HEAD_BYTES]
+            self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
         self.kind = kinds.sniff(name, self.head)
 
     def _note_damage(self, what: str) -> None:
@@ -154,6 +160,7 @@ def _open(path: str) -> Stream:
 
 def _open_zstd(file: BinaryIO) -> Any:
     import pyarrow as pa  # which every dataset needs anyway
+
     return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
 

@@ -14,13 +14,16 @@ _NAMED = 5
 _MOST_VALIDATION = 50  # percent
 
 
-def find_refusal(dataset: DatasetWriter, shape: Shape, folder: Path, files: int,
-                 max_error_rate: float) -> UsageError | None:
+def find_refusal(
+    dataset: DatasetWriter, shape: Shape, folder: Path, files: int, max_error_rate: float
+) -> UsageError | None:
     """Return why a dataset is not published: it is empty, or too many of the files failed."""
     tally, chat = dataset.tally, dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
-    found = f"{units.counted(tally.short, 'row')} below --min-chars; problems: {problems}" \
-            f"{describe_other_fields(tally)}"
+    found = (
+        f"{units.counted(tally.short, 'row')} below --min-chars; problems: {problems}"
+        f"{describe_other_fields(tally)}"
+    )
     if error := chat.find_mixture():
         return error
     if shape.format == CHAT and not chat.formats:
@@ -28,39 +31,51 @@ def find_refusal(dataset: DatasetWriter, shape: Shape, folder: Path, files: int,
             f"no record of {folder} is a conversation",
             found="\n".join([*chat.others, f"problems: {problems}"]),
             expected="messages, conversations (ShareGPT), prompt and completion, or instruction "
-                     "and output (alpaca) among the keys of a record",
-            hint="rename the keys, or leave --format chat out: then each becomes plain text")
+            "and output (alpaca) among the keys of a record",
+            hint="rename the keys, or leave --format chat out: then each becomes plain text",
+        )
     if not dataset.rows[TRAIN]:
         gave = "gave a conversation" if shape.format == CHAT else "gave text"
         return UsageError(f"no document of {folder} {gave} for the split `train`", found=found)
     if shape.fields and not tally.fields_seen and tally.problems["no string"]:
-        return UsageError(f"no document of {folder} has --fields {','.join(shape.fields)}",
-                          found=found)
+        return UsageError(
+            f"no document of {folder} has --fields {','.join(shape.fields)}", found=found
+        )
     if len(tally.failed) > max_error_rate * files:
-        return UsageError(f"{len(tally.failed):,} of {files:,} files failed, more than "
-                          f"--max-error-rate {max_error_rate:g}", found=found)
+        return UsageError(
+            f"{len(tally.failed):,} of {files:,} files failed, more than "
+            f"--max-error-rate {max_error_rate:g}",
+            found=found,
+        )
     return None
 
 
-def in_lines(dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, total: int,
-             ) -> dict[str, str]:
+def in_lines(
+    dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, total: int
+) -> dict[str, str]:
     """Return what went in and what came out, a line each. total: bytes of the files."""
     summary, tally = dataset.summary(), dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
-    lines = {"in": f"{units.counted(files, 'file')}, {units.size(total)}, "
-                   f"{units.counted(tally.documents, _noun(shape))}",
-             **(tally.chat.in_lines() if shape.format == CHAT else {}),
-             "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
+    lines = {
+        "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
+        f"{units.counted(tally.documents, _noun(shape))}",
+        **(tally.chat.in_lines() if shape.format == CHAT else {}),
+        "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
+    }
     if tally.short:
-        lines["short"] = f"{units.counted(tally.short, 'row')} below --min-chars " \
-                         f"{shape.min_chars} dropped"
+        lines["short"] = (
+            f"{units.counted(tally.short, 'row')} below --min-chars {shape.min_chars} dropped"
+        )
     if dataset.duplicates:
-        lines["dedup"] = f"{units.counted(dataset.duplicates, 'row')} with the text of an " \
-                         "earlier one dropped"
+        lines["dedup"] = (
+            f"{units.counted(dataset.duplicates, 'row')} with the text of an earlier one dropped"
+        )
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
-        lines["problems"] = f"{counts} ({units.counted(len(tally.failed), 'file')} failed), " \
-                            f"listed in {save_dir}/{ERRORS}"
+        lines["problems"] = (
+            f"{counts} ({units.counted(len(tally.failed), 'file')} failed), "
+            f"listed in {save_dir}/{ERRORS}"
+        )
     return lines
 
 
@@ -68,42 +83,63 @@ def _noun(shape: Shape) -> str:
     return "conversation" if shape.format == CHAT else "document"
 
 
-def list_doubts(tally: Tally, shape: Shape, rows_of: Mapping[str, int], duplicates: int,
-                save_dir: Path) -> list[str]:
+def list_doubts(
+    tally: Tally, shape: Shape, rows_of: Mapping[str, int], duplicates: int, save_dir: Path
+) -> list[str]:
     """Return what is odd about a dataset, a sentence each: options that found little text, say.
 
     rows_of: by split. duplicates: rows that --dedup dropped. save_dir: where the dataset lies.
     """
     rows, found = sum(rows_of.values()), []
     if missing := sorted({*shape.fields} - tally.fields_seen):
-        found.append(f"--fields: no document has {' or '.join(map(repr, missing))}"
-                     + (describe_other_fields(tally) or "\nthere is no other field with text"))
+        found.append(
+            f"--fields: no document has {' or '.join(map(repr, missing))}"
+            + (describe_other_fields(tally) or "\nthere is no other field with text")
+        )
     if shape.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
-        found.append(f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
-                     f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
-                     + describe_other_fields(tally))
+        found.append(
+            f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
+            f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
+            + describe_other_fields(tally)
+        )
     if names := [name for name, count in tally.as_text.most_common() if count]:
         command = commands.as_typed(
-            "--format", "chat", "--save-dir", f"{save_dir}-chat",
-            drop=["--format", "--save-dir", "--merge", "--overwrite", "--strings"])
-        found.append(f"the input holds conversations ({', '.join(names)}), which became plain text "
-                     f"without turns and roles; to train on their answers:\n  {command}")
+            "--format",
+            "chat",
+            "--save-dir",
+            f"{save_dir}-chat",
+            drop=["--format", "--save-dir", "--merge", "--overwrite", "--strings"],
+        )
+        found.append(
+            f"the input holds conversations ({', '.join(names)}), which became plain text "
+            f"without turns and roles; to train on their answers:\n  {command}"
+        )
     if tally.lines_lost:
-        found.append(f"{units.counted(tally.lines_lost, 'line')} of CSV are lost behind quotes "
-                     f"that are not closed; {ERRORS} says in which files and lines")
+        found.append(
+            f"{units.counted(tally.lines_lost, 'line')} of CSV are lost behind quotes "
+            f"that are not closed; {ERRORS} says in which files and lines"
+        )
     if maybe := tally.problems["quote"]:
-        found.append(f"{units.counted(maybe, 'row')} of CSV may hold many rows, as a quote is not "
-                     f"closed; {ERRORS} says in which files and lines")
+        found.append(
+            f"{units.counted(maybe, 'row')} of CSV may hold many rows, as a quote is not "
+            f"closed; {ERRORS} says in which files and lines"
+        )
     if tally.short > rows:
-        found.append(f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
-                     f"{tally.short + rows + duplicates:,} rows")
+        found.append(
+            f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
+            f"{tally.short + rows + duplicates:,} rows"
+        )
     if shape.validation_percent and not all(rows_of.values()):
-        found.append("the validation split is empty: the corpus is small for --validation-percent "
-                     f"{shape.validation_percent:g}")
+        found.append(
+            "the validation split is empty: the corpus is small for --validation-percent "
+            f"{shape.validation_percent:g}"
+        )
     elif shape.validation_percent > _MOST_VALIDATION:
-        found.append(f"--validation-percent {shape.validation_percent:g} leaves "
-                     f"{units.counted(rows_of[TRAIN], 'row')} to train on; 0.1 to 5 is usual")
+        found.append(
+            f"--validation-percent {shape.validation_percent:g} leaves "
+            f"{units.counted(rows_of[TRAIN], 'row')} to train on; 0.1 to 5 is usual"
+        )
     return found
 
 

@@ -58,12 +58,17 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
     """Return whether a scan takes an Arrow file that lies directly in a directory."""
-    return any(not entry.skipped and entry.path.endswith(".arrow")
-               and entry.path.rpartition("/")[0] == parent for entry in entries)
+    return any(
+        not entry.skipped
+        and entry.path.endswith(".arrow")
+        and entry.path.rpartition("/")[0] == parent
+        for entry in entries
+    )
 
 
-def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[ScannedFile],
-                       ) -> None:
+def _require_one_split(
+    folder: Path, option: str, parent: str, entries: Iterable[ScannedFile]
+) -> None:
     """Raise UsageError if files of several splits of a DatasetDict would be read.
 
     Raises ArtifactError if its description does not name the splits.
@@ -71,17 +76,28 @@ def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable
     names = records.mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if not splits or splits != names:
-        raise ArtifactError(f"{folder / parent / _SPLITS} is damaged",
-                            expected="a list of names of splits",
-                            found=str(names)[:_SHOWN_CHARACTERS])
+        raise ArtifactError(
+            f"{folder / parent / _SPLITS} is damaged",
+            expected="a list of names of splits",
+            found=str(names)[:_SHOWN_CHARACTERS],
+        )
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
-    read = {name for entry in entries if not entry.skipped
-            for start, name in starts.items() if entry.path.startswith(start)}
+    read = {
+        name
+        for entry in entries
+        if not entry.skipped
+        for start, name in starts.items()
+        if entry.path.startswith(start)
+    }
     if len(read) > 1:
         first = next(name for name in ("train", *splits) if name in read)
-        raise UsageError(f"{folder / parent} holds several splits of a dataset, which would all be "
-                         "trained on", found=", ".join(sorted(read)), expected="one of them",
-                         hint="read one:", run=commands.as_typed(option, folder / parent / first))
+        raise UsageError(
+            f"{folder / parent} holds several splits of a dataset, which would all be trained on",
+            found=", ".join(sorted(read)),
+            expected="one of them",
+            hint="read one:",
+            run=commands.as_typed(option, folder / parent / first),
+        )
 
 
 def _require_text(directory: Path) -> None:
@@ -91,9 +107,11 @@ def _require_text(directory: Path) -> None:
         return
     if not _has_strings(features):
         names = ", ".join([*features][:_SHOWN])
-        raise UsageError(f"{directory} is tokenised already, and holds no text",
-                         found=f"columns {names}",
-                         expected="the text or the conversations that it was made of")
+        raise UsageError(
+            f"{directory} is tokenised already, and holds no text",
+            found=f"columns {names}",
+            expected="the text or the conversations that it was made of",
+        )
 
 
 def _has_strings(features: Any) -> bool:

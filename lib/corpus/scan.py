@@ -26,9 +26,17 @@ OUTSIDE, INSIDE = "link leads outside", "link inside the source"
 PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
 DESCRIPTION = "describes a dataset"
 # Kinds of artifacts that are not raw files, in words.
-_MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token store",
-         "packs": "token store", "model": "model", "scratch": "model", "export": "model",
-         "checkpoint": "checkpoint", "bundle": "bundle"}
+_MADE = {
+    "dataset": "dataset",
+    "dataset-parts": "dataset part",
+    "tokens": "token store",
+    "packs": "token store",
+    "model": "model",
+    "scratch": "model",
+    "export": "model",
+    "checkpoint": "checkpoint",
+    "bundle": "bundle",
+}
 
 
 @dataclass(slots=True)
@@ -73,8 +81,9 @@ class Scan:
 
     def entries(self) -> Iterator[TreeEntry]:
         """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
-        stack: list[tuple[str, _Identity, tuple[_Identity, ...]]] = \
-            [("", _identity(self.root.stat()), ())]
+        stack: list[tuple[str, _Identity, tuple[_Identity, ...]]] = [
+            ("", _identity(self.root.stat()), ())
+        ]
         while stack:
             prefix, here, above = stack.pop()
             above = (*above, here)
@@ -93,8 +102,9 @@ class Scan:
                     else:
                         stack.append((prefix + item.name + "/", found, above))
 
-    def _look(self, item: os.DirEntry, path: str, above: tuple[_Identity, ...],
-              ) -> TreeEntry | _Identity:
+    def _look(
+        self, item: os.DirEntry, path: str, above: tuple[_Identity, ...]
+    ) -> TreeEntry | _Identity:
         """Return an entry, or the identity of a directory to enter."""
         try:
             info = item.stat(follow_symlinks=False)
@@ -133,8 +143,9 @@ class Scan:
             return DESCRIPTION
         return "" if info.st_size else EMPTY
 
-    def _why_not_directory(self, item: os.DirEntry, path: str, info: os.stat_result,
-                           above: tuple) -> str:
+    def _why_not_directory(
+        self, item: os.DirEntry, path: str, info: os.stat_result, above: tuple
+    ) -> str:
         if item.name.startswith("."):
             return HIDDEN
         if item.path == self._output or unfinished.is_ours(Path(item.path)):
@@ -172,8 +183,9 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
-def list_unmatched(globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = "",
-                  ) -> list[str]:
+def list_unmatched(
+    globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = ""
+) -> list[str]:
     """Return the globs that match no entry which is taken, or is skipped for that reason."""
     left = {glob: pattern for glob in globs if (pattern := _compile([glob]))}
     for entry in entries:
@@ -185,8 +197,9 @@ def list_unmatched(globs: Iterable[str], entries: Iterable[TreeEntry], skipped: 
     return list(left)
 
 
-def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = False,
-         ) -> list[TreeEntry]:
+def scan(
+    root: Path, rules: Rules, output: Path | None = None, progress: bool = False
+) -> list[TreeEntry]:
     """Return all entries of a source tree, sorted by the bytes of their path."""
     entries = []
     with Progress("scan", None, "entries", progress) as bar:

@@ -48,6 +48,7 @@ class Flusher:
                 os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
+
         self.then(work)
 
     def then(self, work: Callable[[], None]) -> None:
@@ -84,8 +85,14 @@ class ShardWriter:
     shards their names and writes the JSON files.
     """
 
-    def __init__(self, directory: Path, split: str, schema: pa.Schema, flusher: Flusher,
-                 shards: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        schema: pa.Schema,
+        flusher: Flusher,
+        shards: Iterable[dict[str, Any]] = (),
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.shards = [Shard(**shard) for shard in shards]
         self._directory, self._split, self._schema = directory, split, schema
@@ -106,8 +113,14 @@ class ShardWriter:
             self._flusher.sync(self._file)
         return [asdict(shard) for shard in self.shards]
 
-    def append(self, part: Path, rows: int, text_bytes: int,
-               keep: np.ndarray | None = None, lines_before: int = 0) -> None:
+    def append(
+        self,
+        part: Path,
+        rows: int,
+        text_bytes: int,
+        keep: np.ndarray | None = None,
+        lines_before: int = 0,
+    ) -> None:
         """Append a part.
 
         keep: of its rows only these (bool [rows]). lines_before: is added to the column `line`.
@@ -146,14 +159,18 @@ class ShardWriter:
         manifest.write_json(info, self._make_info())
         manifest.write_json(state, self._make_state())
         root = self._directory
-        return [{"path": shard.name, "bytes": shard.bytes, "digest": shard.digest}
-                for shard in self.shards] + [manifest.file_entry(root, info),
-                                             manifest.file_entry(root, state)]
+        return [
+            {"path": shard.name, "bytes": shard.bytes, "digest": shard.digest}
+            for shard in self.shards
+        ] + [manifest.file_entry(root, info), manifest.file_entry(root, state)]
 
     def summary(self) -> dict[str, Any]:
         """Return what later stages want to know: rows, bytes of text, and rows per shard."""
-        return {"rows": self.rows, "text_bytes": sum(shard.text_bytes for shard in self.shards),
-                "shards": [{"path": shard.name, "rows": shard.rows} for shard in self.shards]}
+        return {
+            "rows": self.rows,
+            "text_bytes": sum(shard.text_bytes for shard in self.shards),
+            "shards": [{"path": shard.name, "rows": shard.rows} for shard in self.shards],
+        }
 
     def close(self) -> None:
         """Let go of a shard that will not be finished."""
@@ -177,7 +194,7 @@ class ShardWriter:
     def _write(self, file: io.FileIO, data: Any) -> None:
         view = memoryview(data)
         while view:  # an unbuffered write may take only a part
-            view = view[file.write(view):]
+            view = view[file.write(view) :]
         self._hasher.update(data)
         self.shards[-1].bytes += len(data)
         self._unsynced += len(data)
@@ -194,22 +211,38 @@ class ShardWriter:
 
     def _make_info(self) -> dict[str, Any]:
         features = {field.name: _feature(field.type) for field in self._schema}
-        split = {"name": self._split, "num_bytes": self.summary()["text_bytes"],
-                 "num_examples": self.rows}
-        return {"description": "", "citation": "", "homepage": "", "license": "",
-                "features": features, "splits": {self._split: split}}
+        split = {
+            "name": self._split,
+            "num_bytes": self.summary()["text_bytes"],
+            "num_examples": self.rows,
+        }
+        return {
+            "description": "",
+            "citation": "",
+            "homepage": "",
+            "license": "",
+            "features": features,
+            "splits": {self._split: split},
+        }
 
     def _make_state(self) -> dict[str, Any]:
         # datasets keys its caches by the fingerprint: it must change with the content.
         fingerprint = hashing.fingerprint([shard.digest for shard in self.shards])
-        return {"_data_files": [{"filename": shard.name} for shard in self.shards],
-                "_fingerprint": fingerprint, "_format_columns": None, "_format_kwargs": {},
-                "_format_type": None, "_output_all_columns": False, "_split": self._split}
+        return {
+            "_data_files": [{"filename": shard.name} for shard in self.shards],
+            "_fingerprint": fingerprint,
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": self._split,
+        }
 
 
 def _feature(kind: Any) -> dict[str, Any]:
     """Return how `datasets` names an Arrow type."""
     import pyarrow as pa
+
     if pa.types.is_large_list(kind):
         return {"feature": _feature(kind.value_type), "_type": "LargeList"}
     if pa.types.is_struct(kind):
@@ -235,8 +268,12 @@ def _verify(path: Path, shard: Shard) -> None:
     A stream cut between two batches opens without complaint, so rows are counted.
     """
     import pyarrow as pa
+
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
         rows = sum(batch.num_rows for batch in stream)
     if rows != shard.rows or path.stat().st_size != shard.bytes:
-        raise ArtifactError(f"{path} did not reach the disk as it was written",
-                            expected=f"{shard.rows:,} rows", found=f"{rows:,} rows")
+        raise ArtifactError(
+            f"{path} did not reach the disk as it was written",
+            expected=f"{shard.rows:,} rows",
+            found=f"{rows:,} rows",
+        )

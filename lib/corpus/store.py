@@ -35,8 +35,12 @@ def locate_parts(save_dir: Path) -> Path:
 def remove(save_dir: Path, splits: Iterable[str]) -> None:
     """Delete the parts of a dataset that is merged, and nothing else that lies there."""
     there = [locate_parts(save_dir) / name for name in splits if name]
-    ours = [path for path in there if unfinished.is_bare(path) or (
-        not path.is_symlink() and (manifest.read_if_any(path) or {}).get("kind") == KIND)]
+    ours = [
+        path
+        for path in there
+        if unfinished.is_bare(path)
+        or (not path.is_symlink() and (manifest.read_if_any(path) or {}).get("kind") == KIND)
+    ]
     for path in ours:
         unfinished.remove(path, path / MANIFEST)  # last, so that a killed run's rest is known
     if ours:
@@ -61,12 +65,17 @@ def parse_numbers(text: str) -> list[int]:
 def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Return the names of the splits with some numbers; UsageError when one does not exist."""
     if list(splits) == [""]:
-        raise UsageError("--only-splits needs the splits of stage 01", found="a plain directory",
-                         hint="stage 01 makes splits of it")
+        raise UsageError(
+            "--only-splits needs the splits of stage 01",
+            found="a plain directory",
+            hint="stage 01 makes splits of it",
+        )
     by_number = {int(name.rpartition("_")[2]): name for name in splits}
     if absent := sorted(set(numbers) - by_number.keys()):
-        raise UsageError(f"--only-splits: no split {', '.join(map(str, absent))}",
-                         expected=f"numbers from 0 to {max(by_number)}")
+        raise UsageError(
+            f"--only-splits: no split {', '.join(map(str, absent))}",
+            expected=f"numbers from 0 to {max(by_number)}",
+        )
     return [by_number[number] for number in sorted(set(numbers))]
 
 
@@ -79,8 +88,9 @@ def identity(whole: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any
 def process(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts, unless a run before did so and they are undamaged."""
     done = _read(unit)
-    if done and all(path.is_file() and hashing.matches(path, done.digests[path.name])
-                    for path in unit.parts()):
+    if done and all(
+        path.is_file() and hashing.matches(path, done.digests[path.name]) for path in unit.parts()
+    ):
         return done
     done = work.process(unit)
     if done.changed:
@@ -94,16 +104,19 @@ def process(unit: WorkUnit) -> UnitResult:
 def list_files(done: UnitResult) -> list[dict[str, Any]]:
     """Return the manifest entries of the files that a kept unit consists of."""
     out, record = Path(done.unit.out), done.unit.part(_RECORD)
-    parts = [{"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
-             for name, digest in done.digests.items()]
+    parts = [
+        {"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
+        for name, digest in done.digests.items()
+    ]
     return [*parts, manifest.file_entry(out, record)]
 
 
 def _read(unit: WorkUnit) -> UnitResult | None:
     """Return what a unit gave, as it was recorded; None when no whole record is there."""
     try:
-        record = reading.patiently(lambda: records.read_json(unit.part(_RECORD)),
-                                   unit.part(_RECORD))
+        record = reading.patiently(
+            lambda: records.read_json(unit.part(_RECORD)), unit.part(_RECORD)
+        )
         return UnitResult(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
     except (OSError, ValueError, KeyError, TypeError):  # of one that is not there, or is torn
         return None
@@ -119,13 +132,20 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     for name, files in splits.items():
         there = manifest.read_if_any(locate_parts(save_dir) / name)
         if there is None:
-            found = ["not built" + (", or not finished" if manifest.unfinished(
-                locate_parts(save_dir) / name) else "")]
+            found = [
+                "not built"
+                + (
+                    ", or not finished"
+                    if manifest.unfinished(locate_parts(save_dir) / name)
+                    else ""
+                )
+            ]
         elif there["kind"] != KIND:
             found = [f"kind {there['kind']} there, {KIND} now"]
         else:
-            found = [*map(str, differences(there["identity"], identity(whole, files)))] \
-                or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
+            found = [
+                *map(str, differences(there["identity"], identity(whole, files)))
+            ] or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))
         if found:
@@ -133,14 +153,18 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
             wrong.append(f"{name}: {'; '.join(found[:3])}")
             numbers.append(name.rpartition("_")[2].lstrip("0") or "0")
     if wrong:
-        raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
-                            expected=f"parts of every split in {locate_parts(save_dir)}",
-                            found=units.join_lines(wrong, 20),
-                            run=commands.as_typed(*stale[:1], "--only-splits", ",".join(numbers),
-                                               drop=["--merge"]) + f"\n{commands.as_typed()}")
+        raise ArtifactError(
+            f"{len(wrong)} of {len(splits)} splits cannot be merged",
+            expected=f"parts of every split in {locate_parts(save_dir)}",
+            found=units.join_lines(wrong, 20),
+            run=commands.as_typed(*stale[:1], "--only-splits", ",".join(numbers), drop=["--merge"])
+            + f"\n{commands.as_typed()}",
+        )
     if len(versions) > 1:
-        log.warn("the parts were built with different versions of Python or its packages: one "
-                 "machine alone might give other bytes")
+        log.warn(
+            "the parts were built with different versions of Python or its packages: one "
+            "machine alone might give other bytes"
+        )
     return total
 
 
@@ -149,6 +173,7 @@ def recall_all(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
     for unit in units:
         done = _read(unit)
         if done is None:
-            raise ArtifactError(f"{unit.part(_RECORD)} is damaged or gone",
-                                run=work.show_rebuild(Path(unit.out)))
+            raise ArtifactError(
+                f"{unit.part(_RECORD)} is damaged or gone", run=work.show_rebuild(Path(unit.out))
+            )
         yield done

@@ -76,16 +76,22 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         elif row:
             offset, number, _ = lines.row[0]
             if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
-                documents.note("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
-                               "which look like rows: a quote may not be closed in it", KEPT,
-                               offset, number)
+                documents.note(
+                    "quote",
+                    f"this row takes lines {number:,} to {lines.last[1]:,}, "
+                    "which look like rows: a quote may not be closed in it",
+                    KEPT,
+                    offset,
+                    number,
+                )
             documents.add_value(_make_document(header, row, documents.as_data), offset, number)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
 
-def _drop(lines: _Lines, header: list[str] | None, dialect: Dialect, error: str,
-          documents: Documents) -> None:
+def _drop(
+    lines: _Lines, header: list[str] | None, dialect: Dialect, error: str, documents: Documents
+) -> None:
     """Note a row that is not CSV, with what it took along.
 
     A quote that is not closed takes all lines up to the next quote, or to the end. Where these are
@@ -94,12 +100,16 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: Dialect, error: str,
     (offset, number, _), *rest = lines.row
     last, what = lines.last[1], f"not valid CSV: {error}"
     if rest and _are_rows(rest, header, dialect):
-        what += f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line " \
-                f"{last:,}, are read as rows"
+        what += (
+            f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line "
+            f"{last:,}, are read as rows"
+        )
         lines.repeated.extendleft(reversed(rest))
     elif rest:
-        what += f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} " \
-                f"along, {units.counted(len(lines.row), 'line')} in all"
+        what += (
+            f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} "
+            f"along, {units.counted(len(lines.row), 'line')} in all"
+        )
         documents.tally.lines_lost += len(lines.row)
     documents.note("syntax", what, DROPPED, offset, number)
 
@@ -119,9 +129,10 @@ def _make_document(header: list[str], row: list[str], as_data: bool) -> dict[str
 
     Cells beyond the header are kept under the name "". as_data: numbers are kept, as text.
     """
-    cells = [None if not cell or (not as_data and _NUMBER.fullmatch(cell)) else cell
-             for cell in row]
+    cells = [
+        None if not cell or (not as_data and _NUMBER.fullmatch(cell)) else cell for cell in row
+    ]
     document: dict[str, Any] = dict(zip(header, cells, strict=False))
-    if surplus := cells[len(header):]:
+    if surplus := cells[len(header) :]:
         document[""] = surplus
     return document

@@ -14,8 +14,16 @@ TRAIN, VALIDATION = "train", "validation"
 TEXT, CHAT = FORMATS = "text", "chat"  # of a dataset
 ERRORS = "errors.jsonl"
 # Problems by which a file counts as failed; of the others it simply holds no (clean) text.
-FAILURES = {"syntax", "unreadable", "unsupported", "nesting", "aliases", "cut", "crash",
-            "too large"}
+FAILURES = {
+    "syntax",
+    "unreadable",
+    "unsupported",
+    "nesting",
+    "aliases",
+    "cut",
+    "crash",
+    "too large",
+}
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,42 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
-        return vars(self) | {"failed": sorted(self.failed), "fields_seen": sorted(self.fields_seen),
-                             "chat": self.chat.to_json()}
+        return vars(self) | {
+            "failed": sorted(self.failed),
+            "fields_seen": sorted(self.fields_seen),
+            "chat": self.chat.to_json(),
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:
         """Return what `to_json` was made of."""
-        return cls(**value | {"problems": Counter(value["problems"]), "failed": {*value["failed"]},
-                              "fields_seen": {*value["fields_seen"]},
-                              "other_fields": Counter(value.get("other_fields", {})),
-                              "as_text": Counter(value.get("as_text", {})),
-                              "chat": ChatTally.from_json(value.get("chat", {}))})
+        return cls(
+            **value
+            | {
+                "problems": Counter(value["problems"]),
+                "failed": {*value["failed"]},
+                "fields_seen": {*value["fields_seen"]},
+                "other_fields": Counter(value.get("other_fields", {})),
+                "as_text": Counter(value.get("as_text", {})),
+                "chat": ChatTally.from_json(value.get("chat", {})),
+            }
+        )
 
 
-def format_problem(path: str, offset: int | None, line: int | None, kind: str, message: str,
-                   action: str) -> bytes:
+def format_problem(
+    path: str, offset: int | None, line: int | None, kind: str, message: str, action: str
+) -> bytes:
     """Return a line of errors.jsonl."""
-    return json.dumps({"path": path, "offset": offset, "line": line, "kind": kind,
-                       "message": message, "action": action}).encode() + b"\n"
+    return (
+        json.dumps(
+            {
+                "path": path,
+                "offset": offset,
+                "line": line,
+                "kind": kind,
+                "message": message,
+                "action": action,
+            }
+        ).encode()
+        + b"\n"
+    )

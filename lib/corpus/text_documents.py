@@ -54,11 +54,13 @@ class TextDocuments(Documents):
         if characters < self._shape.min_chars:
             self.tally.short += 1
             return
-        self._parts[self._split_of(sha256)].add_file(text, size, self._source,
-                                                     sha256[-DIGEST_BYTES:])
+        self._parts[self._split_of(sha256)].add_file(
+            text, size, self._source, sha256[-DIGEST_BYTES:]
+        )
 
-    def add_value(self, value: Any, offset: int | None = None, line: int | None = None,
-                  number: int = 0) -> None:
+    def add_value(
+        self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
+    ) -> None:
         """Take a structured document.
 
         offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
@@ -76,8 +78,9 @@ class TextDocuments(Documents):
         if not rows:
             where = f"document {number}: " if number else ""
             wanted = " under --fields" if self._fields else ""
-            self.note("no string", f"{where}no string with text in it{wanted}", SKIPPED, offset,
-                      line)
+            self.note(
+                "no string", f"{where}no string with text in it{wanted}", SKIPPED, offset, line
+            )
             return
         self.tally.documents += 1
         for row in rows:
@@ -119,12 +122,12 @@ class TextDocuments(Documents):
         Of some of them alone.
         """
         if not self._fields:
-            for value in values[:_LOOKED_AT - self._looked_at]:
+            for value in values[: _LOOKED_AT - self._looked_at]:
                 self._looked_at += 1
                 if name := conversations.format_of(value):
                     self.tally.as_text[name] += conversations.fits(value, name)
         else:
-            for value in values[:_FIELDS_COUNTED - self._fields_counted]:
+            for value in values[: _FIELDS_COUNTED - self._fields_counted]:
                 self._fields_counted += 1
                 self.tally.other_fields.update(self._fields.find_others(value))
 
@@ -180,14 +183,18 @@ class Fields:
             path, item, depth = stack.pop()
             if isinstance(item, dict) and depth < _DEEPEST_KEY:
                 prefix = f"{path}." if path else ""
-                stack.extend((f"{prefix}{key}", element, depth + 1)
-                             for key, element in item.items())
+                stack.extend(
+                    (f"{prefix}{key}", element, depth + 1) for key, element in item.items()
+                )
             elif isinstance(item, list):
                 stack.extend((path, element, depth) for element in item)
             elif isinstance(item, str) and path and not item.isspace() and item:
                 found.add(path)
-        return {key for key in found
-                if not any(key == name or key.startswith(f"{name}.") for name in self._names)}
+        return {
+            key
+            for key in found
+            if not any(key == name or key.startswith(f"{name}.") for name in self._names)
+        }
 
 
 def extract_strings(value: Any) -> list[str]:

@@ -113,25 +113,33 @@ def require_unchanged(done: UnitResult) -> None:
     """
     if done.changed:
         path, what = done.changed
-        raise UsageError(f"{escape(path)} changed while it was read; nothing was published",
-                         found=what, hint=f"once nothing writes to {done.unit.folder}:",
-                         run=commands.as_typed())
+        raise UsageError(
+            f"{escape(path)} changed while it was read; nothing was published",
+            found=what,
+            hint=f"once nothing writes to {done.unit.folder}:",
+            run=commands.as_typed(),
+        )
 
 
 def estimate_room(files: Sequence[InputFile]) -> int:
     """Return about how many bytes a dataset of some files takes while it is built."""
     compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
-    text = sum(file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1)
-               for file in files)
+    text = sum(
+        file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
+    )
     largest = max((file.bytes for file in files), default=0)  # in the part of its unit, too
     return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
 
 
-def cut_by_split(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape,
-                 ) -> list[WorkUnit]:
+def cut_by_split(
+    folder: Path, files: Sequence[InputFile], out: Path, shape: Shape
+) -> list[WorkUnit]:
     """Return the units of all splits; none has files of two, so a split can be built by itself."""
-    return [unit for split, members in inputs.group_by_split(files).items()
-            for unit in cut(folder, members, out / split, shape)]
+    return [
+        unit
+        for split, members in inputs.group_by_split(files).items()
+        for unit in cut(folder, members, out / split, shape)
+    ]
 
 
 def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[WorkUnit]:
@@ -149,8 +157,10 @@ def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> li
             cost = 0
         grouped[-1] += spans
         cost += file.bytes + _FILE_OVERHEAD
-    return [WorkUnit(number, tuple(spans), str(folder), str(out), shape)
-            for number, spans in enumerate(grouped)]
+    return [
+        WorkUnit(number, tuple(spans), str(folder), str(out), shape)
+        for number, spans in enumerate(grouped)
+    ]
 
 
 def _cut(folder: Path, file: InputFile) -> Iterator[FileSpan]:
@@ -179,9 +189,13 @@ def _find_cuts(path: str, size: int) -> list[int]:
 def show_rebuild(directory: Path) -> str:
     """Return the commands that build the parts of one split again, and go on with the merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
-    return "\n".join((commands.shell("rm", "-r", directory),
-                      commands.as_typed("--only-splits", number, drop=["--merge"]),
-                      commands.as_typed()))
+    return "\n".join(
+        (
+            commands.shell("rm", "-r", directory),
+            commands.as_typed("--only-splits", number, drop=["--merge"]),
+            commands.as_typed(),
+        )
+    )
 
 
 def process(unit: WorkUnit) -> UnitResult:
@@ -189,14 +203,21 @@ def process(unit: WorkUnit) -> UnitResult:
     done = UnitResult(unit)
     Path(unit.out).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
-        parts = {split: _make_part(
-                     unit.shape, stack.enter_context(_reuse(unit.part(split))),
-                     create(f"{split}.digests") if unit.shape.dedup != "none" else None)
-                 for split in unit.shape.splits}
+
+        parts = {
+            split: _make_part(
+                unit.shape,
+                stack.enter_context(_reuse(unit.part(split))),
+                create(f"{split}.digests") if unit.shape.dedup != "none" else None,
+            )
+            for split in unit.shape.splits
+        }
         documents: Documents = (ChatDocuments if unit.shape.format == CHAT else TextDocuments)(
-            unit.shape, parts, create("errors"))
+            unit.shape, parts, create("errors")
+        )
         for span in unit.spans:
             _read(unit, span, documents)
             if what := _find_change(unit, span.file):
@@ -260,6 +281,7 @@ def _find_change(unit: WorkUnit, file: InputFile) -> str:
 def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     """Hand on the documents of one file, or note why it cannot be read."""
     from lib.corpus import readers
+
     documents.begin(span.file.path, span.file.source)
     if span.file.path in unit.avoid:
         documents.note("crash", "the worker process that read it crashed twice", SKIPPED_FILE)

@@ -42,7 +42,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
     while following is not None:
         text, following = following, next(texts, None)
         if raw.damage and following is None:  # the last document may be cut anywhere and valid
-            text = text[:text.rfind("\n---") + 1]
+            text = text[: text.rfind("\n---") + 1]
         locator.move(locator.end(), text)
         if len(text) > LARGE:
             documents.note(*TOO_LARGE, DROPPED, *locator.at(0))
@@ -57,6 +57,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
 def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     """Hand on the documents in a text and tell whether there was no syntax error."""
     import yaml
+
     loader = _make_loader(documents.as_data)(text)
     limit = _FREE_EXPANSION + _EXPANSION_PER_CHARACTER * len(text)
     try:
@@ -77,8 +78,12 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
                 documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED, *place)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED_REST,
-                       *(locator.at(mark.index) if mark else ()))
+        documents.note(
+            "syntax",
+            f"not valid YAML: {_describe(error)}",
+            DROPPED_REST,
+            *(locator.at(mark.index) if mark else ()),
+        )
         return False
     finally:
         loader.dispose()
@@ -95,10 +100,10 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
         text += chunk
         start = text.find("\n---", 0) if is_skipping else text.rfind("\n---", 1)
         if is_skipping:
-            text, is_skipping = (text[start + 1:], False) if start >= 0 else (text[-4:], True)
+            text, is_skipping = (text[start + 1 :], False) if start >= 0 else (text[-4:], True)
         elif start >= 0 and len(text) > _GROUP:
-            yield text[:start + 1]
-            text = text[start + 1:]
+            yield text[: start + 1]
+            text = text[start + 1 :]
         elif len(text) > 2 * LARGE:
             yield text
             text, is_skipping = text[-4:], True
@@ -133,8 +138,9 @@ class _Plain:
             made: Any = [self.copy(item, depth + 1) for item in value]
         else:
             made = self._merge(value, depth)
-            made |= {key: self.copy(item, depth + 1) for key, item in value.items()
-                     if key is not _Merge}
+            made |= {
+                key: self.copy(item, depth + 1) for key, item in value.items() if key is not _Merge
+            }
         self._open.discard(id(value))
         return made
 
@@ -173,8 +179,11 @@ def _make_loader(as_data: bool) -> type:
     def any_tag(loader: Any, node: Any) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return node.value
-        made_by = PlainLoader.construct_yaml_seq if isinstance(node, yaml.SequenceNode) \
+        made_by = (
+            PlainLoader.construct_yaml_seq
+            if isinstance(node, yaml.SequenceNode)
             else PlainLoader.construct_yaml_map
+        )
         return made_by(loader, node)
 
     def plain(loader: Any, node: Any) -> Any:

@@ -24,12 +24,18 @@ def look_up(name: str, revision: str, kind: str) -> Repository | None:
     files = {}
     for path in sorted(directory.rglob("*")):
         digest = path.resolve().name
-        if path.is_file() and path.is_symlink() and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}",
-                                                                 digest):
+        if (
+            path.is_file()
+            and path.is_symlink()
+            and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)
+        ):
             relative = path.relative_to(directory).as_posix()
-            files[relative] = RemoteFile(relative, path.stat().st_size,
-                                         digest if len(digest) == 64 else "",
-                                         digest if len(digest) == 40 else "")
+            files[relative] = RemoteFile(
+                relative,
+                path.stat().st_size,
+                digest if len(digest) == 64 else "",
+                digest if len(digest) == 40 else "",
+            )
     return Repository(name, directory.name, files, kind, cached=True) if files else None
 
 

@@ -56,8 +56,9 @@ class HubDataset:
         self._worker.close()
 
 
-def _go_online(name: str, revision: str, include: Sequence[str], directory: Path,
-               ) -> Callable[[str | None], Any]:
+def _go_online(
+    name: str, revision: str, include: Sequence[str], directory: Path
+) -> Callable[[str | None], Any]:
     """Return what lists or fetches files; called in the process that fetches."""
     for variable in _OFFLINE:  # read when huggingface_hub is imported
         os.environ.pop(variable, None)
@@ -69,12 +70,16 @@ def _go_online(name: str, revision: str, include: Sequence[str], directory: Path
     return functools.partial(_answer, hub, repository, files, directory)
 
 
-def _answer(hub: Hub, repository: Repository, files: dict[str, RemoteFile], directory: Path,
-            path: str | None) -> Any:
+def _answer(
+    hub: Hub,
+    repository: Repository,
+    files: dict[str, RemoteFile],
+    directory: Path,
+    path: str | None,
+) -> Any:
     """Return commit and files of the dataset, or the place of one of them once it is there."""
     if path is None:
-        return repository.commit, {file.path: (file.size, file.declared)
-                                   for file in files.values()}
+        return repository.commit, {file.path: (file.size, file.declared) for file in files.values()}
     file, target = files[path], directory / path
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target):

@@ -33,17 +33,30 @@ class RemoteFiles:
     bytes_from: dict[str, int] = field(default_factory=dict, init=False)
     seconds: float = field(default=0.0, init=False)
 
-    def bring(self, directory: Path, *, earlier: Sequence[Path], workers: int,
-              show_progress: bool, preview: Path | None = None, beside: int = 0,
-              ) -> list[dict[str, Any]]:
+    def bring(
+        self,
+        directory: Path,
+        *,
+        earlier: Sequence[Path],
+        workers: int,
+        show_progress: bool,
+        preview: Path | None = None,
+        beside: int = 0,
+    ) -> list[dict[str, Any]]:
         """Bring the files into a directory; return manifest entries.
 
         earlier, preview: see Transfer. beside: bytes of room that they need besides their own.
         """
         needed = clear_others(self.files, directory, earlier) + beside
         publish.require_space(directory, needed, self.repository.name)
-        transfer = Transfer(self.hub, self.repository, earlier, preview=preview, workers=workers,
-                            show_progress=show_progress)
+        transfer = Transfer(
+            self.hub,
+            self.repository,
+            earlier,
+            preview=preview,
+            workers=workers,
+            show_progress=show_progress,
+        )
         began = time.monotonic()
         entries = transfer.fetch(self.files, directory)
         self.bytes_from, self.seconds = transfer.bytes_from, time.monotonic() - began
@@ -51,23 +64,31 @@ class RemoteFiles:
 
     def describe_source(self) -> str:
         """Return in words how much came, from where, and how fast."""
-        parts = [f"{units.size(size)} from {place}" for place, size in self.bytes_from.items()
-                 if size]
+        parts = [
+            f"{units.size(size)} from {place}" for place, size in self.bytes_from.items() if size
+        ]
         rate = sum(self.bytes_from.values()) / max(self.seconds, 1e-9)
-        return f"{units.counted(len(self.files), 'file')} ({', '.join(parts) or 'empty'}; " \
-               f"{units.size(rate)}/s)"
+        return (
+            f"{units.counted(len(self.files), 'file')} ({', '.join(parts) or 'empty'}; "
+            f"{units.size(rate)}/s)"
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest says of the source."""
-        return {"source": "Hugging Face cache" if self.repository.cached else "hub",
-                "commit": self.repository.commit, "size_only": self._list_undeclared()}
+        return {
+            "source": "Hugging Face cache" if self.repository.cached else "hub",
+            "commit": self.repository.commit,
+            "size_only": self._list_undeclared(),
+        }
 
     def describe_checks(self) -> str:
         """Return in words what the files were compared with."""
         if not (names := self._list_undeclared()):
             return "each file as the Hub declares it"
-        return "of the content of these files the Hub declares nothing, so that only their size " \
+        return (
+            "of the content of these files the Hub declares nothing, so that only their size "
             f"was checked: {units.join_names(names, _SHOWN)}"
+        )
 
     def _list_undeclared(self) -> list[str]:
         return [file.path for file in self.files if not file.declared]
@@ -78,8 +99,10 @@ def look_up_raw(name: str, revision: str, include: Sequence[str], *, token: str)
     hub = Hub(token)
     repository = hub.look_up(name, revision, "dataset")
     files = select(repository.files.values(), include, str(repository))
-    log.info(f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
-             f"{units.size(sum(file.size for file in files))}")
+    log.info(
+        f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
+        f"{units.size(sum(file.size for file in files))}"
+    )
     return RemoteFiles(hub, repository, files)
 
 
@@ -92,8 +115,16 @@ class RemoteModel(RemoteFiles):
     preview: Path
 
     @classmethod
-    def look_up(cls, name: str, revision: str, preview: Path, *, token: str, allow_pickle: bool,
-                trust_code: bool) -> RemoteModel:
+    def look_up(
+        cls,
+        name: str,
+        revision: str,
+        preview: Path,
+        *,
+        token: str,
+        allow_pickle: bool,
+        trust_code: bool,
+    ) -> RemoteModel:
         """Ask the Hub, and refuse what cannot be trained before the large files come.
 
         preview: an empty directory for small files. Raises UsageError, and ArtifactError when the
@@ -111,31 +142,43 @@ class RemoteModel(RemoteFiles):
         files, pickles = choose(repository, bring, allow_pickle=allow_pickle)
         for file in pickles:
             if not file.sha256:
-                raise UsageError(f"{repository}: {file.path} is not opened, since the Hub "
-                                 "declares no SHA-256 of it")
+                raise UsageError(
+                    f"{repository}: {file.path} is not opened, since the Hub "
+                    "declares no SHA-256 of it"
+                )
         model = cls(hub, repository, files, pickles, {}, preview)
         with rename_in_errors(name, preview):
             if trust_code:
                 model._take_code()
             model._look_ahead()
-        log.info(f"commit {repository.commit}: {units.counted(len(model.files), 'file')}, "
-                 f"{units.size(sum(file.size for file in model.files))}")
+        log.info(
+            f"commit {repository.commit}: {units.counted(len(model.files), 'file')}, "
+            f"{units.size(sum(file.size for file in model.files))}"
+        )
         return model
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest says of the source."""
         code = {where or self.repository.name: names for where, names in self.code.items()}
-        return {**super().summary(), "converted": [file.path for file in self.pickles],
-                "remote_code": code}
+        return {
+            **super().summary(),
+            "converted": [file.path for file in self.pickles],
+            "remote_code": code,
+        }
 
-    def fetch(self, directory: Path, *, earlier: Sequence[Path], workers: int,
-              show_progress: bool) -> list[dict[str, Any]]:
+    def fetch(
+        self, directory: Path, *, earlier: Sequence[Path], workers: int, show_progress: bool
+    ) -> list[dict[str, Any]]:
         """Bring the files into a directory, convert pickles; return manifest entries."""
         entries = self.bring(
-            directory, earlier=[self.preview, *earlier], workers=workers,
-            show_progress=show_progress, preview=self.preview,
+            directory,
+            earlier=[self.preview, *earlier],
+            workers=workers,
+            show_progress=show_progress,
+            preview=self.preview,
             # A pickle and the safetensors made of it are both there for a while.
-            beside=max((file.size for file in self.pickles), default=0))
+            beside=max((file.size for file in self.pickles), default=0),
+        )
         if self.code:
             entries += self._add_code(directory)
         if self.pickles:
@@ -153,8 +196,12 @@ class RemoteModel(RemoteFiles):
         weights = [file for file in self.files if file.path.endswith(".safetensors")]
         if sum(file.size for file in weights) > _LARGE:
             bring_headers(self.hub, self.repository, weights, self.preview)
-            check.examine(self.preview, weights=True, trust_code=bool(self.code),
-                          coming={file.path: file.size for file in weights})
+            check.examine(
+                self.preview,
+                weights=True,
+                trust_code=bool(self.code),
+                coming={file.path: file.size for file in weights},
+            )
 
     def _take_code(self) -> None:
         """Fetch the code of a model whose type only that knows."""
@@ -189,8 +236,12 @@ class RemoteModel(RemoteFiles):
 
         total = sum(file.size for file in self.pickles)
         with Progress("converting pickles", total, "B", show_progress) as progress:
-            return pickles.convert(directory, [file.path for file in self.pickles],
-                                   progress.advance, trust_code=bool(self.code))
+            return pickles.convert(
+                directory,
+                [file.path for file in self.pickles],
+                progress.advance,
+                trust_code=bool(self.code),
+            )
 
 
 @contextmanager

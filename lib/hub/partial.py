@@ -36,8 +36,11 @@ class PartialFile:
         """Take up what an earlier run left; return the bytes that are there."""
         self._part.parent.mkdir(parents=True, exist_ok=True)
         there = _read_counts(self._part)
-        if len(there) == self.pieces and self._part.stat().st_size == self.file.size \
-                and all(count <= self.piece_size(i) for i, count in enumerate(there)):
+        if (
+            len(there) == self.pieces
+            and self._part.stat().st_size == self.file.size
+            and all(count <= self.piece_size(i) for i, count in enumerate(there))
+        ):
             self._counts = there
             return sum(there)
         self._counts_path.write_bytes(bytes(_COUNT.size * self.pieces))
@@ -61,7 +64,7 @@ class PartialFile:
 
         def append(chunk: bytes) -> int:
             start, end = self.range_left(piece)
-            view = memoryview(chunk)[:end - start]
+            view = memoryview(chunk)[: end - start]
             written = 0
             while written < len(view):
                 written += os.pwrite(data, view[written:], start + written)

@@ -40,8 +40,9 @@ def name_errors(target: Path) -> AbstractContextManager[None]:
     return rename_in_errors(str(target.parent), hidden / "..", hidden, target / "..", target)
 
 
-def join_globs(target: Path, revision: str, include: list[str], overwrite: bool,
-             ) -> tuple[list[str], bool]:
+def join_globs(
+    target: Path, revision: str, include: list[str], overwrite: bool
+) -> tuple[list[str], bool]:
     """Return these globs with those of an earlier run, and whether they are more than it had.
 
     The files of another revision are not mixed with these; `overwrite` has these alone.
@@ -57,8 +58,10 @@ def join_globs(target: Path, revision: str, include: list[str], overwrite: bool,
 def warn_of_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """Say which files of an earlier run are not among those wanted, and will be deleted."""
     if outdated := sorted(set(list_earlier(target)) - {file.path for file in wanted}):
-        log.warn(f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
-                 f"does not ask for will be deleted: {units.join_names(outdated, _SHOWN)}")
+        log.warn(
+            f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
+            f"does not ask for will be deleted: {units.join_names(outdated, _SHOWN)}"
+        )
 
 
 def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
@@ -68,21 +71,31 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """
     ours = set(list_earlier(target))
     places = {file: target.parent / file.path for file in wanted if file.path not in ours}
-    in_the_way = {file.path for file, place in places.items() if os.path.lexists(place)
-                  and (not place.is_file() or place.is_symlink() or file.differs(place))}
+    in_the_way = {
+        file.path
+        for file, place in places.items()
+        if os.path.lexists(place)
+        and (not place.is_file() or place.is_symlink() or file.differs(place))
+    }
     for folder in {folder for file in places for folder in PurePosixPath(file.path).parents}:
-        if os.path.lexists(target.parent / folder) and not (target.parent / folder).is_dir() \
-                and folder.as_posix() not in ours:
+        if (
+            os.path.lexists(target.parent / folder)
+            and not (target.parent / folder).is_dir()
+            and folder.as_posix() not in ours
+        ):
             in_the_way.add(folder.as_posix())
     if in_the_way:
-        raise UsageError(f"{units.counted(len(in_the_way), 'file')} in the way in {target.parent}",
-                         found=", ".join(sorted(in_the_way)[:_SHOWN]),
-                         expected="files that this stage put there, or none",
-                         hint="move them away, or choose another --dst-root")
+        raise UsageError(
+            f"{units.counted(len(in_the_way), 'file')} in the way in {target.parent}",
+            found=", ".join(sorted(in_the_way)[:_SHOWN]),
+            expected="files that this stage put there, or none",
+            hint="move them away, or choose another --dst-root",
+        )
 
 
-def put_in_place(arrived: Path, target: Path, entries: list[dict[str, Any]],
-                 ) -> list[dict[str, Any]]:
+def put_in_place(
+    arrived: Path, target: Path, entries: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Move whole files from where they arrived to their places; return the manifest's entries.
 
     The entries' paths lead from the target to the files. When one cannot be moved, those that were

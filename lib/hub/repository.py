@@ -17,8 +17,9 @@ from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SMALL = {CONFIG, "generation_config.json", "README.md", *tokenizer.FILES}
-_LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?",
-                      re.IGNORECASE)
+_LICENCE = re.compile(
+    r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?", re.IGNORECASE
+)
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PASSWORD = re.compile(r"(?<=//)[^/@\s]+@")
@@ -84,8 +85,11 @@ class Digest:
     def compare(self) -> str:
         """Tell in words how what was seen differs from what was declared; "" if it does not."""
         found = self._hasher.hexdigest()
-        return f"digest {found} instead of {self._wanted}" \
-            if self._wanted and found != self._wanted else ""
+        return (
+            f"digest {found} instead of {self._wanted}"
+            if self._wanted and found != self._wanted
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ class Repository:
     cached: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}, as far as the Hugging Face cache holds it," if self.cached \
-            else self.name
+        return (
+            f"{self.name}, as far as the Hugging Face cache holds it," if self.cached else self.name
+        )
 
 
 def redact(text: str) -> str:
@@ -119,12 +124,15 @@ def name_hub() -> str:
 def check_name(name: str, option: str) -> None:
     """Raise UsageError when a name cannot be that of a repository."""
     if not _NAME.fullmatch(name) or "--" in name or ".." in name:
-        raise UsageError(f"{option} {name!r} is not a name of a repository",
-                         expected="ORG/NAME, as the address of its page ends")
+        raise UsageError(
+            f"{option} {name!r} is not a name of a repository",
+            expected="ORG/NAME, as the address of its page ends",
+        )
 
 
-def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
-           allow_pickle: bool) -> tuple[list[RemoteFile], list[RemoteFile]]:
+def choose(
+    repository: Repository, bring: Callable[[list[RemoteFile]], Path], *, allow_pickle: bool
+) -> tuple[list[RemoteFile], list[RemoteFile]]:
     """Return the files to fetch (one set of weights, config, tokenizer, licence, card), and those
     of them that are pickles.
 
@@ -142,8 +150,9 @@ def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
     shards = _read_shards(repository, preview / weights) if is_index else {weights}
     chosen |= shards | ({INDEX} if weights == INDEX else set())
     is_pickled = weights in (PICKLE, PICKLE_INDEX)
-    return [files[name] for name in sorted(chosen)], \
-        [files[name] for name in sorted(shards)] if is_pickled else []
+    return [files[name] for name in sorted(chosen)], [
+        files[name] for name in sorted(shards)
+    ] if is_pickled else []
 
 
 def select(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list[RemoteFile]:
@@ -156,13 +165,16 @@ def select(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list
     files = sorted(files, key=lambda file: file.path)
     matched = [file for file in files if any(p.fullmatch(file.path) for p in patterns.values())]
     require_safe(matched, name)
-    found = [file for file in matched
-             if not any(part.startswith(".") for part in file.path.split("/"))]
+    found = [
+        file for file in matched if not any(part.startswith(".") for part in file.path.split("/"))
+    ]
     if not found:
         there = ", ".join(file.path for file in files[:_SHOWN]) or "no files"
-        raise UsageError(f"{name} has no file that matches {' or '.join(globs)}",
-                         expected="a glob of paths in the repository, such as 'en/*.json.gz'",
-                         found=there + (f" … ({len(files):,} files)" if files[_SHOWN:] else ""))
+        raise UsageError(
+            f"{name} has no file that matches {' or '.join(globs)}",
+            expected="a glob of paths in the repository, such as 'en/*.json.gz'",
+            found=there + (f" … ({len(files):,} files)" if files[_SHOWN:] else ""),
+        )
     for glob, pattern in patterns.items():
         if not any(pattern.fullmatch(file.path) for file in found):
             log.warn(f"--include {glob} matches none of the {len(files):,} files of {name}")
@@ -172,9 +184,11 @@ def select(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list
 def require_safe(files: Iterable[RemoteFile], name: str) -> None:
     """Raise UsageError when files would be written outside the directory they are meant for."""
     if bad := [file.path for file in files if file.leads_out]:
-        raise UsageError(f"{name} holds paths that are not safe to write",
-                         found=", ".join(repr(path) for path in bad[:_SHOWN]),
-                         expected="paths of files inside the repository")
+        raise UsageError(
+            f"{name} holds paths that are not safe to write",
+            found=", ".join(repr(path) for path in bad[:_SHOWN]),
+            expected="paths of files inside the repository",
+        )
 
 
 def _read_shards(repository: Repository, index: Path) -> set[str]:
@@ -184,12 +198,17 @@ def _read_shards(repository: Repository, index: Path) -> set[str]:
         names = set(records.read_json(index)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         names = set()
-    missing = sorted(str(name) for name in names if name not in repository.files
-                     or "/" in name or not name.endswith(suffix))
+    missing = sorted(
+        str(name)
+        for name in names
+        if name not in repository.files or "/" in name or not name.endswith(suffix)
+    )
     if missing or not names:
-        raise UsageError(f"{index.name} of {repository} does not fit the repository",
-                         expected=f"a `weight_map` to {suffix[1:]} files beside it",
-                         found=f"no such file: {', '.join(missing[:5])}" if missing else "")
+        raise UsageError(
+            f"{index.name} of {repository} does not fit the repository",
+            expected=f"a `weight_map` to {suffix[1:]} files beside it",
+            found=f"no such file: {', '.join(missing[:5])}" if missing else "",
+        )
     return names
 
 
@@ -197,11 +216,15 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
     """Return the error for a repository without config, tokenizer or weights to take."""
     listing = ", ".join(sorted(repository.files)[:_SHOWN]) or "no files"
     if CONFIG not in repository.files:
-        return UsageError(f"{repository} has no config.json, so it is not a transformers model",
-                          found=listing)
+        return UsageError(
+            f"{repository} has no config.json, so it is not a transformers model", found=listing
+        )
     if not tokenizer.ONE_OF & repository.files.keys():
-        return UsageError(f"{repository} has no tokenizer", found=listing,
-                          expected="tokenizer.json, or the files of another kind of tokenizer")
+        return UsageError(
+            f"{repository} has no tokenizer",
+            found=listing,
+            expected="tokenizer.json, or the files of another kind of tokenizer",
+        )
     pickles = sorted(name for name in repository.files if _PICKLES.fullmatch(name))
     can_convert = {PICKLE, PICKLE_INDEX} & repository.files.keys()
     only = "only pickles, which can run code when loaded:" if pickles else "none"
@@ -210,5 +233,6 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
         expected=f"{WEIGHTS} or {INDEX}" + (f", {PICKLE} or {PICKLE_INDEX}" * allow_pickle),
         found=f"{only} {', '.join(pickles[:5])}".strip(),
         hint="choose a repository or a --revision that has them (conversions are often offered as "
-             "refs/pr/N)" + ", or convert the pickles, without running code:" * bool(can_convert),
-        run=commands.as_typed("--allow-pickle") if can_convert else "")
+        "refs/pr/N)" + ", or convert the pickles, without running code:" * bool(can_convert),
+        run=commands.as_typed("--allow-pickle") if can_convert else "",
+    )

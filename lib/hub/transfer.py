@@ -34,15 +34,21 @@ class Transfer:
     workers: threads with work to do; as many again wait for the network.
     """
 
-    def __init__(self, hub: Hub, repository: Repository, earlier: Sequence[Path] = (), *,
-                 preview: Path | None = None, workers: int = 1, show_progress: bool = False,
-                 ) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        repository: Repository,
+        earlier: Sequence[Path] = (),
+        *,
+        preview: Path | None = None,
+        workers: int = 1,
+        show_progress: bool = False,
+    ) -> None:
         self._preview = preview
         self._hub, self._repository, self._earlier = hub, repository, earlier
         self._workers, self._show_progress = min(2 * workers, _MOST_CONNECTIONS), show_progress
         self._lock = threading.Lock()
-        self.bytes_from: dict[str, int] = {
-            "the Hub": 0, "this machine": 0, "an earlier run": 0}
+        self.bytes_from: dict[str, int] = {"the Hub": 0, "this machine": 0, "an earlier run": 0}
 
     def fetch(self, files: Sequence[RemoteFile], directory: Path) -> list[dict[str, Any]]:
         """Bring the files into a directory, several pieces at a time.
@@ -102,13 +108,17 @@ class Transfer:
         return self._list_jobs(part)
 
     def _list_jobs(self, part: partial.PartialFile) -> list[Job]:
-        left: list[Job] = [functools.partial(self._receive, part, piece)
-                           for piece in range(part.pieces) if len(range(*part.range_left(piece)))]
+        left: list[Job] = [
+            functools.partial(self._receive, part, piece)
+            for piece in range(part.pieces)
+            if len(range(*part.range_left(piece)))
+        ]
         return left or self._finish(part)
 
     def _receive(self, part: partial.PartialFile, piece: int) -> list[Job]:
-        self._hub.receive(self._repository, part, piece,
-                          lambda amount: self._note_bytes("the Hub", amount))
+        self._hub.receive(
+            self._repository, part, piece, lambda amount: self._note_bytes("the Hub", amount)
+        )
         return self._finish(part) if part.is_complete() else []
 
     def _finish(self, part: partial.PartialFile) -> list[Job]:
@@ -121,8 +131,11 @@ class Transfer:
         if part.refused == _ATTEMPTS:
             raise ArtifactError(
                 f"{self._repository.name}: {part.file.path} arrived damaged twice",
-                expected="what the Hub declares for it", found=difference,
-                hint="later; finished files are kept:", run=commands.as_typed())
+                expected="what the Hub declares for it",
+                found=difference,
+                hint="later; finished files are kept:",
+                run=commands.as_typed(),
+            )
         part.open()
         return self._list_jobs(part)
 
@@ -144,8 +157,9 @@ class Transfer:
         return False
 
 
-def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
-                  directory: Path) -> None:
+def bring_headers(
+    hub: Hub, repository: Repository, files: Sequence[RemoteFile], directory: Path
+) -> None:
     """Write the beginning of each safetensors file, its header, under the file's name."""
     require_safe(files, repository.name)
 
@@ -169,23 +183,29 @@ def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
         list(pool.map(bring, files))
 
 
-def clear_others(files: Sequence[RemoteFile], directory: Path,
-                 earlier: Sequence[Path] = ()) -> int:
+def clear_others(files: Sequence[RemoteFile], directory: Path, earlier: Sequence[Path] = ()) -> int:
     """Delete what belongs to none of the files, and return how many bytes of them are to come.
 
     earlier: as for Transfer; what can be linked from there takes no room.
     """
+
     def can_be_linked(file: RemoteFile) -> bool:
-        return any((place / file.path).is_file()
-                   and (place / file.path).stat().st_size == file.size
-                   and place.stat().st_dev == directory.stat().st_dev for place in earlier)
+        return any(
+            (place / file.path).is_file()
+            and (place / file.path).stat().st_size == file.size
+            and place.stat().st_dev == directory.stat().st_dev
+            for place in earlier
+        )
 
     wanted = {name for file in files for name in partial.list_names(file)}
     for path in directory.rglob("*"):
         if path.is_file() and path.relative_to(directory).as_posix() not in wanted:
             path.unlink()
-    return sum(max(0, file.size - partial.count_bytes(file, directory)) for file in files
-               if not can_be_linked(file))
+    return sum(
+        max(0, file.size - partial.count_bytes(file, directory))
+        for file in files
+        if not can_be_linked(file)
+    )
 
 
 def _link_or_copy(source: Path, target: Path, *, link: bool) -> None:

@@ -37,8 +37,9 @@ class ModelAdapter(Protocol):
     def owns(self, name: str) -> bool:
         """Tell whether a name is one that `convert` adds."""
 
-    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
-             ) -> Tensor:
+    def fold(
+        self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return what a model without the adapter holds under a name, of the same shape.
 
         model: without adapters, on meta. tensor: full, what the checkpoint or the model that the
@@ -75,13 +76,15 @@ def make(asked: Mapping[str, Mapping[str, Any]]) -> list[ModelAdapter]:
     asked: settings by name.
     """
     if unknown := [name for name in asked if name not in ADAPTERS]:
-        raise UsageError(f"there is no adapter {', '.join(unknown)}",
-                         expected=", ".join(sorted(ADAPTERS)))
+        raise UsageError(
+            f"there is no adapter {', '.join(unknown)}", expected=", ".join(sorted(ADAPTERS))
+        )
     return [ADAPTERS[name](**settings) for name, settings in asked.items()]
 
 
-def adapt(model: PreTrainedModel, adapters: Sequence[ModelAdapter],
-          placement: Placement) -> Adapted:
+def adapt(
+    model: PreTrainedModel, adapters: Sequence[ModelAdapter], placement: Placement
+) -> Adapted:
     """Change a meta-device model by each adapter in turn; must come before sharding."""
     adapted = Adapted(set(), [])
     for adapter in adapters:
@@ -91,8 +94,13 @@ def adapt(model: PreTrainedModel, adapters: Sequence[ModelAdapter],
     return adapted
 
 
-def fold(adapters: Sequence[ModelAdapter], model: PreTrainedModel, name: str, tensor: Tensor,
-         added: Mapping[str, Tensor]) -> Tensor:
+def fold(
+    adapters: Sequence[ModelAdapter],
+    model: PreTrainedModel,
+    name: str,
+    tensor: Tensor,
+    added: Mapping[str, Tensor],
+) -> Tensor:
     """Return what a model without adapters holds under a name; undoes the last adapter first."""
     for adapter in reversed(adapters):
         tensor = adapter.fold(model, name, tensor, added)

@@ -52,8 +52,11 @@ def find_faults(directory: Path) -> list[str]:
             found.append(f"{name}: {error.found}")
             continue
         if name != _TOKENIZER:
-            found += [f"{name}: {key} is {content[key]!r:.60}, not a token id"
-                      for key in _IDS if not is_id(content.get(key))]
+            found += [
+                f"{name}: {key} is {content[key]!r:.60}, not a token id"
+                for key in _IDS
+                if not is_id(content.get(key))
+            ]
     return found
 
 
@@ -73,8 +76,9 @@ def copy_generation(source: Path, target: Path) -> bool:
     content = _read(source / _GENERATION)
     if odd := [key for key in _IDS if not is_id(content.get(key))]:
         log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(odd)}")
-        manifest.write_json(target / _GENERATION,
-                            {key: value for key, value in content.items() if key not in odd})
+        manifest.write_json(
+            target / _GENERATION, {key: value for key, value in content.items() if key not in odd}
+        )
     else:
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
     return True

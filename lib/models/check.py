@@ -42,17 +42,27 @@ class ModelFacts:
     def print(self, target: Path, more: Mapping[str, str]) -> None:
         """Print what the model in a directory is. more: further rows."""
         unused = self.vocabulary - self.tokens
-        log.table({
-            "model": target,
-            "parameters": f"{self.parameters:,} ({units.count(self.parameters)}), {self.dtype}",
-            "vocabulary": f"{self.vocabulary:,} rows, {self.tokens:,} tokens in the tokenizer"
-                          + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
-            "context": f"{self.context:,} tokens" if self.context else "not limited by the config",
-            **more})
+        log.table(
+            {
+                "model": target,
+                "parameters": f"{self.parameters:,} ({units.count(self.parameters)}), {self.dtype}",
+                "vocabulary": f"{self.vocabulary:,} rows, {self.tokens:,} tokens in the tokenizer"
+                + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
+                "context": f"{self.context:,} tokens"
+                if self.context
+                else "not limited by the config",
+                **more,
+            }
+        )
 
 
-def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None,
-            trust_code: bool = False) -> ModelFacts:
+def examine(
+    model_dir: Path,
+    *,
+    weights: bool,
+    coming: Mapping[str, int] | None = None,
+    trust_code: bool = False,
+) -> ModelFacts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
 
     weights: there must be safetensors; otherwise there must be none. coming: of a directory in the
@@ -80,28 +90,33 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     loaded = tokenizer.load(model_dir)
     tokens = len(loaded)
     if tokens > rows:
-        problems.append(f"the tokenizer has {tokens:,} tokens, the model only {rows:,} rows for "
-                        "them")
+        problems.append(
+            f"the tokenizer has {tokens:,} tokens, the model only {rows:,} rows for them"
+        )
     if problems:
-        raise ArtifactError(f"the files of {model_dir} do not make a whole model",
-                            found=units.join_lines(problems, _SHOWN))
+        raise ArtifactError(
+            f"the files of {model_dir} do not make a whole model",
+            found=units.join_lines(problems, _SHOWN),
+        )
     if (changed := tokenizer.find_losses(loaded, model_dir)) and not is_ahead:
-        log.warn("the tokenizer does not give back every text as it was: "
-                 + "; ".join(changed[:2]))
+        log.warn("the tokenizer does not give back every text as it was: " + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelFacts(model.num_parameters(), dtype, rows, tokens, context)
 
 
-def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code: bool = False,
-                  ) -> ModelFacts:
+def examine_build(
+    build: publish.Build, *, weights: bool, name: str, trust_code: bool = False
+) -> ModelFacts:
     """Check the finished directory; what was fetched is kept also if it does not fit."""
     try:
         with rename_in_errors(name, build.dir):
             return examine(build.dir, weights=weights, trust_code=trust_code)
     except StageError:
         if build.resumable:
-            log.info(f"kept in {build.partial}, so that the same command need not fetch it again; "
-                     "or delete that")
+            log.info(
+                f"kept in {build.partial}, so that the same command need not fetch it again; "
+                "or delete that"
+            )
         raise
 
 
@@ -121,6 +136,7 @@ def _main_dtype(headers: Headers, used: set[str]) -> str:
     """Return the dtype that most of the weights have, as torch calls it."""
     numbers: Counter[str] = Counter()
     for key in used:
-        numbers[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += \
-            math.prod(headers.shapes[key])
+        numbers[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += math.prod(
+            headers.shapes[key]
+        )
     return numbers.most_common(1)[0][0] if numbers else ""

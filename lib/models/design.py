@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _FOREIGN = ("auto_map", "_name_or_path", "transformers_version")
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_local_experts",
-           "hidden_size", "intermediate_size")
+_COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_local_experts",
+    "hidden_size",
+    "intermediate_size",
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,12 @@ class Design:
         if self.copy_from:
             inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
-        asked = {"from_scratch": True, "model_name": name, "model_size": self.size,
-                 "vocab_size": wanted}
+        asked = {
+            "from_scratch": True,
+            "model_name": name,
+            "model_size": self.size,
+            "vocab_size": wanted,
+        }
         if self.size and (like := scratch.SIZES[self.size].like):
             asked["shapes"] = like  # a name of a size has stood for others
         return {"options": asked, "inputs": inputs}
@@ -61,20 +71,26 @@ class Design:
         """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
         if changed := differences(before, self.identity(name)):
             read = ", ".join(map(str, self.train_on)) or self.copy_from
-            raise UsageError(f"{read} was replaced or changed while it was read; nothing was made "
-                             "of it", found=in_lines(changed),
-                             hint="once nothing writes to it:", run=commands.as_typed())
+            raise UsageError(
+                f"{read} was replaced or changed while it was read; nothing was made of it",
+                found=in_lines(changed),
+                hint="once nothing writes to it:",
+                run=commands.as_typed(),
+            )
 
     def vocabulary(self) -> int:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
         if not self.copy_from:
-            return self.vocab_size or (self._default_vocabulary() if self.train_on
-                                       else tokenizer.SMALLEST_VOCABULARY)
+            return self.vocab_size or (
+                self._default_vocabulary() if self.train_on else tokenizer.SMALLEST_VOCABULARY
+            )
         tokens = len(tokenizer.load(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
-            raise UsageError(f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
-                             found=f"{units.counted(tokens, 'token')} in {self.copy_from}",
-                             expected=f"--vocab-size {tokens} or more, or none")
+            raise UsageError(
+                f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
+                found=f"{units.counted(tokens, 'token')} in {self.copy_from}",
+                expected=f"--vocab-size {tokens} or more, or none",
+            )
         return self.vocab_size or tokens
 
     def context(self) -> int | None:
@@ -95,27 +111,43 @@ class Design:
         rows, context = scratch.pad_vocabulary(vocabulary), self.context()
         given = self._given_vocabulary()
         instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
-        return {"architecture": f"{type(model).__name__} of {self.config_json}, "
-                                f"{units.count(model.num_parameters())} parameters",
-                "vocabulary": scratch.describe_rows(rows, vocabulary) + instead,
-                "context": units.counted(context, "token") if context else
-                "not limited by the config"}
+        return {
+            "architecture": f"{type(model).__name__} of {self.config_json}, "
+            f"{units.count(model.num_parameters())} parameters",
+            "vocabulary": scratch.describe_rows(rows, vocabulary) + instead,
+            "context": units.counted(context, "token") if context else "not limited by the config",
+        }
 
-    def make_tokenizer(self, directory: Path, workers: int, show_progress: bool,
-                       limit: int = tokenizer.SAMPLE_BYTES) -> None:
+    def make_tokenizer(
+        self,
+        directory: Path,
+        workers: int,
+        show_progress: bool,
+        limit: int = tokenizer.SAMPLE_BYTES,
+    ) -> None:
         """Write the tokenizer's files. limit: bytes of text to train on at most."""
         if self.copy_from:
             tokenizer.copy(self.copy_from, self.context(), directory)
         else:
-            tokenizer.train(self.train_on, self.vocabulary(), self.context(), directory,
-                            workers=workers, show_progress=show_progress, limit=limit)
+            tokenizer.train(
+                self.train_on,
+                self.vocabulary(),
+                self.context(),
+                directory,
+                workers=workers,
+                show_progress=show_progress,
+                limit=limit,
+            )
 
     def describe_tokenizer(self) -> str:
         """Return in words where the tokenizer is from."""
         if self.copy_from:
             return f"copied from {self.copy_from}"
-        return f"trained on {', '.join(map(str, self.train_on))}" if self.train_on \
+        return (
+            f"trained on {', '.join(map(str, self.train_on))}"
+            if self.train_on
             else "a token for each byte"
+        )
 
     def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
         """Write the configs into a directory that holds the tokenizer.
@@ -127,18 +159,23 @@ class Design:
         self.write(directory, vocabulary, alone)
         beside = tokenizer.load(directory)
         if type(beside) is not type(alone):
-            log.warn(f"transformers reads this model's tokenizer as {type(beside).__name__}, "
-                     f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
-                     "another way than by the tokenizer alone")
+            log.warn(
+                f"transformers reads this model's tokenizer as {type(beside).__name__}, "
+                f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
+                "another way than by the tokenizer alone"
+            )
             self.write(directory, max(vocabulary, len(beside)), beside)
 
     def write(self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None) -> None:
         """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer."""
-        special = {f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
-                   for kind in ("bos", "eos", "pad")}
+        special = {
+            f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
+            for kind in ("bos", "eos", "pad")
+        }
         if self.size:
-            made = scratch.make_config(self.size, vocabulary, special["bos_token_id"],
-                                       special["eos_token_id"])
+            made = scratch.make_config(
+                self.size, vocabulary, special["bos_token_id"], special["eos_token_id"]
+            )
         else:
             made = self._config()
             for part in {id(p): p for p in (made, made.get_text_config())}.values():
@@ -153,8 +190,10 @@ class Design:
             return scratch.SIZES[self.size].vocabulary
         found = self._given_vocabulary()
         if not isinstance(found, int) or found < tokenizer.SMALLEST_VOCABULARY:
-            raise UsageError(f"{self.config_json} gives no vocabulary to train a tokenizer for",
-                             expected="--vocab-size N")
+            raise UsageError(
+                f"{self.config_json} gives no vocabulary to train a tokenizer for",
+                expected="--vocab-size N",
+            )
         return found
 
     def _given_vocabulary(self) -> Any:
@@ -170,15 +209,21 @@ class Design:
         except FileNotFoundError:
             raise UsageError(f"--config-json: no such file: {self.config_json}") from None
         except ValueError as error:
-            raise UsageError(f"--config-json: {self.config_json} is not JSON",
-                             found=str(error)) from None
+            raise UsageError(
+                f"--config-json: {self.config_json} is not JSON", found=str(error)
+            ) from None
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-            raise UsageError(f"--config-json: {self.config_json} is not a config of a model",
-                             expected="a JSON object with a model_type, as in config.json")
+            raise UsageError(
+                f"--config-json: {self.config_json} is not a config of a model",
+                expected="a JSON object with a model_type, as in config.json",
+            )
         if content.get("quantization_config"):
-            raise UsageError(f"--config-json: {self.config_json} is of a quantised model, which "
-                             "cannot be trained", found="quantization_config",
-                             expected="the config.json of the unquantised release")
+            raise UsageError(
+                f"--config-json: {self.config_json} is of a quantised model, which "
+                "cannot be trained",
+                found="quantization_config",
+                expected="the config.json of the unquantised release",
+            )
         return {key: value for key, value in content.items() if key not in _FOREIGN}
 
     def _config(self) -> PretrainedConfig:
@@ -189,8 +234,11 @@ class Design:
             made = architecture.read_config(Path(own))
         counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
         if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
-            raise UsageError(f"--config-json: {self.config_json} describes no model",
-                             expected="1 or more", found=", ".join(odd))
+            raise UsageError(
+                f"--config-json: {self.config_json} describes no model",
+                expected="1 or more",
+                found=", ".join(odd),
+            )
         return made
 
     def _rename_errors(self, own: Path) -> AbstractContextManager[None]:

@@ -45,9 +45,11 @@ def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
     if (path / CONFIG).is_file():
         return _check_directory(path, why)
     if (path / _ADAPTER).is_file():
-        raise UsageError(f"{path} holds an adapter, not a model",
-                         hint="-m names the model that it belongs to, and in stage 04 --lora-from "
-                              "begins with the adapter")
+        raise UsageError(
+            f"{path} holds an adapter, not a model",
+            hint="-m names the model that it belongs to, and in stage 04 --lora-from "
+            "begins with the adapter",
+        )
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
@@ -113,8 +115,11 @@ def _check_files(directory: Path, content: dict[str, Any], remedy_: Remedy) -> P
     """Return a directory that holds what its manifest names, and nothing else that is read."""
     manifest.check(directory, content, "the model", **remedy_)
     if found := list_strays(directory, content):
-        raise ArtifactError(f"{directory} holds files that nobody verified",
-                            found="\n".join(found), hint="move them away")
+        raise ArtifactError(
+            f"{directory} holds files that nobody verified",
+            found="\n".join(found),
+            hint="move them away",
+        )
     return directory
 
 
@@ -122,22 +127,28 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     """Return the error for a name that stands for nothing finished."""
     found = [manifest.unfinished(target)]
     if target.is_dir():
-        found.append(f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it "
-                     "as it is")
+        found.append(
+            f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it as it is"
+        )
     elif path.is_dir():
         found.append(f"{path} without {CONFIG}")
     there = [directory.name for directory in prepared.list_all(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
-    cached = [path.name.removeprefix("models--").replace("--", "/")
-              for path in sorted(hf_cache.find().glob("models--*"))]
+    cached = [
+        path.name.removeprefix("models--").replace("--", "/")
+        for path in sorted(hf_cache.find().glob("models--*"))
+    ]
     if whole := [name for name in cached if find_whole_snapshot(name)]:
         found.append(f"whole in the Hugging Face cache {hf_cache.find()}: {', '.join(whole)}")
     if hf_cache.find_snapshot(name):
         found.append(f"the Hugging Face cache {hf_cache.find()} holds only a part of {name}")
-    return ArtifactError(f"no finished model called {name}",
-                         expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
-                                  "one of a model in the Hugging Face cache",
-                         found="\n".join(filter(None, found)), **_prepared_by(name, path))
+    return ArtifactError(
+        f"no finished model called {name}",
+        expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
+        "one of a model in the Hugging Face cache",
+        found="\n".join(filter(None, found)),
+        **_prepared_by(name, path),
+    )
 
 
 @contextmanager
@@ -157,8 +168,11 @@ def rename_in_errors(name: str, *paths: Path) -> Iterator[None]:
 
 def list_files(model_dir: Path) -> list[Path]:
     """Return the files that make a model: config, weights, tokenizer and code."""
-    return [path for path in sorted(model_dir.iterdir())
-            if path.name.endswith(_TOGETHER) and path.is_file()]
+    return [
+        path
+        for path in sorted(model_dir.iterdir())
+        if path.name.endswith(_TOGETHER) and path.is_file()
+    ]
 
 
 def list_strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
@@ -167,9 +181,11 @@ def list_strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
     It would be read in the place of what was verified: `model.safetensors` goes before shards.
     """
     known = {entry["path"] for entry in content["files"]}
-    return [f"{path} is not of this model: its {MANIFEST} does not name it"
-            for path in sorted(model_dir.iterdir()) if path.name not in known
-            and path.name.endswith(_READ) and not path.name.startswith(".")]
+    return [
+        f"{path} is not of this model: its {MANIFEST} does not name it"
+        for path in sorted(model_dir.iterdir())
+        if path.name not in known and path.name.endswith(_READ) and not path.name.startswith(".")
+    ]
 
 
 def has_weights(model_dir: Path) -> bool:
@@ -190,11 +206,16 @@ def list_missing_weights(model_dir: Path) -> list[str]:
     """
     if not has_weights(model_dir):
         others = sorted(path.name for path in model_dir.glob("*.safetensors"))
-        return [f"{name}, which is not read: it has another layout, or {INDEX} is missing"
-                for name in others[:5]] or ["config.json without any .safetensors file"]
+        return [
+            f"{name}, which is not read: it has another layout, or {INDEX} is missing"
+            for name in others[:5]
+        ] or ["config.json without any .safetensors file"]
     try:
-        return [f"{name} is missing, {INDEX} names it" for name in weight_files(model_dir)
-                if not (model_dir / name).is_file()]
+        return [
+            f"{name} is missing, {INDEX} names it"
+            for name in weight_files(model_dir)
+            if not (model_dir / name).is_file()
+        ]
     except ValueError:
         return [f"{INDEX} is damaged"]
 
@@ -237,9 +258,13 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     for key, entry in header.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) \
-                or not _are_counts(entry.get("shape")) \
-                or not _are_counts(entry.get("data_offsets")) or len(entry["data_offsets"]) != 2:
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("dtype"), str)
+            or not _are_counts(entry.get("shape"))
+            or not _are_counts(entry.get("data_offsets"))
+            or len(entry["data_offsets"]) != 2
+        ):
             raise ValueError(f"its header has no dtype, shape and offsets for {key!r:.80}")
     return header, 8 + length
 
@@ -258,8 +283,11 @@ def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str)
     end = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
-        size = math.prod(entry["shape"]) * sizes[entry["dtype"]] \
-            if entry["dtype"] in sizes else max(0, last - first)
+        size = (
+            math.prod(entry["shape"]) * sizes[entry["dtype"]]
+            if entry["dtype"] in sizes
+            else max(0, last - first)
+        )
         if (first, last) != (end, end + size):
             yield f"{key}{where} lies at bytes {first} to {last}, expected {end} to {end + size}"
         end = max(end, last)
@@ -294,14 +322,18 @@ def fingerprint(model_dir: Path) -> str:
         raise ArtifactError(f"{model_dir / CONFIG} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
     if content is not None:
-        weights = [[e["path"], e["digest"]] for e in content["files"]
-                   if e["path"].endswith(".safetensors")]
+        weights = [
+            [e["path"], e["digest"]] for e in content["files"] if e["path"].endswith(".safetensors")
+        ]
     else:
-        weights = [[path.name, path.stat().st_size, _digest_header(path)]
-                   for path in sorted(model_dir.glob("model*.safetensors"))]
+        weights = [
+            [path.name, path.stat().st_size, _digest_header(path)]
+            for path in sorted(model_dir.glob("model*.safetensors"))
+        ]
     code = model_dir / CODE_DIGESTS
-    return hashing.fingerprint([config, weights] + ([code.read_text(encoding="utf-8")]
-                                                    if code.is_file() else []))
+    return hashing.fingerprint(
+        [config, weights] + ([code.read_text(encoding="utf-8")] if code.is_file() else [])
+    )
 
 
 def _digest_header(path: Path) -> str:

@@ -40,8 +40,10 @@ def require_package() -> None:
     try:
         importlib.metadata.version("torchao")
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError("--precision fp8 needs torchao, which is not installed",
-                         run=commands.pip_install(_PACKAGE)) from None
+        raise UsageError(
+            "--precision fp8 needs torchao, which is not installed",
+            run=commands.pip_install(_PACKAGE),
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -64,37 +66,54 @@ class Float8:
         """
         chosen, left = _choose_linears(model)
         if not chosen:
-            raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} "
-                             "model", found="; ".join(left) or "no linear in its blocks",
-                             expected=f"linears whose sizes are multiples of {MULTIPLE}",
-                             run=commands.as_typed("--precision", "bf16"))
+            raise UsageError(
+                f"--precision fp8 changes nothing in a {model.config.model_type} model",
+                found="; ".join(left) or "no linear in its blocks",
+                expected=f"linears whose sizes are multiples of {MULTIPLE}",
+                run=commands.as_typed("--precision", "bf16"),
+            )
         is_sharded = placement.shard_size > 1
-        even = {name for name, linear in chosen.items() if self.recipe == "tensorwise"
-                and is_sharded and not placement.offload
-                and linear.out_features % placement.shard_size == 0}
+        even = {
+            name
+            for name, linear in chosen.items()
+            if self.recipe == "tensorwise"
+            and is_sharded
+            and not placement.offload
+            and linear.out_features % placement.shard_size == 0
+        }
         torchao = _import_torchao()
-        config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(self.recipe),
-                                     emulate=placement.device != "cuda")
+        config = dataclasses.replace(
+            torchao.Float8LinearConfig.from_recipe_name(self.recipe),
+            emulate=placement.device != "cuda",
+        )
         for names, is_gathered in ((even, True), (chosen.keys() - even, False)):
             if names:
                 torchao.convert_to_float8_training(
-                    model, module_filter_fn=lambda _, name, names=names: name in names,
-                    config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered))
+                    model,
+                    module_filter_fn=lambda _, name, names=names: name in names,
+                    config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered),
+                )
         gathered = ""
         if is_sharded and not even:
             gathered = " (gathered in bf16)"
         elif is_sharded and len(even) < len(chosen):
             gathered = f" ({len(chosen) - len(even):,} of them gathered in bf16)"
-        return set(), "; ".join([
-            f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, scaled "
-            f"{self.recipe}{gathered}", *left, "the rest in bf16"])
+        return set(), "; ".join(
+            [
+                f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, "
+                f"scaled {self.recipe}{gathered}",
+                *left,
+                "the rest in bf16",
+            ]
+        )
 
     def owns(self, name: str) -> bool:
         """Return False: nothing is added."""
         return False
 
-    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
-             ) -> Tensor:
+    def fold(
+        self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return the tensor: masters are those of any other precision."""
         return tensor
 

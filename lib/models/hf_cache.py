@@ -35,8 +35,11 @@ def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Pat
     """Return the directory of a repository at a branch, tag or commit, if the cache has it."""
     where = find_repository(name, kind)
     try:
-        commit = revision if _COMMIT.fullmatch(revision) \
+        commit = (
+            revision
+            if _COMMIT.fullmatch(revision)
             else (where / "refs" / revision).read_text(encoding="utf-8").strip()
+        )
     except (OSError, ValueError):
         return None
     found = where / "snapshots" / commit

@@ -33,8 +33,7 @@ from lib.models.tensors import FLOATING, Shape
 
 
 class Added(torch.nn.Module):
-    """Marks modules that an adapter has put into a model: no Hub checkpoint has their parameters.
-    """
+    """Marks modules that an adapter added: no Hub checkpoint contains their parameters."""
 
     def draw(self, full: Tensor) -> None:
         """Give a parameter, full and zero on the CPU, its first values."""
@@ -71,8 +70,9 @@ def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def convert_to_hub(model: PreTrainedModel, tensors: Mapping[str, Tensor],
-                ) -> Iterator[tuple[str, Tensor]]:
+def convert_to_hub(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hub name and content of the tensors that one export group becomes.
 
     tensors: full (not sharded) values by module name. Results may be views: make them contiguous.
@@ -106,13 +106,15 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
         plan.recipes[name] = recipe
         if shape != tuple(wanted[name].shape):
             plan.problems += _list_absent(model, name, wanted[name], shapes) or [
-                f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"]
+                f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"
+            ]
     plan.problems += _list_missing(model, wanted, plan.recipes, shapes)
     return plan
 
 
-def list_wrong_dtypes(model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[str, str],
-                      ) -> list[str]:
+def list_wrong_dtypes(
+    model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[str, str]
+) -> list[str]:
     """Return a sentence for each tensor that is of another kind of numbers than the model's.
 
     dtypes: of the tensors of the checkpoint, as its files call them.
@@ -123,7 +125,9 @@ def list_wrong_dtypes(model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[st
         f"found {dtypes[key]}"
         for name, recipe in plan.recipes.items()
         for is_float in [tensors[name].is_floating_point()]
-        for key in recipe.keys if (dtypes[key] in FLOATING) != is_float)
+        for key in recipe.keys
+        if (dtypes[key] in FLOATING) != is_float
+    )
 
 
 def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
@@ -137,11 +141,16 @@ def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
 def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, under all of their names."""
     ignored = set(model._keys_to_ignore_on_save or ()) | {
-        name for path, module in model.named_modules() if isinstance(module, Added)
-        for name, _ in module.named_parameters(prefix=path)}
-    return {name: without_padding(tensor, tensor)
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor) and name not in ignored}
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, Added)
+        for name, _ in module.named_parameters(prefix=path)
+    }
+    return {
+        name: without_padding(tensor, tensor)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and name not in ignored
+    }
 
 
 def _list_saved(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -160,8 +169,12 @@ def _revert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, 
         return revert_weight_conversion(model, dict(tensors))
 
 
-def _find_recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mapping[str, Shape],
-                  problems: list[str]) -> Iterator[tuple[str, Recipe, Shape]]:
+def _find_recipes(
+    model: PreTrainedModel,
+    wanted: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    problems: list[str],
+) -> Iterator[tuple[str, Recipe, Shape]]:
     """Yield module name, recipe and resulting shape of everything the checkpoint can make.
 
     Follows transformers' `convert_and_load_state_dict_in_model` without reading a tensor.
@@ -190,18 +203,25 @@ def _find_recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: 
         yield from _convert(model, first, sources, converter, shapes, problems)
 
 
-def _convert(model: PreTrainedModel, first: str, sources: dict[str, list[str]],
-             converter: WeightConverter, shapes: Mapping[str, Shape], problems: list[str],
-             ) -> Iterator[tuple[str, Recipe, Shape]]:
+def _convert(
+    model: PreTrainedModel,
+    first: str,
+    sources: dict[str, list[str]],
+    converter: WeightConverter,
+    shapes: Mapping[str, Shape],
+    problems: list[str],
+) -> Iterator[tuple[str, Recipe, Shape]]:
     """Yield what one conversion makes; its operations run on meta tensors to learn the shapes."""
+
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run = copy.deepcopy(converter)
         for pattern, keys in sources.items():
             for key in keys:
                 run.add_tensor(first, key, pattern, tensors[key])
         made = run.convert(first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value
-                for name, value in made.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
     keys = tuple(key for pattern in sources for key in sources[pattern])
     try:
@@ -226,8 +246,12 @@ def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _list_missing(model: PreTrainedModel, wanted: Mapping[str, Tensor],
-                  recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape]) -> list[str]:
+def _list_missing(
+    model: PreTrainedModel,
+    wanted: Mapping[str, Tensor],
+    recipes: Mapping[str, Recipe],
+    shapes: Mapping[str, Shape],
+) -> list[str]:
     """Return a sentence for each Hub tensor that is expected, absent and not made in another way.
 
     Of a tied weight one name is enough. A buffer may be missing where the family says so.
@@ -237,15 +261,17 @@ def _list_missing(model: PreTrainedModel, wanted: Mapping[str, Tensor],
     for names in group_tied(model).values():
         name = names[0]
         if any(made in recipes for made in names) or (
-                not isinstance(wanted[name], torch.nn.Parameter)
-                and any(pattern.search(name) for pattern in may_miss)):
+            not isinstance(wanted[name], torch.nn.Parameter)
+            and any(pattern.search(name) for pattern in may_miss)
+        ):
             continue
         problems += _list_absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
     return problems
 
 
-def _list_absent(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape],
-                 ) -> list[str]:
+def _list_absent(
+    model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape]
+) -> list[str]:
     """Return a sentence for each Hub tensor of a parameter that the checkpoint lacks."""
     keys = _revert(model, {name: _shadow(tensor.shape)})
     return [f"missing: {key}" for key in keys if key not in shapes]

@@ -72,8 +72,9 @@ class Factor(Added, nn.Linear):
         """
         if torch.compiler.is_compiling():
             return output + F.linear(low, self.weight)
-        return torch.addmm(output.flatten(0, -2), low.flatten(0, -2),
-                           self.weight.t()).view_as(output)
+        return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), self.weight.t()).view_as(
+            output
+        )
 
 
 def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -111,27 +112,40 @@ class Lora:
         """
         experts = choose_experts(model, self.targets)
         if experts and self.dropout:
-            raise UsageError("--lora-dropout cannot be had with adapters of experts, which are "
-                             "added to the weights and see no inputs", found=experts[0],
-                             run=commands.as_typed("--lora-dropout", 0))
+            raise UsageError(
+                "--lora-dropout cannot be had with adapters of experts, which are "
+                "added to the weights and see no inputs",
+                found=experts[0],
+                run=commands.as_typed("--lora-dropout", 0),
+            )
         dtype = COMPUTE_DTYPES[self.precision]
         freeze(model, dtype)
-        narrow = [name for name in choose(model, self.targets)
-                  if min(sizes(model.get_submodule(name))) < self.rank]
+        narrow = [
+            name
+            for name in choose(model, self.targets)
+            if min(sizes(model.get_submodule(name))) < self.rank
+        ]
         if narrow and log.rank() == 0:
-            log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
-                     "smaller rank can learn the same there")
+            log.warn(
+                f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
+                "smaller rank can learn the same there"
+            )
         added = self.attach(model)
-        return added, f"{self._named(len(added) // 2 - len(experts), len(experts))}: " \
-            f"{units.count(sum(model.get_parameter(name).numel() for name in added))} of " \
-            f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen " \
-            f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}"
+        return (
+            added,
+            f"{self._named(len(added) // 2 - len(experts), len(experts))}: "
+            f"{units.count(sum(model.get_parameter(name).numel() for name in added))} of "
+            f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen "
+            f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}",
+        )
 
     def _named(self, linears: int, experts: int) -> str:
         """Say what these adapters are, and on how many linears and weights of experts."""
         of_experts = f" and the experts of {units.counted(experts, 'parameter')}" if experts else ""
-        return f"{'rsLoRA' if self.rslora else 'LoRA'}: rank {self.rank}, alpha {self.alpha:g}, " \
+        return (
+            f"{'rsLoRA' if self.rslora else 'LoRA'}: rank {self.rank}, alpha {self.alpha:g}, "
             f"on {units.counted(linears, 'linear')}{of_experts} ({units.shortened(self.targets)})"
+        )
 
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
@@ -151,8 +165,9 @@ class Lora:
         """Tell whether a name is that of an adapter."""
         return _OWNED.fullmatch(name) is not None
 
-    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
-             ) -> Tensor:
+    def fold(
+        self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return W + s B A in float32, or the tensor itself where it has no adapter.
 
         model: without adapters, perhaps on meta.
@@ -173,8 +188,9 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in frozen:
-                    frozen[parameter] = nn.Parameter(parameter.detach().to(dtype),
-                                                     requires_grad=False)
+                    frozen[parameter] = nn.Parameter(
+                        parameter.detach().to(dtype), requires_grad=False
+                    )
                 module._parameters[name] = frozen[parameter]
 
 
@@ -186,25 +202,31 @@ def choose(model: PreTrainedModel, targets: str) -> list[str]:
     """
     kinds = _linears(model)
     if targets in (ALL, ATTENTION, MLP):
-        chosen = [name for name, kind in kinds.items()
-                  if kind != "router" and targets in (ALL, kind)]
+        chosen = [
+            name for name, kind in kinds.items() if kind != "router" and targets in (ALL, kind)
+        ]
     else:
         chosen = [name for name in kinds if matches(targets, name)]
         if len(chosen) < len(kinds):  # what matches all means the blocks
             _require_in_blocks(model, targets)
     if not chosen and not choose_experts(model, targets):
         leaves = sorted({name.rpartition(".")[2] for name in kinds})
-        raise UsageError(f"--lora-targets {targets} matches no linear in the blocks of a "
-                         f"{model.config.model_type} model", expected="the names of some of its "
-                         "linears, or a regular expression that matches them",
-                         found=", ".join(leaves[:_SHOWN]) or "no linear at all")
+        raise UsageError(
+            f"--lora-targets {targets} matches no linear in the blocks of a "
+            f"{model.config.model_type} model",
+            expected="the names of some of its linears, or a regular expression that matches them",
+            found=", ".join(leaves[:_SHOWN]) or "no linear at all",
+        )
     return chosen
 
 
 def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
     """Return the names of weights of experts that a regular expression matches."""
-    return [] if targets in (ALL, ATTENTION, MLP) else \
-        lora_experts.choose(model, partial(matches, targets))
+    return (
+        []
+        if targets in (ALL, ATTENTION, MLP)
+        else lora_experts.choose(model, partial(matches, targets))
+    )
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -216,23 +238,36 @@ def _linears(model: PreTrainedModel) -> dict[str, str]:
     """Return the linears of the blocks by name: each is of attention, mlp or a router."""
     found: dict[str, str] = {}
     for block_name, block in decoder_layers(model).items():
-        attention = [f"{name}." for name, module in block.named_modules(prefix=block_name)
-                     if "attention" in own_class(module).__name__.lower() and module is not block]
+        attention = [
+            f"{name}."
+            for name, module in block.named_modules(prefix=block_name)
+            if "attention" in own_class(module).__name__.lower() and module is not block
+        ]
         for name, module in block.named_modules(prefix=block_name):
             if own_class(module).__name__ in _LINEARS:
                 is_router = name.rpartition(".")[2] in _ROUTERS
-                found[name] = "router" if is_router else ATTENTION \
-                    if any(name.startswith(outer) for outer in attention) else MLP
+                found[name] = (
+                    "router"
+                    if is_router
+                    else ATTENTION
+                    if any(name.startswith(outer) for outer in attention)
+                    else MLP
+                )
     return found
 
 
 def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
     """Raise UsageError where a regular expression matches an embedding or the output layer."""
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    if outside := [name for name, module in model.named_modules()
-                   if id(module) in ends and matches(pattern, name)]:
-        raise UsageError(f"--lora-targets {pattern} matches {' and '.join(outside)}, which can "
-                         "have no adapter: only linears of the blocks can")
+    if outside := [
+        name
+        for name, module in model.named_modules()
+        if id(module) in ends and matches(pattern, name)
+    ]:
+        raise UsageError(
+            f"--lora-targets {pattern} matches {' and '.join(outside)}, which can "
+            "have no adapter: only linears of the blocks can"
+        )
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
@@ -252,14 +287,21 @@ def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
     for linear in linears.keys() & set(adapter.linears):
         out, inputs = sizes(model.get_submodule(linear))
         here |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}
-    if wrong := [f"{linear}: lora_{part} of {list(shape)}, and the model " +
-                 (f"needs {list(here[linear, part])}" if (linear, part) in here else
-                  "has no such linear in its blocks")
-                 for (linear, part), shape in sorted(adapter.shapes.items())
-                 if here.get((linear, part)) != shape]:
-        raise UsageError(f"the adapter in {adapter.directory} is not of this "
-                         f"{model.config.model_type} model", found=units.join_lines(wrong, _SHOWN),
-                         expected="the model that it was trained beside")
+    if wrong := [
+        f"{linear}: lora_{part} of {list(shape)}, and the model "
+        + (
+            f"needs {list(here[linear, part])}"
+            if (linear, part) in here
+            else "has no such linear in its blocks"
+        )
+        for (linear, part), shape in sorted(adapter.shapes.items())
+        if here.get((linear, part)) != shape
+    ]:
+        raise UsageError(
+            f"the adapter in {adapter.directory} is not of this {model.config.model_type} model",
+            found=units.join_lines(wrong, _SHOWN),
+            expected="the model that it was trained beside",
+        )
 
 
 @torch.no_grad()
@@ -274,16 +316,20 @@ def fill(model: PreTrainedModel, adapter: PeftAdapter) -> None:
             for name, parameter in _parameters(model).items():
                 full = file.get_tensor(peft_adapter.PREFIX + name).to(parameter.dtype)
                 if not full.isfinite().all():
-                    raise ArtifactError(f"{path} is damaged", found=f"{name} has numbers that are "
-                                        f"NaN or infinite, or beyond {parameter.dtype}")
+                    raise ArtifactError(
+                        f"{path} is damaged",
+                        found=f"{name} has numbers that are "
+                        f"NaN or infinite, or beyond {parameter.dtype}",
+                    )
                 local_tensor(parameter).copy_(full[local_slice(parameter)])
     except SafetensorError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from error
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters()
-            if _OWNED.fullmatch(name)}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if _OWNED.fullmatch(name)
+    }
 
 
 @contextmanager
@@ -293,11 +339,15 @@ def telling_of_idle(model: nn.Module) -> Iterator[None]:
     Where a family takes the weight of a linear without calling it, an adapter would learn nothing.
     """
     used: set[str] = set()
-    factors = {name: module for name, module in model.named_modules()
-               if isinstance(module, Factor) and name.endswith(A)
-               and "expert" not in name}  # which no token of the trial may have chosen
-    hooks = [module.register_forward_pre_hook(lambda *_, name=name: used.add(name))
-             for name, module in factors.items()]
+    factors = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Factor) and name.endswith(A) and "expert" not in name
+    }  # which no token of the trial may have chosen
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: used.add(name))
+        for name, module in factors.items()
+    ]
     try:
         yield
     finally:
@@ -305,13 +355,19 @@ def telling_of_idle(model: nn.Module) -> Iterator[None]:
             hook.remove()
     idle = [name.rpartition(".")[0] for name in factors if name not in used]
     if idle and log.rank() == 0:
-        log.warn(f"{units.counted(len(idle), 'adapter')} had no part in a trial of the model, and "
-                 f"may learn nothing: {units.join_lines(idle, _SHOWN)}")
+        log.warn(
+            f"{units.counted(len(idle), 'adapter')} had no part in a trial of the model, and "
+            f"may learn nothing: {units.join_lines(idle, _SHOWN)}"
+        )
 
 
 def settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run's adapters. options: of its identity."""
-    return {"rank": options["lora_rank"], "alpha": options["lora_alpha"],
-            "dropout": options.get("lora_dropout", 0.0),
-            "targets": options.get("lora_targets", ALL),
-            "rslora": options.get("lora_rslora", False), "precision": options["precision"]}
+    return {
+        "rank": options["lora_rank"],
+        "alpha": options["lora_alpha"],
+        "dropout": options.get("lora_dropout", 0.0),
+        "targets": options.get("lora_targets", ALL),
+        "rslora": options.get("lora_rslora", False),
+        "precision": options["precision"],
+    }

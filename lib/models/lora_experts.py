@@ -58,12 +58,15 @@ class ExpertAdapter(nn.Module):
 
 def find(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the weights of the blocks that are of several experts, by name."""
-    return {f"{path}.{name}": parameter
-            for block_name, block in decoder_layers(model).items()
-            for path, module in block.named_modules(prefix=block_name)
-            if "expert" in own_class(module).__name__.lower()
-            and not isinstance(module, nn.Linear | Added)
-            for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
+    return {
+        f"{path}.{name}": parameter
+        for block_name, block in decoder_layers(model).items()
+        for path, module in block.named_modules(prefix=block_name)
+        if "expert" in own_class(module).__name__.lower()
+        and not isinstance(module, nn.Linear | Added)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
 
 
 def choose(model: PreTrainedModel, matches: Callable[[str], bool]) -> list[str]:
@@ -81,15 +84,19 @@ def attach(model: PreTrainedModel, names: list[str], rank: int, scale: float) ->
     for name in names:
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).add_module(
-            _PREFIX + leaf, ExpertAdapter(model.get_parameter(name), rank, scale))
+            _PREFIX + leaf, ExpertAdapter(model.get_parameter(name), rank, scale)
+        )
     return {f"{adapter_of(name)}.{part}.weight" for name in names for part in ("lora_A", "lora_B")}
 
 
 def _add(module: nn.Module, _: Any) -> None:
     """Put W + s B A in the place of W; a hook, which copies of a model share."""
     _take_back(module)
-    module.frozen = {name.removeprefix(_PREFIX): module._parameters[name.removeprefix(_PREFIX)]
-                     for name, child in module.named_children() if isinstance(child, ExpertAdapter)}
+    module.frozen = {
+        name.removeprefix(_PREFIX): module._parameters[name.removeprefix(_PREFIX)]
+        for name, child in module.named_children()
+        if isinstance(child, ExpertAdapter)
+    }
     for name, whole in module.frozen.items():
         module._parameters[name] = module.get_submodule(_PREFIX + name).added_to(whole)
 
@@ -116,7 +123,13 @@ def fold(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale: float) -
 
 def left_out(model: PreTrainedModel) -> str:
     """Say how many parameters of experts stay without an adapter; nothing where there are none."""
-    numbers = sum(parameter.numel() for name, parameter in find(model).items()
-                  if adapter_of(name) not in dict(model.named_modules()))
-    return f"; {units.count(numbers)} parameters are of fused experts, which have no adapters" \
-        if numbers else ""
+    numbers = sum(
+        parameter.numel()
+        for name, parameter in find(model).items()
+        if adapter_of(name) not in dict(model.named_modules())
+    )
+    return (
+        f"; {units.count(numbers)} parameters are of fused experts, which have no adapters"
+        if numbers
+        else ""
+    )

@@ -31,10 +31,23 @@ _SHOWN = 8
 # What a config may say (PEFT 0.21) without a change of what W x + s B A x is. Anything else that is
 # set, now or in versions to come, is refused.
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "peft_type", "bias", "init_lora_weights"}
-_HARMLESS = {"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-             "inference_mode", "target_modules", "exclude_modules", "fan_in_fan_out",
-             "layers_to_transform", "layers_pattern", "megatron_core", "eva_config",
-             "runtime_config", "qalora_group_size"}
+_HARMLESS = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "eva_config",
+    "runtime_config",
+    "qalora_group_size",
+}
 # Initialisations that leave the base as it is; the others train beside a base that they changed.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -65,22 +78,25 @@ class PeftAdapter(NamedTuple):
 
 
 def pattern(names: Iterable[str]) -> str:
-    """Return a regular expression that matches names and no others, short where layers are alike.
-    """
+    """Return a regular expression that matches exactly these names, short if layers are alike."""
     layers: dict[tuple[str, str], list[int]] = {}
     plain = []
     for name in names:
         if number := _NUMBER.search(name):
-            ends = name[:number.start()], name[number.end():]
+            ends = name[: number.start()], name[number.end() :]
             layers.setdefault(ends, []).append(int(number[1]))
         else:
             plain.append(re.escape(name))
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (before, after), numbers in layers.items():
         alike.setdefault((before, tuple(sorted(numbers))), []).append(re.escape(after))
-    return "|".join(plain + [
-        rf"{re.escape(before)}\.({'|'.join(map(str, numbers))})\.({'|'.join(sorted(afters))})"
-        for (before, numbers), afters in alike.items()])
+    return "|".join(
+        plain
+        + [
+            rf"{re.escape(before)}\.({'|'.join(map(str, numbers))})\.({'|'.join(sorted(afters))})"
+            for (before, numbers), afters in alike.items()
+        ]
+    )
 
 
 def read(directory: Path) -> PeftAdapter:
@@ -93,9 +109,15 @@ def read(directory: Path) -> PeftAdapter:
     _require_plain(directory, content)
     shapes = _read_shapes(directory, content["r"])
     digest = hashing.file_digest(directory / WEIGHTS, "sha256")
-    return PeftAdapter(directory, content["r"], float(content["lora_alpha"]),
-                       float(content.get("lora_dropout") or 0.0), bool(content.get("use_rslora")),
-                       shapes, hashing.fingerprint([content, digest]))
+    return PeftAdapter(
+        directory,
+        content["r"],
+        float(content["lora_alpha"]),
+        float(content.get("lora_dropout") or 0.0),
+        bool(content.get("use_rslora")),
+        shapes,
+        hashing.fingerprint([content, digest]),
+    )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -103,30 +125,42 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         content = records.read_json(path)
     except OSError:
-        raise ArtifactError(f"{directory} holds no adapter (no {CONFIG})",
-                            expected="a directory that PEFT or stage 05 with --adapter wrote"
-                            ) from None
+        raise ArtifactError(
+            f"{directory} holds no adapter (no {CONFIG})",
+            expected="a directory that PEFT or stage 05 with --adapter wrote",
+        ) from None
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object")
     if content.get("peft_type", "LORA") == "LORA" and not _is_sound(content):
-        raise ArtifactError(f"{path} is damaged",
-                            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1")
+        raise ArtifactError(
+            f"{path} is damaged",
+            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1",
+        )
     return content
 
 
 def _is_sound(content: dict[str, Any]) -> bool:
     rank, alpha, dropout = (content.get(name, 0) for name in ("r", "lora_alpha", "lora_dropout"))
-    return type(rank) is int and type(alpha) in (int, float) and type(dropout) in (int, float) \
-        and rank > 0 and 0 < alpha < math.inf and 0 <= dropout < 1
+    return (
+        type(rank) is int
+        and type(alpha) in (int, float)
+        and type(dropout) in (int, float)
+        and rank > 0
+        and 0 < alpha < math.inf
+        and 0 <= dropout < 1
+    )
 
 
 def find_odd_alpha(alpha: float) -> str:
     """Return what is wrong with the alpha of adapters, "" if nothing is."""
     least, most = ALPHAS
-    return "" if least <= alpha <= most else \
-        f"alpha lies between {least:g} and {most:,.0f}, 1 to 4 times the rank as a rule"
+    return (
+        ""
+        if least <= alpha <= most
+        else f"alpha lies between {least:g} and {most:,.0f}, 1 to 4 times the rank as a rule"
+    )
 
 
 def _require_plain(directory: Path, content: dict[str, Any]) -> None:
@@ -137,24 +171,34 @@ def _require_plain(directory: Path, content: dict[str, Any]) -> None:
     if content.get("bias", "none") != "none":
         problems.append(f"bias: {content['bias']}, which is trained as well")
     if content.get("init_lora_weights", True) not in _INITIAL:
-        problems.append(f"init_lora_weights: {content['init_lora_weights']}, which may have "
-                        "changed the weights of the base")
+        problems.append(
+            f"init_lora_weights: {content['init_lora_weights']}, which may have "
+            "changed the weights of the base"
+        )
     if odd := find_odd_alpha(content.get("lora_alpha", 1)):
         problems.append(f"lora_alpha: {content['lora_alpha']!r:.40}; {odd}")
-    problems += [f"{name}: {value}" for name, value in sorted(content.items())
-                 if value and name not in _READ | _HARMLESS]
+    problems += [
+        f"{name}: {value}"
+        for name, value in sorted(content.items())
+        if value and name not in _READ | _HARMLESS
+    ]
     if problems:
-        raise UsageError(f"the adapter in {directory} is not plain LoRA on linears",
-                         found=units.join_lines(problems, _SHOWN),
-                         expected="A and B of one rank and one alpha, and nothing else")
+        raise UsageError(
+            f"the adapter in {directory} is not plain LoRA on linears",
+            found=units.join_lines(problems, _SHOWN),
+            expected="A and B of one rank and one alpha, and nothing else",
+        )
 
 
 def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int, ...]]:
     path = directory / WEIGHTS
     if not path.is_file():
         if (directory / _PICKLE).is_file():
-            raise UsageError(f"the adapter in {directory} is a pickle, which is not read here",
-                             expected=f"{WEIGHTS}, as PEFT writes it now", found=_PICKLE)
+            raise UsageError(
+                f"the adapter in {directory} is a pickle, which is not read here",
+                expected=f"{WEIGHTS}, as PEFT writes it now",
+                found=_PICKLE,
+            )
         raise ArtifactError(f"{directory} is not whole", found=f"no {WEIGHTS}")
     try:
         header, start = read_header(path, path.stat().st_size)
@@ -162,8 +206,10 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
             raise ValueError(wrong)
         ends = [entry["data_offsets"][1] for entry in header.values()]
         if start + max(ends, default=0) != path.stat().st_size:
-            raise ValueError(f"{path.stat().st_size} bytes, and its header tells of "
-                             f"{start + max(ends, default=0)}")
+            raise ValueError(
+                f"{path.stat().st_size} bytes, and its header tells of "
+                f"{start + max(ends, default=0)}"
+            )
         found = {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in header.items()}
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
@@ -174,11 +220,15 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
         if named and len(shape) == 2 and shape[named[2] == "B"] == rank and dtype in _FLOATS:
             shapes[named[1], named[2]] = shape
         else:
-            problems.add(f"{path} holds {key} {list(shape)} of {dtype}, which is no A or B of a "
-                         f"linear at rank {rank}")
+            problems.add(
+                f"{path} holds {key} {list(shape)} of {dtype}, which is no A or B of a "
+                f"linear at rank {rank}"
+            )
     problems.raise_if_any()
-    if lacking := [f"{linear} has no lora_{other}" for linear, part in shapes
-                   if (linear, other := "AB"[part == "A"]) not in shapes] or [
-                       "no tensors at all"] * (not shapes):
+    if lacking := [
+        f"{linear} has no lora_{other}"
+        for linear, part in shapes
+        if (linear, other := "AB"[part == "A"]) not in shapes
+    ] or ["no tensors at all"] * (not shapes):
         raise ArtifactError(f"{path} is not whole", found=units.join_lines(lacking, _SHOWN))
     return shapes

@@ -18,8 +18,9 @@ from lib.models.directory import INDEX, WEIGHTS
 from lib.models.tensors import DTYPES, write_file
 
 
-def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None],
-            trust_code: bool = False) -> list[dict[str, Any]]:
+def convert(
+    directory: Path, names: Sequence[str], advance: Callable[[int], None], trust_code: bool = False
+) -> list[dict[str, Any]]:
     """Replace pickled weights by safetensors, file by file; return the manifest entries.
 
     names: of one file, or of all shards, whose bytes must have been verified. advance: called with
@@ -41,8 +42,9 @@ def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None
         del tensors  # they are mapped from the file
         pickled.unlink()
     if len(names) > 1:
-        manifest.write_json(directory / INDEX, {"metadata": {"total_size": total},
-                                                "weight_map": where})
+        manifest.write_json(
+            directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where}
+        )
         entries.append(manifest.file_entry(directory, directory / INDEX, "sha256"))
     return entries
 
@@ -53,6 +55,7 @@ def _shard_name(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors in a pickle, mapped from the file where its format allows that."""
+
     def load(mmap: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they name lines of torch
@@ -66,20 +69,32 @@ def _read(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # what odd bytes provoke in torch
         # torch's own words advise to switch the protection off.
         forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UsageError(f"{path.name} cannot be read without running code of it" if forbidden
-                         else f"{path.name} is not a PyTorch file, or a damaged one",
-                         expected="a dictionary of tensors, as torch.save writes them",
-                         found=f"it calls {forbidden[1]}" if forbidden
-                         else type(error).__name__) from None
+        raise UsageError(
+            f"{path.name} cannot be read without running code of it"
+            if forbidden
+            else f"{path.name} is not a PyTorch file, or a damaged one",
+            expected="a dictionary of tensors, as torch.save writes them",
+            found=f"it calls {forbidden[1]}" if forbidden else type(error).__name__,
+        ) from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    odd = [f"{key}: {type(value).__name__}" for key, value in content.items()
-           if not isinstance(value, Tensor) or value.dtype not in DTYPES
-           or value.layout is not torch.strided] \
-        if isinstance(content, dict) else [type(content).__name__]
+    odd = (
+        [
+            f"{key}: {type(value).__name__}"
+            for key, value in content.items()
+            if not isinstance(value, Tensor)
+            or value.dtype not in DTYPES
+            or value.layout is not torch.strided
+        ]
+        if isinstance(content, dict)
+        else [type(content).__name__]
+    )
     if odd:
-        raise UsageError(f"{path.name} holds more than tensors", found="\n".join(odd[:5]),
-                         expected="a dictionary of tensors, as torch.save writes them")
+        raise UsageError(
+            f"{path.name} holds more than tensors",
+            found="\n".join(odd[:5]),
+            expected="a dictionary of tensors, as torch.save writes them",
+        )
     return content
 
 
@@ -88,9 +103,16 @@ def _without_tied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dic
 
     Other names that share memory keep a copy each: safetensors has no way to share.
     """
+
     def memory(tensor: Tensor) -> tuple[int, torch.Size]:
         return tensor.data_ptr(), tensor.shape
 
-    return {key: tensor for key, tensor in tensors.items()
-            if not ((source := tied.get(key, key)) in tensors and source != key
-                    and memory(tensors[source]) == memory(tensor))}
+    return {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not (
+            (source := tied.get(key, key)) in tensors
+            and source != key
+            and memory(tensors[source]) == memory(tensor)
+        )
+    }

@@ -42,10 +42,15 @@ def find_only(cache_dir: Path) -> Path:
     found = [path for path in everything if not is_trial(path)]
     if not found:
         trial = ", ".join(path.name for path in everything)
-        raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
-                            found=f"{trial}, which only -m takes" if trial else "", hint=HOW)
+        raise ArtifactError(
+            f"no model is prepared under {models_root(cache_dir)}",
+            found=f"{trial}, which only -m takes" if trial else "",
+            hint=HOW,
+        )
     if found[1:]:
-        raise UsageError(f"{len(found)} models are prepared under {models_root(cache_dir)}, and "
-                         "none was named", expected="one of these commands\n" + "\n".join(
-                             commands.as_typed("-m", path.name) for path in found))
+        raise UsageError(
+            f"{len(found)} models are prepared under {models_root(cache_dir)}, and none was named",
+            expected="one of these commands\n"
+            + "\n".join(commands.as_typed("-m", path.name) for path in found),
+        )
     return found[0]

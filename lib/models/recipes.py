@@ -14,8 +14,7 @@ from lib.models.tensors import HubTensors, TensorPart
 
 
 class Recipe(Protocol):
-    """Makes a module's tensor, or the part of it that a rank holds. keys: the Hub names it needs.
-    """
+    """Builds a module's tensor, or this rank's part of it, from the Hub tensors named in `keys`."""
 
     @property
     def keys(self) -> tuple[str, ...]: ...
@@ -56,13 +55,16 @@ class Stacked:
         pieces, start = [], 0
         for kind in self.kinds:
             size = tensors.shapes[kind[0]][along]
-            begin, end = (min(max(edge - start, 0), size)
-                          for edge in (part[self.dim].start, part[self.dim].stop))
+            begin, end = (
+                min(max(edge - start, 0), size)
+                for edge in (part[self.dim].start, part[self.dim].stop)
+            )
             start += size
             if begin < end or len(self.kinds) == 1:
                 inner[along] = slice(begin, end)
-                pieces.append(torch.stack([tensors.read(key, tuple(inner))
-                                           for key in kind[experts]]))
+                pieces.append(
+                    torch.stack([tensors.read(key, tuple(inner)) for key in kind[experts]])
+                )
         return torch.cat(pieces, dim=self.dim)
 
 
@@ -83,8 +85,9 @@ class Converted:
         return self.convert({key: tensors.read(key) for key in self.keys})[self.name][part]
 
 
-def stack_experts(converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int,
-            ) -> Stacked | None:
+def stack_experts(
+    converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int
+) -> Stacked | None:
     """Return the recipe of a conversion that only stacks experts, None for any other.
 
     sources: Hub names by the converter's pattern, in the order of the experts. ndim: dimensions
@@ -94,8 +97,9 @@ def stack_experts(converter: WeightConverter, sources: Mapping[str, list[str]], 
     if type(merge) is not MergeModulelist or merge.dim != 0 or len(join) > 1 or ndim < 2:
         return None
     # Concatenate joins in the order of the patterns, whatever the order of the tensors.
-    keys = tuple(tuple(sources[pattern]) for pattern in converter.source_patterns
-                 if pattern in sources)
+    keys = tuple(
+        tuple(sources[pattern]) for pattern in converter.source_patterns if pattern in sources
+    )
     if not join:
         return Stacked(keys) if len(keys) == 1 else None
     plain = type(join[0]) is Concatenate and join[0].dim > 0

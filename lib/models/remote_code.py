@@ -33,13 +33,16 @@ def is_needed(content: dict[str, Any]) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return content.get("model_type") not in CONFIG_MAPPING and isinstance(
-        content.get("auto_map"), dict)
+        content.get("auto_map"), dict
+    )
 
 
 def record(model_dir: Path, names: list[str]) -> None:
     """Note the digests of code files as they were fetched."""
-    manifest.write_json(model_dir / CODE_DIGESTS, {
-        name: hashing.file_digest(model_dir / name, "sha256") for name in sorted(names)})
+    manifest.write_json(
+        model_dir / CODE_DIGESTS,
+        {name: hashing.file_digest(model_dir / name, "sha256") for name in sorted(names)},
+    )
 
 
 def list_fetched(model_dir: Path) -> list[str]:
@@ -54,15 +57,21 @@ def list_fetched(model_dir: Path) -> list[str]:
     except ValueError:
         digests = None
     if isinstance(digests, dict) and all(map(_FILE.fullmatch, digests)):
-        changed = [name for name, digest in digests.items() if not (model_dir / name).is_file()
-                   or digest != hashing.file_digest(model_dir / name, "sha256")]
+        changed = [
+            name
+            for name, digest in digests.items()
+            if not (model_dir / name).is_file()
+            or digest != hashing.file_digest(model_dir / name, "sha256")
+        ]
         changed += [path.name for path in model_dir.glob("*.py") if path.name not in digests]
     else:
         changed = [CODE_DIGESTS]
     if changed:
-        raise ArtifactError(f"the code in {model_dir} is not the code that stage 03 fetched",
-                            found=", ".join(sorted(changed)),
-                            **directory.remedy(model_dir, "--overwrite"))
+        raise ArtifactError(
+            f"the code in {model_dir} is not the code that stage 03 fetched",
+            found=", ".join(sorted(changed)),
+            **directory.remedy(model_dir, "--overwrite"),
+        )
     return list(digests)
 
 
@@ -81,15 +90,19 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
     content = records.read_json(config_path)
     auto_map = {key: value for key, value in content["auto_map"].items() if key in NEEDED}
     if len(auto_map) < len(NEEDED) or not all(isinstance(v, str) for v in auto_map.values()):
-        raise UsageError("the model's code is not a causal language model",
-                         expected=f"{' and '.join(NEEDED)} in auto_map of config.json",
-                         found=", ".join(content["auto_map"]) or "nothing")
+        raise UsageError(
+            "the model's code is not a causal language model",
+            expected=f"{' and '.join(NEEDED)} in auto_map of config.json",
+            found=", ".join(content["auto_map"]) or "nothing",
+        )
     found: dict[str, list[str]] = {}
     for reference in auto_map.values():
         if not (parts := _REFERENCE.fullmatch(reference)):
-            raise UsageError("the model's code does not lie beside its config.json",
-                             expected="module.Class, or ORG/NAME--module.Class, in auto_map",
-                             found=repr(reference))
+            raise UsageError(
+                "the model's code does not lie beside its config.json",
+                expected="module.Class, or ORG/NAME--module.Class, in auto_map",
+                found=repr(reference),
+            )
         repository, waiting = parts["repository"] or "", [f"{parts['module']}.py"]
         while waiting:
             name = waiting.pop()
@@ -99,8 +112,10 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
             waiting += _relative_imports(bring(repository, [name]) / name)
     names = [name for files in found.values() for name in files]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError("the model's code comes from two repositories with files of equal name",
-                         found=", ".join(sorted(twice)))
+        raise UsageError(
+            "the model's code comes from two repositories with files of equal name",
+            found=", ".join(sorted(twice)),
+        )
     return found
 
 
@@ -122,6 +137,9 @@ def _relative_imports(path: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             modules |= {node.module} if node.module else {alias.name for alias in node.names}
     if nested := sorted(module for module in modules if "." in module):
-        raise UsageError(f"the model's code {path.name} imports from directories, which "
-                         "transformers does not copy", found=", ".join(nested))
+        raise UsageError(
+            f"the model's code {path.name} imports from directories, which "
+            "transformers does not copy",
+            found=", ".join(nested),
+        )
     return [f"{module}.py" for module in sorted(modules)]

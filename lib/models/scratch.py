@@ -64,8 +64,10 @@ def pad_vocabulary(vocabulary: int) -> int:
 
 def describe_rows(rows: int, vocabulary: int) -> str:
     """Return in words how many rows an embedding has, and why."""
-    return f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of " \
-           f"{VOCABULARY_MULTIPLE}"
+    return (
+        f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of "
+        f"{VOCABULARY_MULTIPLE}"
+    )
 
 
 def describe(size: str, vocabulary: int) -> dict[str, str]:
@@ -73,10 +75,10 @@ def describe(size: str, vocabulary: int) -> dict[str, str]:
     shape, rows = SIZES[size], pad_vocabulary(vocabulary)
     return {
         "size": f"{size}, {units.count(shape.parameters(rows))} parameters"
-                + (f", the shapes of {shape.like}" if shape.like else ""),
+        + (f", the shapes of {shape.like}" if shape.like else ""),
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads"
-                  + (f" sharing {shape.kv_heads} key-value heads" if shape.kv_heads < shape.heads
-                     else "") + f", inner width {shape.intermediate}",
+        + (f" sharing {shape.kv_heads} key-value heads" if shape.kv_heads < shape.heads else "")
+        + f", inner width {shape.intermediate}",
         "vocabulary": describe_rows(rows, vocabulary),
         "context": f"{shape.context:,} tokens",
     }
@@ -88,10 +90,19 @@ def make_config(size: str, vocabulary: int, bos: int | None, eos: int | None) ->
 
     shape = SIZES[size]
     return LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=pad_vocabulary(vocabulary),
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads,
-        max_position_embeddings=shape.context, rms_norm_eps=1e-5,
+        architectures=["LlamaForCausalLM"],
+        vocab_size=pad_vocabulary(vocabulary),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        max_position_embeddings=shape.context,
+        rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tied, bos_token_id=bos, eos_token_id=eos, dtype="float32")
+        tie_word_embeddings=shape.tied,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        dtype="float32",
+    )

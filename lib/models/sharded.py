@@ -67,14 +67,13 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + size)
-                 for offset, size in zip(offsets, sizes, strict=True))
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def local_tensor(tensor: Tensor, padded: bool = False) -> Tensor:
-    """Return this rank's part as a plain tensor that shares its memory. padded: with its padding.
-    """
+    """Return this rank's shard as a plain tensor sharing its memory. padded: with padding."""
     tensor = _masters(tensor) if padded else plain(tensor)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -107,10 +106,13 @@ def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
     shape[ROWS] = getattr(parameter, _REAL_ROWS)
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-    strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, tensor.dtype)
-    return DTensor(tensor._local_tensor.narrow(ROWS, 0, sizes[ROWS]),
-                   DTensorSpec(mesh, placements, meta), requires_grad=False)
+    return DTensor(
+        tensor._local_tensor.narrow(ROWS, 0, sizes[ROWS]),
+        DTensorSpec(mesh, placements, meta),
+        requires_grad=False,
+    )
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -131,8 +133,10 @@ def tie_again(model: PreTrainedModel) -> None:
     Nothing is done to the former: `tie_weights` also pads a head's bias, which would put it outside
     the memory that FSDP knows.
     """
-    if any(model.get_parameter(name) is not model.get_parameter(source)
-           for name, source in model.all_tied_weights_keys.items()):
+    if any(
+        model.get_parameter(name) is not model.get_parameter(source)
+        for name, source in model.all_tied_weights_keys.items()
+    ):
         model.tie_weights()
 
 
@@ -150,8 +154,9 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     transformers looks up key conversions and initialisation rules by the name of the class, and
     finds none for FSDPGPTNeoXForCausalLM (5.17 to 5.23).
     """
-    sharded = [(module, type(module)) for module in model.modules()
-               if isinstance(module, FSDPModule)]
+    sharded = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     try:
         for module, _ in sharded:
             module.__class__ = own_class(module)

@@ -23,8 +23,9 @@ class StoredModel:
         """Raise ArtifactError when the files do not fit the model."""
         self._model, self._files = model, HubTensors(model_dir)
         self._recipes = weights.plan_reading(model, self._files, model_dir).recipes
-        self._shapes = {name: tuple(tensor.shape)
-                        for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._shapes = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
+        }
         for names in keys.group_tied(model).values():
             recipe = next((self._recipes[name] for name in names if name in self._recipes), None)
             if recipe is not None:  # a buffer may be missing, where the constructor computes it
@@ -33,8 +34,12 @@ class StoredModel:
     def __enter__(self) -> StoredModel:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._files.__exit__(kind, value, trace)
 
     def read_all(self, names: Sequence[str]) -> list[Tensor]:

@@ -27,8 +27,10 @@ def streamed(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterator[
     _fill_buffers(model, read)
     hooks = []
     for part, places in _parts(model):
-        hooks += [part.register_forward_pre_hook(partial(_fill, places, read), prepend=True),
-                  part.register_forward_hook(partial(_drop, places), always_call=True)]
+        hooks += [
+            part.register_forward_pre_hook(partial(_fill, places, read), prepend=True),
+            part.register_forward_hook(partial(_drop, places), always_call=True),
+        ]
     was_training = model.training
     model.eval()
     try:
@@ -47,10 +49,12 @@ def _parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
         is_block = name in blocks
         if not is_block and any(name.startswith(f"{block}.") for block in blocks):
             continue
-        places = [(owner, leaf, f"{path}.{leaf}" if path else leaf, parameter)
-                  for path, owner in (module.named_modules(prefix=name) if is_block
-                                      else [(name, module)])
-                  for leaf, parameter in owner._parameters.items() if parameter is not None]
+        places = [
+            (owner, leaf, f"{path}.{leaf}" if path else leaf, parameter)
+            for path, owner in (module.named_modules(prefix=name) if is_block else [(name, module)])
+            for leaf, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
         if places:
             yield module, places
 

@@ -19,17 +19,48 @@ from lib.core.errors import ArtifactError
 from lib.models import directory
 from lib.models.directory import INDEX, WEIGHTS
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
-          torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
-          torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
-FLOATING = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()
-            if dtype.is_floating_point}  # names in files → names in configs
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+FLOATING = {
+    name: str(dtype).removeprefix("torch.")
+    for dtype, name in DTYPES.items()
+    if dtype.is_floating_point
+}  # names in files → names in configs
 # With fp8, all but the linears of the blocks computes in bf16: see float8.py.
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-                  "fp8": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.bfloat16,
+}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
-               "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 _BLOCK = 16 << 20  # bytes
 
 Shape = tuple[int, ...]
@@ -64,9 +95,11 @@ class Headers:
 
     def compare(self, file_of: Mapping[str, str]) -> None:
         """Note the tensors that do not lie in the file that an index names, if that is whole."""
-        self.problems += [f"missing: {key} is not in {file}, where {INDEX} says it is"
-                          for key, file in file_of.items()
-                          if self.files.get(key) != file and file not in self.damaged]
+        self.problems += [
+            f"missing: {key} is not in {file}, where {INDEX} says it is"
+            for key, file in file_of.items()
+            if self.files.get(key) != file and file not in self.damaged
+        ]
 
     def _add(self, file: str, header: dict[str, Any], start: int, data_bytes: int) -> None:
         end = 0
@@ -79,9 +112,11 @@ class Headers:
             self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
             self.files[key], self.starts[key] = file, start + first
         if end != data_bytes:
-            self.problems.append(f"damaged: the file {file} is "
-                                 f"{'truncated' if data_bytes < end else 'too long'}: "
-                                 f"{data_bytes} bytes of data, its header says {end}")
+            self.problems.append(
+                f"damaged: the file {file} is "
+                f"{'truncated' if data_bytes < end else 'too long'}: "
+                f"{data_bytes} bytes of data, its header says {end}"
+            )
 
 
 class HubTensors(Headers):
@@ -134,14 +169,19 @@ class HubTensors(Headers):
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
             block = self._read(key, first * row, (last - first, *shape[1:]))
-            found[first - rows.start:last - rows.start] = block[(slice(None), *inner)]
+            found[first - rows.start : last - rows.start] = block[(slice(None), *inner)]
         return found
 
     def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
         """Return the tensor of a shape that begins at a byte of a tensor's data."""
         tensor, file = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]]), self.files[key]
-        read_into(tensor, self._descriptors[file], self.starts[key] + offset,
-                  self._directory / file, **self._remedy)
+        read_into(
+            tensor,
+            self._descriptors[file],
+            self.starts[key] + offset,
+            self._directory / file,
+            **self._remedy,
+        )
         return tensor
 
 
@@ -154,8 +194,9 @@ def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise ArtifactError(f"{path} ends at byte {offset}, in the middle of a tensor",
-                                **remedy)
+            raise ArtifactError(
+                f"{path} ends at byte {offset}, in the middle of a tensor", **remedy
+            )
         view, offset = view[count:], offset + count
 
 
@@ -169,8 +210,9 @@ def read_index(model_dir: Path) -> dict[str, str]:
         if any(map(records.leads_out, file_of.values())):
             raise ValueError("it names files elsewhere")
     except ValueError:
-        raise ArtifactError(f"{path} is damaged",
-                            expected="a JSON object with a weight_map") from None
+        raise ArtifactError(
+            f"{path} is damaged", expected="a JSON object with a weight_map"
+        ) from None
     return file_of
 
 
@@ -201,5 +243,8 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
             hasher.update(content)
             file.write(content)
-    return {"path": path.name, "bytes": path.stat().st_size,
-            "digest": hashing.digest(hasher, "sha256")}
+    return {
+        "path": path.name,
+        "bytes": path.stat().st_size,
+        "digest": hashing.digest(hasher, "sha256"),
+    }

@@ -35,22 +35,49 @@ SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much tra
 
 CHAT_TEMPLATE = "chat_template.jinja"
 # Every file that transformers reads a tokenizer from; none of them is a pickle or runs as code.
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-         "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt",
-         "merges.txt", "tekken.json", CHAT_TEMPLATE, "chat_template.json")
-ONE_OF = {"tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
-          "vocab.json", "vocab.txt", "tekken.json"}
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+)
+ONE_OF = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+}
 _CONFIG = "tokenizer_config.json"
 
 # Splits text into words before merging: contractions, words with the space before them, up to
 # three digits, runs of punctuation, line ends, other space. As in Llama 3 and GPT-4.
-_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 # What a tokenizer must survive: words, spaces, numbers, other alphabets, a character of four bytes.
-_TRIP = ("The quick brown fox jumps over the lazy dog, 3 times.", "def f(x):\n    return x[0]\n",
-         "naïve café, Größe", "Съешь же ещё этих булок", "漢字かな交じり文", "👩🏽‍🚀 ∑")
+_TRIP = (
+    "The quick brown fox jumps over the lazy dog, 3 times.",
+    "def f(x):\n    return x[0]\n",
+    "naïve café, Größe",
+    "Съешь же ещё этих булок",
+    "漢字かな交じり文",
+    "👩🏽‍🚀 ∑",
+)
 
 
 @dataclass
@@ -64,15 +91,27 @@ class Sample:
 
     def __str__(self) -> str:
         if self.bytes_used >= self.bytes_there:
-            return f"all {units.count(self.documents_used)} documents " \
-                   f"({units.size(self.bytes_used)} of text)"
-        return f"{units.count(self.documents_used)} of {units.count(self.documents_there)} " \
-               f"documents, evenly spread ({units.size(self.bytes_used)} of " \
-               f"{units.size(self.bytes_there)} of text)"
+            return (
+                f"all {units.count(self.documents_used)} documents "
+                f"({units.size(self.bytes_used)} of text)"
+            )
+        return (
+            f"{units.count(self.documents_used)} of {units.count(self.documents_there)} "
+            f"documents, evenly spread ({units.size(self.bytes_used)} of "
+            f"{units.size(self.bytes_there)} of text)"
+        )
 
 
-def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destination: Path, *,
-          workers: int, show_progress: bool, limit: int = SAMPLE_BYTES) -> tuple[int, Sample]:
+def train(
+    corpora: Sequence[Path],
+    vocabulary: int,
+    context: int | None,
+    destination: Path,
+    *,
+    workers: int,
+    show_progress: bool,
+    limit: int = SAMPLE_BYTES,
+) -> tuple[int, Sample]:
     """Train byte-level BPE on the train splits of some datasets and save it.
 
     Of no dataset it has a token for each byte, and no others. vocabulary: tokens, special ones
@@ -88,33 +127,49 @@ def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destina
     tokenizer, alphabet = _make_untrained()
     found = training_text.read(corpora) if corpora else None
     is_chat = found is not None and found.is_chat
-    trainer = BpeTrainer(vocab_size=vocabulary, show_progress=False,
-                         special_tokens=_special_tokens(is_chat, vocabulary),
-                         initial_alphabet=sorted(alphabet))
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        show_progress=False,
+        special_tokens=_special_tokens(is_chat, vocabulary),
+        initial_alphabet=sorted(alphabet),
+    )
     sample = Sample(0, 0, 0, 0)
     if found:
         dataset = found.texts
         there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
         sample = Sample(0, len(dataset), 0, there.as_py() or 0)
-        with Progress("text for the tokenizer", min(limit, sample.bytes_there), "B",
-                      show_progress) as progress:
+        with Progress(
+            "text for the tokenizer", min(limit, sample.bytes_there), "B", show_progress
+        ) as progress:
             tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
     else:
         tokenizer.train_from_iterator([], trainer)
     made = tokenizer.get_vocab_size()
     _add_bos(tokenizer)
     _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
-    manifest.write_json(destination / _CONFIG, {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        **_make_limit(context), "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not is_chat})
+    manifest.write_json(
+        destination / _CONFIG,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            **_make_limit(context),
+            "clean_up_tokenization_spaces": False,
+            "split_special_tokens": not is_chat,
+        },
+    )
     if is_chat:
         shutil.copyfile(paths.CHAT_TEMPLATES / "chatml.jinja", destination / CHAT_TEMPLATE)
-    log.info(f"tokenizer: {vocabulary:,} tokens from {sample}" if corpora else
-             "tokenizer: a token for each byte, since there is no dataset to train one on")
+    log.info(
+        f"tokenizer: {vocabulary:,} tokens from {sample}"
+        if corpora
+        else "tokenizer: a token for each byte, since there is no dataset to train one on"
+    )
     if made < vocabulary and corpora:
-        log.warn(f"{', '.join(map(str, corpora))} hold{'s' * (len(corpora) == 1)} too little text "
-                 f"for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused")
+        log.warn(
+            f"{', '.join(map(str, corpora))} hold{'s' * (len(corpora) == 1)} too little text "
+            f"for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused"
+        )
     return made, sample
 
 
@@ -132,15 +187,18 @@ def load(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True,
-                                             trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever a file made elsewhere provokes in there
         said = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
         if "trust_remote_code" in said:
             said = "it needs code of its own, which is not run"
-        raise UsageError(f"the tokenizer in {directory} does not load", found=said,
-                         expected="tokenizer.json, or the files of a tokenizer that "
-                                  "transformers knows") from None
+        raise UsageError(
+            f"the tokenizer in {directory} does not load",
+            found=said,
+            expected="tokenizer.json, or the files of a tokenizer that transformers knows",
+        ) from None
 
 
 def _make_limit(context: int | None) -> dict[str, int]:
@@ -157,13 +215,17 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
     for text in _TRIP:
         try:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            back = tokenizer.decode(ids, skip_special_tokens=True,
-                                    clean_up_tokenization_spaces=False)
+            back = tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         except Exception as error:  # each kind of tokenizer fails in a way of its own
             ids, back = [], repr(error)
         if tokenizer.unk_token_id not in ids and not _is_part(_reduce(back), _reduce(text)):
-            raise UsageError(f"the tokenizer in {directory} does not give back what it was given",
-                             expected=text, found=back)
+            raise UsageError(
+                f"the tokenizer in {directory} does not give back what it was given",
+                expected=text,
+                found=back,
+            )
         if back != text:
             changed.append(f"{text!r} → {back!r}")
     return changed
@@ -171,8 +233,11 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
 
 def _reduce(text: str) -> str:
     """Return a text without what tokenizers may normalise: case, accents, space."""
-    return "".join(char for char in unicodedata.normalize("NFKD", text.casefold())
-                   if not char.isspace() and not unicodedata.combining(char))
+    return "".join(
+        char
+        for char in unicodedata.normalize("NFKD", text.casefold())
+        if not char.isspace() and not unicodedata.combining(char)
+    )
 
 
 def _is_part(short: str, long: str) -> bool:
@@ -183,22 +248,28 @@ def _is_part(short: str, long: str) -> bool:
 
 def fingerprint(source: Path) -> str:
     """Return a fingerprint of a directory's tokenizer files; UsageError when there are none."""
-    return hashing.fingerprint({path.name: hashing.file_digest(path, "sha256")
-                                for path in _find_files(source)})
+    return hashing.fingerprint(
+        {path.name: hashing.file_digest(path, "sha256") for path in _find_files(source)}
+    )
 
 
 def _find_files(source: Path) -> list[Path]:
     found = [source / name for name in FILES if (source / name).is_file()]
     if not ONE_OF & {path.name for path in found}:
         there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
-        raise UsageError(f"{source} holds no tokenizer", expected="tokenizer.json",
-                         found=(", ".join(there) or "an empty directory") if source.is_dir()
-                         else "no such directory")
+        raise UsageError(
+            f"{source} holds no tokenizer",
+            expected="tokenizer.json",
+            found=(", ".join(there) or "an empty directory")
+            if source.is_dir()
+            else "no such directory",
+        )
     return found
 
 
-def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,
-                  ) -> Iterator[list[str]]:
+def _draw_batches(
+    dataset: Dataset, sample: Sample, limit: int, progress: Progress
+) -> Iterator[list[str]]:
     """Yield documents evenly spread over the dataset, `limit` bytes of them at most."""
     share = min(1.0, limit / max(sample.bytes_there, 1))
     chosen = max(1, int(len(dataset) * share))
@@ -207,7 +278,7 @@ def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progre
         rows = [i * len(dataset) // chosen for i in range(start, min(start + step, chosen))]
         texts: list[str] = []
         for text in dataset[rows]["text"]:
-            encoded = (text or "").encode()[:limit - sample.bytes_used]
+            encoded = (text or "").encode()[: limit - sample.bytes_used]
             sample.bytes_used += len(encoded)
             sample.documents_used += 1
             progress.advance(len(encoded))
@@ -222,9 +293,11 @@ def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progre
 def _special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
     """Return the special tokens, for which and every byte a vocabulary must have room."""
     if is_chat and vocabulary < SMALLEST_VOCABULARY + len(TURN):
-        raise UsageError(f"{vocabulary} tokens are too few for a tokenizer of conversations",
-                         expected=f"{SMALLEST_VOCABULARY + len(TURN)} or more: every byte and four "
-                                  "special tokens")
+        raise UsageError(
+            f"{vocabulary} tokens are too few for a tokenizer of conversations",
+            expected=f"{SMALLEST_VOCABULARY + len(TURN)} or more: every byte and four "
+            "special tokens",
+        )
     return [BOS, EOS, *(TURN if is_chat else ())]
 
 
@@ -235,7 +308,8 @@ def _make_untrained() -> tuple[Tokenizer, list[str]]:
     tokenizer = Tokenizer(models.BPE())
     to_bytes: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_WORDS), "isolated"), to_bytes])
+        [pre_tokenizers.Split(Regex(_WORDS), "isolated"), to_bytes]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre_tokenizers.ByteLevel.alphabet()
 
@@ -251,8 +325,13 @@ def _save_filled(tokenizer: Tokenizer, vocabulary: int, path: Path) -> None:
 def _add_bos(tokenizer: Tokenizer) -> None:
     from tokenizers import processors
 
-    tokenizer.post_processor = processors.Sequence([
-        processors.ByteLevel(trim_offsets=False),
-        processors.TemplateProcessing(
-            single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1",
-            special_tokens=[(BOS, tokenizer.token_to_id(BOS))])])
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS} $A {BOS}:1 $B:1",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )

@@ -32,25 +32,36 @@ def fingerprint(corpora: Sequence[Path]) -> str:
 def _fingerprint_one(corpus: Path) -> str:
     final, partial, _ = str(corpus).partition(PARTIAL)
     if not partial and (files := _plain_files(corpus)):
-        return hashing.fingerprint([[path.name, path.stat().st_size,
-                                     hashing.ends_digest(path, _ENDS_BYTES)] for path in files])
+        return hashing.fingerprint(
+            [
+                [path.name, path.stat().st_size, hashing.ends_digest(path, _ENDS_BYTES)]
+                for path in files
+            ]
+        )
     if partial or not corpus.is_dir():
-        raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
-                                                        "does not exist"),
-                            found=manifest.unfinished(corpus),
-                            **({"run": commands.script("02_build_hf_dataset.py", "--save-dir",
-                                                       final)} if Path("splits").is_dir() else
-                               {"hint": "stages 01 and 02 make a dataset of raw text"}))
+        raise ArtifactError(
+            f"the dataset {corpus} " + ("is not finished" if partial else "does not exist"),
+            found=manifest.unfinished(corpus),
+            **(
+                {"run": commands.script("02_build_hf_dataset.py", "--save-dir", final)}
+                if Path("splits").is_dir()
+                else {"hint": "stages 01 and 02 make a dataset of raw text"}
+            ),
+        )
     if made := manifest.read_if_any(corpus):
-        manifest.check(corpus, made, "the dataset",
-                       **manifest.remedy(made, "--overwrite", save_dir=corpus))
+        manifest.check(
+            corpus, made, "the dataset", **manifest.remedy(made, "--overwrite", save_dir=corpus)
+        )
     train_split = _find_train_split(corpus)
     digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
     state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")
-    shards = {path.relative_to(corpus).as_posix(): path.stat().st_size
-              for path in sorted(train_split.glob("*.arrow"))}
-    return hashing.fingerprint([[name, size, digests.get(name, "")]
-                                for name, size in shards.items()] + [state])
+    shards = {
+        path.relative_to(corpus).as_posix(): path.stat().st_size
+        for path in sorted(train_split.glob("*.arrow"))
+    }
+    return hashing.fingerprint(
+        [[name, size, digests.get(name, "")] for name, size in shards.items()] + [state]
+    )
 
 
 class TrainingText(NamedTuple):
@@ -65,8 +76,7 @@ def read(corpora: Sequence[Path]) -> TrainingText:
     from datasets import concatenate_datasets
 
     opened = [_open_split(corpus) for corpus in corpora]
-    return TrainingText(concatenate_datasets(list(map(_texts, opened))),
-                        any(map(_is_chat, opened)))
+    return TrainingText(concatenate_datasets(list(map(_texts, opened))), any(map(_is_chat, opened)))
 
 
 def _plain_files(corpus: Path) -> list[Path]:
@@ -82,10 +92,12 @@ def _find_train_split(corpus: Path) -> Path:
         return corpus
     if (corpus / "train" / "state.json").is_file():
         return corpus / "train"
-    raise UsageError(f"{corpus} is not a dataset to train a tokenizer on",
-                     expected="a directory written by save_to_disk: a Dataset, or a DatasetDict "
-                              "with a train split",
-                     found=", ".join(sorted(p.name for p in corpus.iterdir())[:10]) or "nothing")
+    raise UsageError(
+        f"{corpus} is not a dataset to train a tokenizer on",
+        expected="a directory written by save_to_disk: a Dataset, or a DatasetDict "
+        "with a train split",
+        found=", ".join(sorted(p.name for p in corpus.iterdir())[:10]) or "nothing",
+    )
 
 
 def _open_split(corpus: Path) -> Dataset:
@@ -93,16 +105,21 @@ def _open_split(corpus: Path) -> Dataset:
 
     try:
         files = _plain_files(corpus)
-        dataset = concatenate_datasets([_open_file(path) for path in files]) if files else \
-            load_from_disk(str(_find_train_split(corpus)))
+        dataset = (
+            concatenate_datasets([_open_file(path) for path in files])
+            if files
+            else load_from_disk(str(_find_train_split(corpus)))
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
     kind = getattr(dataset.features.get("text"), "dtype", None)
     if len(dataset) and _is_chat(dataset):
         return dataset
     if kind not in ("string", "large_string"):
-        raise UsageError(f"{corpus} has no column of strings called `text`",
-                         found=f"columns {', '.join(dataset.column_names) or '(none)'}")
+        raise UsageError(
+            f"{corpus} has no column of strings called `text`",
+            found=f"columns {', '.join(dataset.column_names) or '(none)'}",
+        )
     if len(dataset) == 0:
         raise UsageError(f"{corpus} has no documents to train a tokenizer on")
     return dataset.with_format(None)
@@ -136,5 +153,6 @@ def _open_file(path: Path) -> Dataset:
 
     is_file = arrow_files.has_file_format(path)
     opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(
-        pyarrow.memory_map(str(path)))
+        pyarrow.memory_map(str(path))
+    )
     return Dataset(InMemoryTable(opened.read_all()))

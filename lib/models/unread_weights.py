@@ -14,7 +14,8 @@ _COMMIT = "COMMIT.json"  # in our own checkpoints
 _CONVERT = (
     "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
     "a, b = sys.argv[1:]; M.from_pretrained(a, dtype='auto').save_pretrained(b); "
-    "T.from_pretrained(a).save_pretrained(b)")
+    "T.from_pretrained(a).save_pretrained(b)"
+)
 
 
 def find_error(path: Path) -> StageError | None:
@@ -27,8 +28,10 @@ def find_error(path: Path) -> StageError | None:
     if found := _of_a_run(path):
         return found
     folders = (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/")))
-    sharded = next((folder for folder in folders
-                    if any(folder.glob(_SHARDED)) and "optim" not in folder.name), None)
+    sharded = next(
+        (folder for folder in folders if any(folder.glob(_SHARDED)) and "optim" not in folder.name),
+        None,
+    )
     if sharded:
         return _sharded(path, sharded)
     pickles = [file.name for pattern in _PICKLES for file in sorted(path.glob(pattern))]
@@ -41,14 +44,27 @@ def _of_a_run(path: Path) -> StageError | None:
         commits = sorted(run.glob(f"checkpoints/step_*/{_COMMIT}"))
         if commits and (path == run or path.is_relative_to(run / "checkpoints")):
             target = run / "export" / "model"
-            step = next((paths.step_of(commit.parent.name) for commit in commits
-                         if path.is_relative_to(commit.parent)), None)
+            step = next(
+                (
+                    paths.step_of(commit.parent.name)
+                    for commit in commits
+                    if path.is_relative_to(commit.parent)
+                ),
+                None,
+            )
             chosen = () if step is None else ("--step", step)
             return UsageError(
-                f"{path} holds checkpoints of a run, not a model", hint="export one:",
-                run="\n".join((commands.script("05_export_checkpoint.py", "-e", run, *chosen,
-                                               "--out", target),
-                               commands.replaced(_OPTION, path, target))))
+                f"{path} holds checkpoints of a run, not a model",
+                hint="export one:",
+                run="\n".join(
+                    (
+                        commands.script(
+                            "05_export_checkpoint.py", "-e", run, *chosen, "--out", target
+                        ),
+                        commands.replaced(_OPTION, path, target),
+                    )
+                ),
+            )
     return None
 
 
@@ -59,21 +75,36 @@ def _sharded(path: Path, folder: Path) -> StageError:
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
         hint="accelerate (pip install accelerate) merges it; after the first command, copy "
-             f"config.json and the tokenizer files of the base model to {target}:",
-        run="\n".join((commands.shell("accelerate", "merge-weights", folder, target),
-                       commands.replaced(_OPTION, path, target))))
+        f"config.json and the tokenizer files of the base model to {target}:",
+        run="\n".join(
+            (
+                commands.shell("accelerate", "merge-weights", folder, target),
+                commands.replaced(_OPTION, path, target),
+            )
+        ),
+    )
 
 
 def _pickled(path: Path, names: list[str]) -> StageError:
     target = path.with_name(f"{path.resolve().name}-safetensors")
     listed = ", ".join(names[:5])
     if not (path / "config.json").is_file() or not any(n.endswith(".bin") for n in names):
-        return ArtifactError(f"{path} has pickled weights; only safetensors are read",
-                             found=listed, expected="model.safetensors beside a config.json",
-                             hint="`save_pretrained` of transformers writes both")
-    return UsageError(f"{path} has pickled weights; only safetensors are read",
-                      expected="model.safetensors, as `save_pretrained` writes it now",
-                      found=listed, hint="for a model of the Hub, stage 03 converts them with "
-                      "--allow-pickle; transformers converts these, if you trust their origin:",
-                      run="\n".join((commands.python("-c", _CONVERT, path, target),
-                                     commands.replaced(_OPTION, path, target))))
+        return ArtifactError(
+            f"{path} has pickled weights; only safetensors are read",
+            found=listed,
+            expected="model.safetensors beside a config.json",
+            hint="`save_pretrained` of transformers writes both",
+        )
+    return UsageError(
+        f"{path} has pickled weights; only safetensors are read",
+        expected="model.safetensors, as `save_pretrained` writes it now",
+        found=listed,
+        hint="for a model of the Hub, stage 03 converts them with "
+        "--allow-pickle; transformers converts these, if you trust their origin:",
+        run="\n".join(
+            (
+                commands.python("-c", _CONVERT, path, target),
+                commands.replaced(_OPTION, path, target),
+            )
+        ),
+    )

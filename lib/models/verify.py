@@ -16,8 +16,17 @@ from lib.core.paths import MANIFEST, PARTIAL
 from lib.core.progress import Progress
 from lib.models.directory import KIND, list_strays, remedy
 
-_KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
-          "wheelhouse")
+_KINDS = (
+    "model",
+    "tokens",
+    "packs",
+    "dataset-parts",
+    "raw",
+    "splits",
+    "dataset",
+    "export",
+    "wheelhouse",
+)
 
 
 @dataclass
@@ -53,8 +62,10 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
     found = []
     roots = [root for root in (cache_dir, raw_root) if root]
     if not any(root.is_dir() for root in roots):
-        raise UsageError(f"there is no directory {_join(roots)}",
-                         expected="--cache-dir DIR, and --dst-root DIR for raw files")
+        raise UsageError(
+            f"there is no directory {_join(roots)}",
+            expected="--cache-dir DIR, and --dst-root DIR for raw files",
+        )
     raw = sorted(raw_root.glob(f"*/{paths.RAW_RECORD}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
         directory = path.parent
@@ -62,7 +73,9 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
             continue
         content = manifest.read_if_any(directory)
         is_in_place = directory.name == paths.RAW_RECORD or directory.parent in (
-            paths.models_root(cache_dir), paths.tokens_root(cache_dir))
+            paths.models_root(cache_dir),
+            paths.tokens_root(cache_dir),
+        )
         if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
             log.info(f"not ours: {path}")
             continue
@@ -74,30 +87,46 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
         found.append(artifact)
     if not found:
         left = "\n".join(f"{directory}, not finished" for directory in find_unfinished(cache_dir))
-        raise ArtifactError(f"nothing to verify under {_join(roots)}", found=left,
-                            expected="what stages 03 and 04 finished there")
+        raise ArtifactError(
+            f"nothing to verify under {_join(roots)}",
+            found=left,
+            expected="what stages 03 and 04 finished there",
+        )
     return found
 
 
 def find_unfinished(cache_dir: Path) -> list[Path]:
     """Return the directories of models and token stores that have no manifest."""
-    return [path for root in (paths.models_root(cache_dir), paths.tokens_root(cache_dir))
-            for path in sorted(root.glob("*"))
-            if path.is_dir() and not (path / MANIFEST).exists()]
+    return [
+        path
+        for root in (paths.models_root(cache_dir), paths.tokens_root(cache_dir))
+        for path in sorted(root.glob("*"))
+        if path.is_dir() and not (path / MANIFEST).exists()
+    ]
 
 
 def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bool) -> None:
     """Hash all files of artifacts and note in each what is wrong with them."""
     total = sum(artifact.bytes for artifact in found)
-    with Progress("verifying", total, "B", show_progress) as progress, \
-            ThreadPoolExecutor(workers) as pool:
+    with (
+        Progress("verifying", total, "B", show_progress) as progress,
+        ThreadPoolExecutor(workers) as pool,
+    ):
         for artifact in found:
             files = artifact.content["files"] if artifact.content else []
             # Patiently: what is not known to be damaged, since a disk fails to read it, is not
             # remade.
-            problems = pool.map(lambda entry, root=artifact.directory: reading.patiently(
-                lambda: manifest.damage(Path(os.path.normpath(root / entry["path"])), entry,
-                                        deep=True, advance=progress.advance)), files)
+            problems = pool.map(
+                lambda entry, root=artifact.directory: reading.patiently(
+                    lambda: manifest.damage(
+                        Path(os.path.normpath(root / entry["path"])),
+                        entry,
+                        deep=True,
+                        advance=progress.advance,
+                    )
+                ),
+                files,
+            )
             artifact.problems += filter(None, problems)
             log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.place}")
 
@@ -110,7 +139,8 @@ def require_whole(found: Sequence[PreparedArtifact]) -> None:
             + _join([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
             hint=_together(artifact.remedy.get("hint") for artifact in damaged),
-            run=_together(artifact.remedy.get("run") for artifact in damaged))
+            run=_together(artifact.remedy.get("run") for artifact in damaged),
+        )
 
 
 def _together(parts: Iterable[str | None]) -> str:
@@ -131,5 +161,7 @@ def _find_remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
         return found
     if content and made_by[:2] in ("01", "02"):
         return manifest.remedy(content, "--overwrite")
-    return {"run": commands.shell("rm", "-r", directory),
-            "hint": "stage 04 makes token stores again, --prepare-only without training; first:"}
+    return {
+        "run": commands.shell("rm", "-r", directory),
+        "hint": "stage 04 makes token stores again, --prepare-only without training; first:",
+    }

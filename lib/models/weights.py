@@ -21,14 +21,7 @@ from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
 from lib.models.keys import Added, LoadPlan
 from lib.models.recipes import Recipe
-from lib.models.sharded import (
-    local_slice,
-    local_tensor,
-    own_class,
-    own_classes,
-    plain,
-    tie_again,
-)
+from lib.models.sharded import local_slice, local_tensor, own_class, own_classes, plain, tie_again
 from lib.models.tensors import HubTensors
 
 Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
@@ -55,12 +48,18 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
         def fill(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
             return _fill(tensors[names[0]], recipes, stored)
+
         with workers.thread_pool(_READERS, "reader") as readers:
             whole = list(readers.map(fill, names_of))
-        _raise_if_any(model_dir, [
-            f"{' and '.join(names)} hold different values, but config.json ties them; set "
-            "tie_word_embeddings to false there"
-            for names, agrees in zip(names_of, whole, strict=True) if not agrees])
+        _raise_if_any(
+            model_dir,
+            [
+                f"{' and '.join(names)} hold different values, but config.json ties them; set "
+                "tie_word_embeddings to false there"
+                for names, agrees in zip(names_of, whole, strict=True)
+                if not agrees
+            ],
+        )
 
 
 def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) -> LoadPlan:
@@ -69,8 +68,10 @@ def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) ->
     Raises ArtifactError listing all that are missing, unexpected, or of another shape or dtype.
     """
     plan = keys.plan_loading(model, stored.shapes)
-    _raise_if_any(model_dir, stored.problems + plan.problems
-                  + keys.list_wrong_dtypes(model, plan, stored.dtypes))
+    _raise_if_any(
+        model_dir,
+        stored.problems + plan.problems + keys.list_wrong_dtypes(model, plan, stored.dtypes),
+    )
     return plan
 
 
@@ -88,7 +89,9 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
     if problems:
         raise ArtifactError(
             f"the weights of {model_dir} do not fit its config.json",
-            found=units.join_lines(problems, _SHOWN), **directory.remedy(model_dir, "--overwrite"))
+            found=units.join_lines(problems, _SHOWN),
+            **directory.remedy(model_dir, "--overwrite"),
+        )
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
@@ -101,9 +104,11 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     tie_again(model)
     undrawn: list[str] = []
     for name, block, whole in _find_blocks(model):
-        with own_classes(block), \
-                _full_size(block, name, whole, model.all_tied_weights_keys) as drawn, \
-                _own_random_stream(f"{seed}/{name}", {full.device for _, full in drawn.values()}):
+        with (
+            own_classes(block),
+            _full_size(block, name, whole, model.all_tied_weights_keys) as drawn,
+            _own_random_stream(f"{seed}/{name}", {full.device for _, full in drawn.values()}),
+        ):
             _apply_rules(block, _find_owner(model, name), whole)
             undrawn += _copy_shards(drawn)
     if undrawn:
@@ -143,8 +148,10 @@ def restore_buffers(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
     """Give parameters for which the family has no rule the value of their constructor."""
-    kept = {(own_class(model.get_submodule(path)), leaf)
-            for path, _, leaf in (name.rpartition(".") for name in names)}
+    kept = {
+        (own_class(model.get_submodule(path)), leaf)
+        for path, _, leaf in (name.rpartition(".") for name in names)
+    }
     twin = build_twin(model, kept, seed)
     for name in names:
         parameter = model.get_parameter(name)
@@ -207,8 +214,10 @@ def _full_size(block: nn.Module, name: str, whole: bool, tied: dict[str, str]) -
                 continue
             full_name = ".".join(filter(None, (name, path, leaf)))
             device = "meta" if full_name in tied else parameter.device
-            full = nn.Parameter(torch.full(plain(parameter).shape, torch.nan, device=device,
-                                           dtype=parameter.dtype), requires_grad=False)
+            full = nn.Parameter(
+                torch.full(plain(parameter).shape, torch.nan, device=device, dtype=parameter.dtype),
+                requires_grad=False,
+            )
             places.append((module, leaf, parameter))
             module._parameters[leaf] = full
             if full_name not in tied:
@@ -256,8 +265,7 @@ def _parameters_on_meta(kept: Kept) -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         register(module, name, parameter)
         if parameter is not None and (type(module), name) not in kept:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"),
-                                                    parameter.requires_grad)
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     nn.Module.register_parameter = register_on_meta
     try:

@@ -19,5 +19,8 @@ class AdamW(torch.optim.AdamW):
     def new_state(parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter)}
+        return {
+            "step": step,
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }

@@ -53,8 +53,13 @@ class AdamW8bit(torch.optim.Optimizer):
     float32. All but `step` are sharded like the parameter.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float],
-                 wrap: Callable[..., Callable[..., None]] | None = None) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        wrap: Callable[..., Callable[..., None]] | None = None,
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
@@ -90,8 +95,9 @@ class AdamW8bit(torch.optim.Optimizer):
             skips = skip > 0
             for parameter, now in zip(parameters, scalars, strict=True):
                 moments = list(self.state[parameter].values())[1:]
-                tensors = [local_tensor(t, padded=True)
-                           for t in (parameter, parameter.grad, *moments)]
+                tensors = [
+                    local_tensor(t, padded=True) for t in (parameter, parameter.grad, *moments)
+                ]
                 if tensors[0].numel():
                     self._update(rule, now, skips, self.grad_scale, *tensors)
 
@@ -110,8 +116,7 @@ class _Rule(NamedTuple):
 
     @classmethod
     def from_group(cls, group: dict[str, Any], device: torch.device) -> _Rule:
-        by_bits = device.type == "cuda" and \
-            torch.cuda.get_device_capability(device) < _CASTS_SINCE
+        by_bits = device.type == "cuda" and torch.cuda.get_device_capability(device) < _CASTS_SINCE
         beta1, beta2 = group["betas"]
         return cls(beta1, beta2, group["eps"], by_bits)
 
@@ -134,8 +139,9 @@ def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
     return torch.stack([rate, shrink, root_correction, raised], 1).float()
 
 
-def _in_slices(rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor,
-               ) -> None:
+def _in_slices(
+    rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+) -> None:
     """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar).
 
     now: the parameter's row of `step_scalars`. scale: divides the gradient.
@@ -160,12 +166,14 @@ class _Fused:
         self._update = wrap(_take, instead=_in_slices)
         self._is_right: dict[int, bool] = {}  # by dimensions
 
-    def __call__(self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None,
-                 *tensors: Tensor) -> None:
+    def __call__(
+        self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+    ) -> None:
         columns, kind = tensors[0].shape[1:].numel(), min(tensors[0].ndim, 2)
         if kind == 2 and columns % BLOCK == 0:
-            tensors = tuple(t.view(-1, BLOCK if t.shape == tensors[0].shape else 1)
-                            for t in tensors)
+            tensors = tuple(
+                t.view(-1, BLOCK if t.shape == tensors[0].shape else 1) for t in tensors
+            )
         elif kind == 2:
             return _in_slices(rule, now, skip, scale, *tensors)
         if kind not in self._is_right:
@@ -173,8 +181,9 @@ class _Fused:
         update = self._run if self._is_right[kind] else _in_slices
         return update(rule, now, skip, scale, *tensors)
 
-    def _run(self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor,
-             ) -> None:
+    def _run(
+        self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+    ) -> None:
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self._update(rule, now, skip, scale, *tensors)
@@ -194,19 +203,29 @@ class _Fused:
             update(rule, now, torch.zeros((), dtype=torch.bool, device=now.device), scale, *copies)
         moments = (len(tensors) - 2) // 2  # tensors of each
         pairs = [(updated[0] - tensors[0], wanted[0] - tensors[0])]
-        pairs += [(_read(updated[i:i + moments]), _read(wanted[i:i + moments]))
-                  for i in range(2, len(tensors), moments)]
+        pairs += [
+            (_read(updated[i : i + moments]), _read(wanted[i : i + moments]))
+            for i in range(2, len(tensors), moments)
+        ]
         if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
             return True
-        log.warn("adamw8bit runs uncompiled, which is slower: compiled it does not compute the "
-                 "same here")
+        log.warn(
+            "adamw8bit runs uncompiled, which is slower: compiled it does not compute the same here"
+        )
         return False
 
 
-def _take(rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, weight: Tensor,
-          gradient: Tensor, *kept: Tensor) -> None:
+def _take(
+    rule: _Rule,
+    now: Tensor,
+    skip: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    gradient: Tensor,
+    *kept: Tensor,
+) -> None:
     rate, shrink, root_correction, raised = now.unbind()
-    first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])
+    first, second = (kept[: len(kept) // 2], kept[len(kept) // 2 :])
     if scale is not None:
         gradient = gradient / scale
     average = _read(first, rule.by_bits).lerp_(gradient, 1 - rule.beta1)
@@ -255,23 +274,29 @@ def _blocks(values: Tensor) -> Tensor:
 
 def _joined(blocks: Tensor, like: Tensor) -> Tensor:
     """Return [R, blocks, 256] in the shape of `like`."""
-    return blocks.flatten(1)[:, :like.flatten(1).shape[1]].reshape(like.shape)
+    return blocks.flatten(1)[:, : like.flatten(1).shape[1]].reshape(like.shape)
 
 
 def _zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Tensor:
     """Return zeros of a parameter's shape, or [R, blocks], sharded like it, on the same device."""
+
     def shape(of: Tensor) -> torch.Size:
         """Return the shape for a whole parameter or a shard of it."""
         return torch.Size((len(of), -(-of.shape[1:].numel() // BLOCK))) if per_block else of.shape
+
     local = local_tensor(parameter, padded=True)
     zeros = torch.zeros(shape(local), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
     is_cut = plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK
-    assert not (is_cut and any(p.dim for p in parameter.placements if isinstance(p, Shard))), \
-        "blocks are cut"  # see OptimizerSpec.block
+    assert not (is_cut and any(p.dim for p in parameter.placements if isinstance(p, Shard))), (
+        "blocks are cut"
+    )  # see OptimizerSpec.block
     whole = shape(parameter)
-    strides = tuple(math.prod(whole[i + 1:]) for i in range(len(whole)))
+    strides = tuple(math.prod(whole[i + 1 :]) for i in range(len(whole)))
     # Not `from_local`, which would move what is offloaded back to the mesh's device.
-    return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements,
-                                      TensorMeta(whole, strides, dtype)), requires_grad=False)
+    return DTensor(
+        zeros,
+        DTensorSpec(parameter.device_mesh, parameter.placements, TensorMeta(whole, strides, dtype)),
+        requires_grad=False,
+    )

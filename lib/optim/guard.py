@@ -36,8 +36,15 @@ class StepGuard:
     et al. 2018, "Mixed precision training".
     """
 
-    def __init__(self, precision: str, spike_factor: float, device: torch.device,
-                 ranks: int = 1, fold: bool = False, divisor: int = 1) -> None:
+    def __init__(
+        self,
+        precision: str,
+        spike_factor: float,
+        device: torch.device,
+        ranks: int = 1,
+        fold: bool = False,
+        divisor: int = 1,
+    ) -> None:
         """ranks: gradients are summed over so many. divisor: and then divided by this number.
 
         fold: `clip` leaves the gradients as they are and has an optimizer that can do so scale them
@@ -55,7 +62,8 @@ class StepGuard:
         self.grow_every = 2000
         self._factor = spike_factor or float("inf")
         self._in_a_row, self._skipped, self._spikes, self._good, self._usual = (
-            torch.zeros((), dtype=torch.float64, device=device) for _ in range(5))
+            torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)
+        )
 
     def loss_factor(self, label_tokens: int) -> float:
         """Return what to scale the loss by, for gradients of its mean over tokens after `clip`.
@@ -75,8 +83,12 @@ class StepGuard:
         max_norm: 0 clips nothing. With `fold`, the optimizer gets `grad_scale`, by which it divides
         the gradients. Returns the norm before clipping, float32 scalar on the device.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
-                     if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.nn.utils.get_total_norm(gradients)
         exact = self._rest / self.scale
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * exact
@@ -132,8 +144,13 @@ class StepGuard:
 
     def state(self) -> dict[str, float]:
         """Return what a resumed run has to know."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "in_a_row": self.in_a_row,
-                "sound_steps": self._good.item(), "usual_norm": self._usual.item()}
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "in_a_row": self.in_a_row,
+            "sound_steps": self._good.item(),
+            "usual_norm": self._usual.item(),
+        }
 
     def restore(self, state: dict[str, float]) -> None:
         """Take up the state of an earlier run."""

@@ -35,20 +35,30 @@ class OptimizerSpec(NamedTuple):
 
 def _adamw(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
     from lib.optim.adamw import AdamW
+
     return AdamW(groups, lr, betas)
 
 
 def _adamw8bit(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
     from lib.optim.adamw8bit import AdamW8bit
+
     return AdamW8bit(groups, lr, betas, wrap)
 
 
-OPTIMIZERS = {"adamw": OptimizerSpec(8.0, _adamw),
-              "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _adamw8bit, block=256)}
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(8.0, _adamw),
+    "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _adamw8bit, block=256),
+}
 
 
-def build(kind: str, model: nn.Module, lr: float, betas: Betas, weight_decay: float,
-          wrap: Wrap | None = None) -> Optimizer:
+def build(
+    kind: str,
+    model: nn.Module,
+    lr: float,
+    betas: Betas,
+    weight_decay: float,
+    wrap: Wrap | None = None,
+) -> Optimizer:
     """Return an optimizer over the trainable parameters of a sharded model.
 
     kind: a key of OPTIMIZERS, else KeyError. wrap: compiles what torch has no kernel for; None: it
@@ -57,8 +67,10 @@ def build(kind: str, model: nn.Module, lr: float, betas: Betas, weight_decay: fl
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return OPTIMIZERS[kind].build([group for group in groups if group["params"]], lr, betas, wrap)
 
 
@@ -76,14 +88,18 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     They are made (zeros) where no step was taken yet.
     """
     from lib.models.sharded import without_padding
+
     tensors: dict[str, Tensor] = {}
     trained = [named for named in model.named_parameters() if named[1].requires_grad]
     for name, parameter in trained:
         states = optimizer.state[parameter]
         if not states:
             states.update(optimizer.new_state(parameter))
-        tensors |= {f"{kind}.{name}": without_padding(value, parameter)
-                    for kind, value in states.items() if kind != "step"}
+        tensors |= {
+            f"{kind}.{name}": without_padding(value, parameter)
+            for kind, value in states.items()
+            if kind != "step"
+        }
     return tensors
 
 

@@ -54,15 +54,22 @@ def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) 
     """
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
-        raise UsageError("--attention flex cannot train on a CPU",
-                         run=commands.as_typed("--attention", "sdpa"))
+        raise UsageError(
+            "--attention flex cannot train on a CPU", run=commands.as_typed("--attention", "sdpa")
+        )
     lacks = lacks_varlen(precision, config) if on_gpu else ""
     if wanted == VARLEN and lacks:
-        raise UsageError("--attention varlen cannot train here", found=lacks,
-                         run=commands.as_typed("--attention", "sdpa"))
+        raise UsageError(
+            "--attention varlen cannot train here",
+            found=lacks,
+            run=commands.as_typed("--attention", "sdpa"),
+        )
     if wanted == _FLASH and (lacks := lacks_flash(precision, config)):
-        raise UsageError(f"--attention {_FLASH} cannot train here", found=lacks,
-                         run=commands.as_typed("--attention", "flash"))
+        raise UsageError(
+            f"--attention {_FLASH} cannot train here",
+            found=lacks,
+            run=commands.as_typed("--attention", "flash"),
+        )
     if wanted == "auto":
         return VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
@@ -73,8 +80,9 @@ def flash_or_auto(precision: str, config: PretrainedConfig) -> str:
     if not (lacks := lacks_flash(precision, config)):
         return _FLASH
     if log.rank() == 0:
-        log.info(f"attention: {lacks}, so the fastest kernel that there is takes the place of "
-                 f"{_FLASH}")
+        log.info(
+            f"attention: {lacks}, so the fastest kernel that there is takes the place of {_FLASH}"
+        )
     return "auto"
 
 
@@ -87,8 +95,10 @@ def lacks_flash(precision: str, config: PretrainedConfig) -> str:
     if precision == "fp32":
         return "flash_attn takes no fp32"
     if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than what flash_attn needs (compute " \
-               "capability 8.0)"
+        return (
+            f"{torch.cuda.get_device_name()} is older than what flash_attn needs (compute "
+            "capability 8.0)"
+        )
     if (widest := max(head_sizes(config))) > _WIDEST:
         return f"flash_attn takes {_WIDEST} numbers per head at most, and this model has {widest}"
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -107,14 +117,18 @@ def lacks_varlen(precision: str, config: PretrainedConfig, any_gpu: bool = False
         return "the kernel for packed documents knows no dropout, which this model has"
     widest = max(head_sizes(config))
     if widest > _WIDEST:
-        return f"the kernel for packed documents takes {_WIDEST} numbers per head at most, and " \
-               f"this model has {widest}"
+        return (
+            f"the kernel for packed documents takes {_WIDEST} numbers per head at most, and "
+            f"this model has {widest}"
+        )
     if any_gpu:
         return ""
     capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
     if capability < (8, 0):
-        return f"{name} is older than what the kernel for packed documents needs (compute " \
-               "capability 8.0)"
+        return (
+            f"{name} is older than what the kernel for packed documents needs (compute "
+            "capability 8.0)"
+        )
     if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
         return f"{name} has no backward kernel for packed documents with {widest} numbers per head"
     return ""
@@ -176,8 +190,9 @@ def settle_rope(model: nn.Module, packing: str, seq_length: int) -> None:
     With packed documents only if short ones have the same.
     """
     for rope in model.modules():
-        if getattr(rope, "rope_type", None) not in ("dynamic", "longrope") \
-                or not type(rope).__module__.startswith("transformers."):
+        if getattr(rope, "rope_type", None) not in ("dynamic", "longrope") or not type(
+            rope
+        ).__module__.startswith("transformers."):
             continue
         frequencies = []
         for last in (0, seq_length - 1):
@@ -209,8 +224,12 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
         if batch.boundaries is not None:
             torch._dynamo.maybe_mark_dynamic(ends, 0)
         longest = batch.longest or batch.input_ids.shape[1]
-        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
-                      "max_length_q": longest, "max_length_k": longest}
+        arguments |= {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
     return arguments
 
 
@@ -220,10 +239,19 @@ def _ends_of_rows(tokens: Tensor) -> Tensor:
     return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=tokens.device)
 
 
-def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-            attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-            sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
-            max_length_q: int | None = None, **others: Any) -> tuple[Tensor, None]:
+def _varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """Attend within documents. query: [B, H, T, D]; key, value: [B, H or fewer, T, D].
 
     cu_seq_lens_q: int32 [documents + 1], where they begin and end in the B·T tokens; None: a row
@@ -232,16 +260,20 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     support.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
-        raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
-                         "this model has", run=commands.as_typed("--attention", "sdpa"))
+        raise UsageError(
+            "--attention varlen knows no dropout, cap or sink of attention, which this model has",
+            run=commands.as_typed("--attention", "sdpa"),
+        )
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _ends_of_rows(query[:, 0, :, 0])
     longest = length if max_length_q is None else max_length_q
     # Compared with the row: a comparison with the longest document would be compiled apart.
     window = sliding_window if sliding_window and sliding_window < length else 0
-    query, key, value = (part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
-                         for part in (query, key, value))
+    query, key, value = (
+        part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
+        for part in (query, key, value)
+    )
     if query.is_cuda:
         out = _by_kernel(query, key, value, cu_seq_lens_q, longest, scaling, window)
     else:
@@ -260,8 +292,15 @@ def _group_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
 _GROUPS = _group_arguments(varlen_attn)  # here, since `_by_kernel` is traced
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
-               scaling: float | None, window: int) -> Tensor:
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int,
+) -> Tensor:
     """Attend within each document by torch's kernel. query, key: [B·T, H, D]; value: [B·T, H, V].
 
     The kernel takes heads of one size, a multiple of eight: others are filled up with zeros, which
@@ -270,16 +309,33 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     wide = max(query.shape[-1], value.shape[-1])
     wide += -wide % _ALIGNED
-    parts = [F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
-             for part in (query, key, value)]
-    out = varlen_attn(*parts, boundaries, boundaries, longest, longest, scale=scaling,
-                      window_size=(window - 1, 0) if window else (-1, 0), **_GROUPS)
-    return out[..., :value.shape[-1]]
+    parts = [
+        F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
+        for part in (query, key, value)
+    ]
+    out = varlen_attn(
+        *parts,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(window - 1, 0) if window else (-1, 0),
+        **_GROUPS,
+    )
+    return out[..., : value.shape[-1]]
 
 
 @torch.compiler.disable  # or each division of a row into documents would be compiled anew
-def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
-                 scaling: float | None, window: int) -> Tensor:
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int,
+) -> Tensor:
     """Attend within each document by itself. query, key, value: [B·T, H, D].
 
     Fails where the kernel of a GPU would silently compute too little.
@@ -292,8 +348,9 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, 
         if window and last - first > window:
             at = torch.arange(last - first)
             mask = (at[:, None] >= at) & (at[:, None] - at < window)
-        out = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None,
-                                             scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            *parts, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
         done.append(out[0].transpose(0, 1))
     return torch.cat(done)
 

@@ -28,13 +28,17 @@ from lib.parallel import attention
 _MODULE = "flash_attn_interface"  # of the package flash_attn_3; torch imports it by this name
 _LENGTH = 256  # of the row that a kernel is tried on
 _NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
-_KERNELS = {SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
-            SDPBackend.CUDNN_ATTENTION: "cuDNN",
-            SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
-            SDPBackend.MATH: "matrix products, which is slow"}
-_OTHERS = {"flash_attention_2": "flash_attention_2, by the package flash_attn",
-           "flex_attention": "flex, compiled by torch",
-           "eager": "eager, by matrix products, which is slow"}
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
+    SDPBackend.MATH: "matrix products, which is slow",
+}
+_OTHERS = {
+    "flash_attention_2": "flash_attention_2, by the package flash_attn",
+    "flex_attention": "flex, compiled by torch",
+    "eager": "eager, by matrix products, which is slow",
+}
 
 
 def settle(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
@@ -47,15 +51,17 @@ def settle(model: nn.Module, packing: str, precision: str, device: torch.device)
         return _OTHERS[name]
     if device.type != "cuda":
         return f"{label}, by torch's " + (
-            "kernel for CPUs" if name == "sdpa" else "kernel for CPUs, document by document")
+            "kernel for CPUs" if name == "sdpa" else "kernel for CPUs, document by document"
+        )
     heads = _heads(config, COMPUTE_DTYPES[precision], device)
     if not heads:
         return label
     takes = SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_takes(heads, by_mask)
     if by_mask:
         why = attention.lacks_varlen(precision, config)
-        return f"{label}, by {_KERNELS[takes]}" \
-            + (f", since {why}; that is several times slower" if why else "")
+        return f"{label}, by {_KERNELS[takes]}" + (
+            f", since {why}; that is several times slower" if why else ""
+        )
     if takes not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         return f"{label}, by {_KERNELS[takes]}"
     without = _lacks_flash_3(config, device) or take_flash_3(name, heads)
@@ -96,9 +102,19 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []
     generator = torch.Generator(device).manual_seed(0)  # not the state that dropout goes on from
-    return [torch.randn(1, heads, _LENGTH, size, device=device, dtype=dtype, generator=generator,
-                        requires_grad=True)
-            for heads, size in ((count, sizes.query), (shared, sizes.query), (shared, sizes.value))]
+    return [
+        torch.randn(
+            1,
+            heads,
+            _LENGTH,
+            size,
+            device=device,
+            dtype=dtype,
+            generator=generator,
+            requires_grad=True,
+        )
+        for heads, size in ((count, sizes.query), (shared, sizes.query), (shared, sizes.value))
+    ]
 
 
 def _torch_takes(heads: list[Tensor], by_mask: bool) -> SDPBackend:
@@ -109,9 +125,16 @@ def _torch_takes(heads: list[Tensor], by_mask: bool) -> SDPBackend:
     if by_mask:  # transformers repeats keys and values then
         mask = query.new_ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool)
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=mask,
-                                              is_causal=not by_mask,
-                                              enable_gqa=groups > 1 and not by_mask))
+    return SDPBackend(
+        torch._fused_sdp_choice(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=not by_mask,
+            enable_gqa=groups > 1 and not by_mask,
+        )
+    )
 
 
 def _lacks_flash_3(config: PretrainedConfig, device: torch.device) -> str:

@@ -17,7 +17,8 @@ from lib.parallel import graphs
 # Where blocks recompute selectively, torch asks that they change nothing in place, which
 # parallelize.py sees to.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage())
+    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+)
 
 BLOCKS = "the decoder blocks"
 
@@ -41,8 +42,9 @@ class Compiler:
         """Return a compiler for another part of the step, which may also run uncompiled."""
         return Compiler(required=False, part=part)
 
-    def wrap(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None,
-             ) -> Callable[..., Any]:
+    def wrap(
+        self, function: Callable[..., Any], instead: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """Return a function that is compiled when it is first called. instead: if that fails."""
         # Together with the forward pass: one that failed later would have begun already.
         options = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
@@ -68,6 +70,7 @@ class Compiler:
             result = instead(*arguments, **named)
             self._give_up(cause)
             return result
+
         return call
 
     def _give_up(self, error: Exception) -> None:
@@ -75,18 +78,26 @@ class Compiler:
         cause = getattr(error, "inner_exception", error)
         first, *_ = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()
         if self._required:
-            raise UsageError("the model cannot be compiled here", found=first[:300],
-                             run=commands.as_typed("--compile", "off")) from error
+            raise UsageError(
+                "the model cannot be compiled here",
+                found=first[:300],
+                run=commands.as_typed("--compile", "off"),
+            ) from error
         memory = ""
         if self._part == BLOCKS:
-            memory = ("; uncompiled blocks keep more activations: should memory run out, "
-                      "--compile off plans for that")
-        log.warn(f"compile: off for {self._part}, which is slower: compiling failed with "
-                 f"{first[:300]}{memory}")
+            memory = (
+                "; uncompiled blocks keep more activations: should memory run out, "
+                "--compile off plans for that"
+            )
+        log.warn(
+            f"compile: off for {self._part}, which is slower: compiling failed with "
+            f"{first[:300]}{memory}"
+        )
 
 
-def _rehearse(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any],
-              ) -> None:
+def _rehearse(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     """Go through a function forward and backward, without a trace in gradients or random states.
 
     A kernel of the backward pass that does not start would otherwise show when it is too late to do
@@ -102,11 +113,15 @@ def _rehearse(function: Callable[..., Any], arguments: tuple[Any, ...], named: d
 
     arguments, named = tree_map(apart, (arguments, named))
     with torch.random.fork_rng({part.device for part in inputs if part.is_cuda}):
-        results = [part for part in tree_leaves(function(*arguments, **named))
-                   if isinstance(part, Tensor) and part.requires_grad]
+        results = [
+            part
+            for part in tree_leaves(function(*arguments, **named))
+            if isinstance(part, Tensor) and part.requires_grad
+        ]
         if results and inputs:
-            torch.autograd.grad(results, inputs, [torch.ones_like(part) for part in results],
-                                allow_unused=True)
+            torch.autograd.grad(
+                results, inputs, [torch.ones_like(part) for part in results], allow_unused=True
+            )
 
 
 def is_wanted(option: bool | None, device: torch.device) -> bool:

@@ -27,13 +27,18 @@ class Degrees(NamedTuple):
         shard = self.shard or ranks
         product = f"ranks = replicas × {shard} (--shard-size)"
         if max(self.context, self.experts) > 1:
-            raise UsageError("neither a sequence nor the experts of a layer can be divided yet",
-                             found=f"{product}, sequences over {self.context} and experts over "
-                                   f"{self.experts} of these", expected="both over 1 rank")
+            raise UsageError(
+                "neither a sequence nor the experts of a layer can be divided yet",
+                found=f"{product}, sequences over {self.context} and experts over "
+                f"{self.experts} of these",
+                expected="both over 1 rank",
+            )
         if ranks % shard:
-            raise UsageError(f"--shard-size {shard} does not divide the "
-                             f"{units.counted(ranks, 'rank')}", found=product,
-                             expected="replicas of equal size")
+            raise UsageError(
+                f"--shard-size {shard} does not divide the {units.counted(ranks, 'rank')}",
+                found=product,
+                expected="replicas of equal size",
+            )
         return ranks // shard
 
     def dp_rank(self, rank: int) -> int:

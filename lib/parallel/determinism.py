@@ -38,6 +38,7 @@ def measure_cost(device: torch.device, precision: str) -> str:
 
     def attend() -> None:
         F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
     slow = _seconds(attend)
     torch.use_deterministic_algorithms(False)
     try:

@@ -26,8 +26,11 @@ def sharded_dim(shape: Sequence[int], ranks: int) -> int:
     Matrices are shared by their rows in any case: one of few rows is small. Of more dimensions the
     second is taken where that is more even: a convolution of [channels, 1, width] has it no more.
     """
-    return ROWS if len(shape) > 2 and \
-        unevenness(shape, ranks) > max(_EVEN, unevenness(shape, ranks, ROWS)) else 0
+    return (
+        ROWS
+        if len(shape) > 2 and unevenness(shape, ranks) > max(_EVEN, unevenness(shape, ranks, ROWS))
+        else 0
+    )
 
 
 def unevenness(shape: Sequence[int], ranks: int, dim: int = 0) -> float:
@@ -41,7 +44,8 @@ def cuts_blocks(shape: Sequence[int], ranks: int, block: int) -> bool:
     block: numbers. Padding counts as a cut: the blocks behind it would begin elsewhere.
     """
     return sharded_dim(shape, ranks) == ROWS and bool(
-        shape[ROWS] % ranks or shape[ROWS] // ranks * math.prod(shape[ROWS + 1:]) % block)
+        shape[ROWS] % ranks or shape[ROWS] // ranks * math.prod(shape[ROWS + 1 :]) % block
+    )
 
 
 def pad(model: nn.Module, ranks: int) -> None:
@@ -56,20 +60,29 @@ def pad(model: nn.Module, ranks: int) -> None:
             if sharded_dim(shape, ranks) == ROWS and shape[ROWS] % ranks:
                 rows[name] = shape[ROWS]
                 shape[ROWS] += -shape[ROWS] % ranks
-                module.register_parameter(name, nn.Parameter(
-                    parameter.new_empty(shape), requires_grad=parameter.requires_grad))
+                module.register_parameter(
+                    name,
+                    nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad),
+                )
         if rows:
             cls = type(module)
-            module.__class__ = type(cls.__name__, (Padded, cls), {
-                "rows": rows, **{name: _without_padding(name, size)
-                                 for name, size in rows.items()}})
+            module.__class__ = type(
+                cls.__name__,
+                (Padded, cls),
+                {
+                    "rows": rows,
+                    **{name: _without_padding(name, size) for name, size in rows.items()},
+                },
+            )
 
 
 def _without_padding(name: str, rows: int) -> property:
     """Return what a module has in the place of a parameter: while it is whole, its rows alone."""
+
     def narrowed(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):
             return parameter
         return parameter.narrow(ROWS, 0, rows)
+
     return property(narrowed)

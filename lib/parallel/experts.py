@@ -37,8 +37,9 @@ class Routing(NamedTuple):
     ends: Tensor
 
 
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
-                    top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Return the weighted sum of what each token's experts return, [N, H].
 
     module: an experts module of transformers. hidden_states: [N, H]. top_k_index: int64 [N, k]; an
@@ -98,8 +99,9 @@ def combine(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
 def _linear(module: nn.Module, name: str, rows: Tensor, routing: Routing) -> Tensor:
     """Return the grouped product of rows and weights, with biases where the experts have them."""
     weights = getattr(module, name)
-    rows = _product(rows, weights if module.is_transposed else weights.transpose(1, 2),
-                    routing.ends)
+    rows = _product(
+        rows, weights if module.is_transposed else weights.transpose(1, 2), routing.ends
+    )
     if not module.has_bias:
         return rows
     # Not in place, so that selective checkpointing can keep the product.
@@ -116,8 +118,11 @@ def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 # The compiler must not look into these two. That of transformers 5.17 fails in backward.
-@torch.library.custom_op("experts::group_by_group", mutates_args=(),
-                         schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+@torch.library.custom_op(
+    "experts::group_by_group",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+)
 def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply group by group, for which the host waits for the ends."""
     out = rows.new_zeros(len(rows), weights.shape[2])
@@ -126,8 +131,11 @@ def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("experts::gradient_of_weights", mutates_args=(), schema="(Tensor rows, "
-                         "Tensor upstream, Tensor ends, Tensor weights) -> Tensor")
+@torch.library.custom_op(
+    "experts::gradient_of_weights",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor upstream, Tensor ends, Tensor weights) -> Tensor",
+)
 def _gradient_of_weights(rows: Tensor, upstream: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
     """Return the gradients of weights, laid out as they are."""
     out = torch.zeros_like(weights)
@@ -151,10 +159,10 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 _group_by_group.register_fake(
-    lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2]))
+    lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2])
+)
 _group_by_group.register_autograd(_backward, setup_context=_save)
-_gradient_of_weights.register_fake(
-    lambda rows, upstream, ends, weights: torch.empty_like(weights))
+_gradient_of_weights.register_fake(lambda rows, upstream, ends, weights: torch.empty_like(weights))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -168,7 +176,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        inverse, = ctx.saved_tensors
+        (inverse,) = ctx.saved_tensors
         places = upstream.index_select(0, inverse)
         return places.view(ctx.count, -1, upstream.shape[-1]).sum(1), None, None
 
@@ -177,8 +185,9 @@ class _Combine(torch.autograd.Function):
     """Weighs rows and sums those of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor,
-                tokens: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, tokens: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse, tokens)
         places = rows.index_select(0, inverse).view(*weights.shape, -1)
         return (places * weights[..., None]).sum(1)
@@ -209,15 +218,19 @@ class _Biases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        experts, = ctx.saved_tensors
+        (experts,) = ctx.saved_tensors
         numbers = torch.arange(ctx.count, device=experts.device)
         return (numbers[:, None] == experts).to(upstream.dtype) @ upstream, None
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model whose function transformers' experts interface chooses."""
-    return [module for module in model.modules() if hasattr(module, "_apply_gate")
-            and hasattr(getattr(module, "config", None), "_experts_implementation")]
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "_apply_gate")
+        and hasattr(getattr(module, "config", None), "_experts_implementation")
+    ]
 
 
 def use_own_function(model: PreTrainedModel) -> None:

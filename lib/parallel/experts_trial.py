@@ -39,8 +39,9 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     theirs = model.get_correct_experts_implementation(None)
     if any(module.config._experts_implementation != experts.NAME for module in found):
         return f"{theirs} of transformers, since the family leaves no choice"
-    failures = gather(_try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout.device),
-                      layout.control)
+    failures = gather(
+        _try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout.device), layout.control
+    )
     failure = next(filter(None, failures), "")
     if not failure:
         return f"{experts.NAME}, by grouped products; gradients are gathered, not sorted"
@@ -48,8 +49,9 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     return f"{theirs} of transformers, since {experts.NAME} fails here: {failure}"
 
 
-def _try(model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, device: torch.device,
-         ) -> str:
+def _try(
+    model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, device: torch.device
+) -> str:
     """Return what is wrong with the pipeline's own function; empty if nothing is.
 
     It fails within a layer's experts alone: the forward pass around them exchanges weights with the
@@ -57,8 +59,9 @@ def _try(model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, devic
     """
     failures: list[str] = []
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
-    tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, _LENGTH),
-                           generator=generator)
+    tokens = torch.randint(
+        0, model.config.get_text_config().vocab_size, (1, _LENGTH), generator=generator
+    )
     batch = MicroBatch(tokens, tokens).to(device)
     with trial(model), _compared(found, theirs, failures):
         model(**attention.make_inputs(model, batch))
@@ -78,8 +81,7 @@ def _compared(found: list[nn.Module], theirs: _Forward, failures: list[str]) -> 
 
 
 def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: Tensor) -> Tensor:
-    """Return what transformers' function does, having noted what is wrong with the pipeline's own.
-    """
+    """Return the result of transformers' function, after noting how ours differs."""
     expected = _computed(theirs, module, *given)
     try:
         results = _computed(experts.experts_forward, module, *given)
@@ -100,8 +102,13 @@ def _differ(found: Tensor, expected: Tensor) -> float:
     return (difference / norm).nan_to_num(torch.inf).item()
 
 
-def _computed(function: _Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
-              top_k_weights: Tensor) -> list[Tensor]:
+def _computed(
+    function: _Forward,
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> list[Tensor]:
     """Return what a function makes of a module's input, and the gradients: of that and the biases.
 
     The gradients of the weights would take the memory of all of a layer's experts.

@@ -18,8 +18,16 @@ from lib.core import log, manifest
 
 _ENTRIES = "2000"  # collectives that are kept, as torch does by itself for NCCL and not for gloo
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of GPUs (if torch has them), of hosts
-_SHOWN = ("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes",
-          "input_dtypes", "state", "time_created_ns")
+_SHOWN = (
+    "profiling_name",
+    "process_group",
+    "collective_seq_id",
+    "is_p2p",
+    "input_sizes",
+    "input_dtypes",
+    "state",
+    "time_created_ns",
+)
 
 
 def enable() -> None:
@@ -29,13 +37,21 @@ def enable() -> None:
 
 def dump(path: Path) -> None:
     """Write what this rank's groups are and what they did last; pending: what has not ended."""
-    groups = {name: dist.get_process_group_ranks(group)
-              for group, name in dist.distributed_c10d._world.pg_names.items()}
-    entries = [_row(entry) for name in _DUMPS if hasattr(c10d, name)
-               for entry in json.loads(getattr(c10d, name)()).get("entries", [])]
+    groups = {
+        name: dist.get_process_group_ranks(group)
+        for group, name in dist.distributed_c10d._world.pg_names.items()
+    }
+    entries = [
+        _row(entry)
+        for name in _DUMPS
+        if hasattr(c10d, name)
+        for entry in json.loads(getattr(c10d, name)()).get("entries", [])
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_text(path, json.dumps({"rank": log.rank(), "time": time.time(),
-                                          "groups": groups, "entries": entries}))
+    manifest.write_text(
+        path,
+        json.dumps({"rank": log.rank(), "time": time.time(), "groups": groups, "entries": entries}),
+    )
 
 
 def _row(entry: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _HIDING = ("", "NoDevFiles")  # the latter is Slurm's
 # What torch says when CUDA does not start, and what to do then.
 _REMEDIES = {
     "Error 802": "the fabric manager of these GPUs does not run: systemctl start "
-                 "nvidia-fabricmanager",
+    "nvidia-fabricmanager",
     "Error 803": "the driver was updated and not loaded since: restart the machine",
     "Error 804": "libraries of another CUDA come first: leave cuda-compat out of LD_LIBRARY_PATH",
 }
@@ -45,8 +45,9 @@ class Unusable(NamedTuple):
 
     @property
     def problem(self) -> str:
-        return "torch cannot use the GPUs of this machine: " + \
-            "; and ".join(reason.problem for reason in self.reasons)
+        return "torch cannot use the GPUs of this machine: " + "; and ".join(
+            reason.problem for reason in self.reasons
+        )
 
     @property
     def hint(self) -> str:
@@ -74,8 +75,12 @@ def require(is_plan: bool) -> None:
     """
     if (found := unusable()) is None:
         return
-    error = UsageError(found.problem, found=found.found, hint=f"{found.hint}; on the CPU instead:",
-                       run=commands.as_typed("--device", "cpu"))
+    error = UsageError(
+        found.problem,
+        found=found.found,
+        hint=f"{found.hint}; on the CPU instead:",
+        run=commands.as_typed("--device", "cpu"),
+    )
     if not is_plan:
         raise error
     log.warn("training would end here: " + error.render().removeprefix("error: "))
@@ -95,8 +100,10 @@ def unusable() -> Unusable | None:
     if not (there := names or files or nvidia.known_to_kernel()):
         return None
     driver = nvidia.driver()
-    found = f"{units.counted(len(there), 'GPU')} ({', '.join(dict.fromkeys(map(str, there)))}), " \
-            f"driver {driver or 'not known'}, torch {torch.__version__}"
+    found = (
+        f"{units.counted(len(there), 'GPU')} ({', '.join(dict.fromkeys(map(str, there)))}), "
+        f"driver {driver or 'not known'}, torch {torch.__version__}"
+    )
     reasons = [*_of_versions(driver), *_hidden(bool(names), files)]
     return Unusable(found, reasons or [_said_by_torch()])
 
@@ -111,29 +118,34 @@ def _of_versions(driver: str) -> Iterator[Reason]:
         if driver and (problem := driver_problem(here, driver)):
             yield Reason(problem, " or ".join(filter(None, ("update the driver", install))))
         elif not here.cuda:
-            yield Reason(f"torch {torch.__version__} is built without CUDA",
-                        install if driver else f"install torch {usual} (docs/airgap.md)")
+            yield Reason(
+                f"torch {torch.__version__} is built without CUDA",
+                install if driver else f"install torch {usual} (docs/airgap.md)",
+            )
 
 
 def _hidden(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
     """Yield what hides all GPUs from this process. is_listed: nvidia-smi sees some."""
     visible = os.environ.get(_VISIBLE)
     if visible is not None and visible.strip() in _HIDING:
-        yield Reason(f"{_VISIBLE} is {f'{visible!r}' if visible.strip() else 'empty'}, which hides "
-                    "them", f"unset {_VISIBLE}, or ask the scheduler for GPUs (sbatch "
-                            "--gres=gpu:8, say)")
+        yield Reason(
+            f"{_VISIBLE} is {f'{visible!r}' if visible.strip() else 'empty'}, which hides them",
+            f"unset {_VISIBLE}, or ask the scheduler for GPUs (sbatch --gres=gpu:8, say)",
+        )
     if not files and not is_listed:
-        yield Reason("this container or job was given none of them",
-                    "docker run --gpus all; sbatch --gres=gpu:8; on Kubernetes a limit of "
-                    "nvidia.com/gpu")
+        yield Reason(
+            "this container or job was given none of them",
+            "docker run --gpus all; sbatch --gres=gpu:8; on Kubernetes a limit of nvidia.com/gpu",
+        )
     elif files and not any(map(_opens, files)):
-        yield Reason(f"this user may not open {files[0]}", "ask for the right to, or for a GPU of "
-                                                          "the scheduler")
+        yield Reason(
+            f"this user may not open {files[0]}",
+            "ask for the right to, or for a GPU of the scheduler",
+        )
 
 
 def _opens(file: Path) -> bool:
-    """Tell whether this process may use a device: a control group can forbid what the mode allows.
-    """
+    """Return whether this process may use a device: a control group may forbid it."""
     try:
         os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
     except PermissionError:
@@ -150,23 +162,34 @@ def _said_by_torch() -> Reason:
     except Exception as error:  # of whatever kind: it says why
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
     if (visible := os.environ.get(_VISIBLE)) is not None:
-        return Reason(f"{said}, with {_VISIBLE}={visible}",
-                     f"name GPUs that are here in {_VISIBLE}, or unset it")
-    return Reason(said, next((remedy for sign, remedy in _REMEDIES.items() if sign in said),
-                            "nvidia-smi, and `dmesg | grep NVRM`, tell more"))
+        return Reason(
+            f"{said}, with {_VISIBLE}={visible}",
+            f"name GPUs that are here in {_VISIBLE}, or unset it",
+        )
+    return Reason(
+        said,
+        next(
+            (remedy for sign, remedy in _REMEDIES.items() if sign in said),
+            "nvidia-smi, and `dmesg | grep NVRM`, tell more",
+        ),
+    )
 
 
 def _without_code() -> Iterator[Reason]:
     """Yield the cause where torch's build holds no code for the GPU of this rank."""
-    known = [arch for arch in torch.cuda.get_arch_list()
-             if arch.startswith(("sm_", "compute_"))]  # AMD's are gfx942 and the like
+    known = [
+        arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))
+    ]  # AMD's are gfx942 and the like
     major, minor = torch.cuda.get_device_capability(_device())
     if known and not any(_runs(arch, major, minor) for arch in known):
-        yield Reason(f"torch {torch.__version__} holds no code for its compute capability "
-                    f"{major}.{minor}, only for {', '.join(known)}",
-                    "a newer GPU needs a newer torch, or a build for a newer CUDA: Blackwell with "
-                    f"a driver older than 580 torch 2.11.0+{BLACKWELL}" if major >= 10 else
-                    "an older GPU needs a build of torch for an older CUDA (+cu126)")
+        yield Reason(
+            f"torch {torch.__version__} holds no code for its compute capability "
+            f"{major}.{minor}, only for {', '.join(known)}",
+            "a newer GPU needs a newer torch, or a build for a newer CUDA: Blackwell with "
+            f"a driver older than 580 torch 2.11.0+{BLACKWELL}"
+            if major >= 10
+            else "an older GPU needs a build of torch for an older CUDA (+cu126)",
+        )
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:
@@ -175,8 +198,11 @@ def _runs(arch: str, major: int, minor: int) -> bool:
     of_major, of_minor = divmod(int(number.rstrip("af")), 10)
     if number.endswith("a"):  # for that one alone
         return (of_major, of_minor) == (major, minor)
-    return (of_major, of_minor) <= (major, minor) if kind == "compute" \
+    return (
+        (of_major, of_minor) <= (major, minor)
+        if kind == "compute"
         else of_major == major and of_minor <= minor
+    )
 
 
 def _device() -> int:

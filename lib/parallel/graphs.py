@@ -34,8 +34,10 @@ class _LimitReport(logging.Filter):
         if not self.is_done:
             self.is_done = True
             limit, function, *_ = [line.strip() for line in text.splitlines()] + [""]
-            log.warn("compile: torch reached its limit of graphs for one function, so further "
-                     f"shapes run uncompiled, which is slower ({limit}, {function})")
+            log.warn(
+                "compile: torch reached its limit of graphs for one function, so further "
+                f"shapes run uncompiled, which is slower ({limit}, {function})"
+            )
         return False
 
 

@@ -25,8 +25,9 @@ Result = TypeVar("Result")
 _LONGER = timedelta(minutes=5)
 _PCI = Path("/sys/bus/pci/devices")
 # Segments that grow leave no gaps between them; pages are locked by eight threads.
-_ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True," \
-             "pinned_num_register_threads:8"
+_ALLOCATOR = (
+    "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ class ParallelLayout:
     saving: dist.ProcessGroup
 
     @classmethod
-    def start(cls, degrees: Degrees | Callable[[dist.ProcessGroup], Degrees] | None = None,
-              meeting: Meeting | None = None, patience: float = 0.0) -> ParallelLayout:
+    def start(
+        cls,
+        degrees: Degrees | Callable[[dist.ProcessGroup], Degrees] | None = None,
+        meeting: Meeting | None = None,
+        patience: float = 0.0,
+    ) -> ParallelLayout:
         """Join the process group; all ranks must call this.
 
         degrees: None for one replica over all ranks; a function agrees on them with the other
@@ -69,8 +74,16 @@ class ParallelLayout:
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
         for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
-        return cls(rank, ranks, degrees.dp_rank(rank), degrees.dp_size(ranks), device, fsdp,
-                   control, saving)
+        return cls(
+            rank,
+            ranks,
+            degrees.dp_rank(rank),
+            degrees.dp_size(ranks),
+            device,
+            fsdp,
+            control,
+            saving,
+        )
 
     def total(self, values: list[float]) -> list[float]:
         """Return numbers summed over all ranks, in float64; all ranks must call this."""
@@ -91,8 +104,9 @@ class ParallelLayout:
     def __enter__(self) -> ParallelLayout:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         """Leave the process group where all ranks come to this, which an error does not say."""
         if error is None or isinstance(error, Preempted):
             self.stop()
@@ -106,7 +120,9 @@ class ParallelLayout:
 def make_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
     """Return the mesh of parameters, (shard) or (replicate, shard); all ranks must call this."""
     shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
+    return init_device_mesh(
+        device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 def meet() -> Meeting | None:
@@ -138,8 +154,13 @@ def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> 
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if meeting:
-        dist.init_process_group(backend, store=meeting.join(), rank=meeting.rank,
-                                world_size=meeting.size, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=meeting.join(),
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=timeout,
+        )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -180,19 +201,23 @@ def _device(local_rank: int) -> torch.device:
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
-                             expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
-                                      "number of GPUs",
-                             hint="on the CPU instead:",
-                             run=commands.as_typed("--device", "cpu"))
+            raise UsageError(
+                f"process {local_rank} of this machine has no GPU of its own",
+                expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
+                "number of GPUs",
+                hint="on the CPU instead:",
+                run=commands.as_typed("--device", "cpu"),
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         _stay_near(device)
         torch.set_num_threads(threads)
         return device
     torch.set_num_threads(threads)
-    log.info(("" if gpus.is_cpu_meant() else "no GPU: ") + "training on the CPU, "
-             f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
+    log.info(
+        ("" if gpus.is_cpu_meant() else "no GPU: ") + "training on the CPU, "
+        f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})"
+    )
     return torch.device("cpu")
 
 
@@ -247,8 +272,12 @@ def together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Res
         mine: tuple[Any, Any] = (action(), None)
     except (Exception, CheckpointException) as error:  # the latter is not an Exception
         known = from_os_error(error) if isinstance(error, OSError) else error
-        mine = (None, known if isinstance(known, StageError) else
-                StageError(f"{type(error).__name__}: {error}"))
+        mine = (
+            None,
+            known
+            if isinstance(known, StageError)
+            else StageError(f"{type(error).__name__}: {error}"),
+        )
     outcomes = gather(mine, group)
     if errors := [error for _, error in outcomes if error is not None]:
         raise errors[0]

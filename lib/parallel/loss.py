@@ -37,8 +37,9 @@ _LEAK = 0.05  # of the logits' spread: more than rounding in half precision, les
 LossSum = Callable[[MicroBatch, float], Tensor]
 
 
-def build_loss(model: nn.Module, layout: ParallelLayout, packing: str,
-               compiler: Compiler | None = None) -> LossSum:
+def build_loss(
+    model: nn.Module, layout: ParallelLayout, packing: str, compiler: Compiler | None = None
+) -> LossSum:
     """Return what computes the loss of a model, see token_loss_sum; all ranks must call this.
 
     Tried on the weights that are there. Raises UsageError where packed documents see each other.
@@ -89,8 +90,9 @@ class LossHead:
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
         """at_once: logits that may exist at a time. compiler: of the decoder blocks."""
         self._head, self._logits, self._at_once = head, head.forward, at_once
-        self._gradient = _gradient if compiler is None else \
-            compiler.for_part("the loss").wrap(_fused, _gradient)
+        self._gradient = (
+            _gradient if compiler is None else compiler.for_part("the loss").wrap(_fused, _gradient)
+        )
         self._labels: Tensor | None = None
         self._scale = 1.0
 
@@ -101,11 +103,19 @@ class LossHead:
         head = self._head
         # Decided here: within a Function the weight says that it requires a gradient all the same.
         gradient = self._gradient if torch.is_grad_enabled() else None
-        return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
-                                  self._labels.flatten(), self._scale, self._at_once, gradient)
+        return _ChunkedLoss.apply(
+            hidden.flatten(0, 1),
+            head.weight,
+            head.bias,
+            self._labels.flatten(),
+            self._scale,
+            self._at_once,
+            gradient,
+        )
 
-    def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float,
-                 ) -> Tensor:
+    def loss_sum(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
+    ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model hands on in place of logits."""
         self._labels, self._scale = labels, scale
         try:
@@ -123,9 +133,16 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-                scale: float, at_once: int,
-                gradient_of: Callable[..., tuple[Tensor, Tensor]] | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        at_once: int,
+        gradient_of: Callable[..., tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
         """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N].
 
         gradient_of: None where no gradient is wanted.
@@ -138,11 +155,14 @@ class _ChunkedLoss(torch.autograd.Function):
             gradient_of = None
         of_hidden = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
         # One chunk is the whole product, which needs no sum.
-        of_weight = None if gradient_of is None or not is_trained or rows >= len(labels) else \
-            torch.zeros_like(weight, dtype=torch.float32)
+        of_weight = (
+            None
+            if gradient_of is None or not is_trained or rows >= len(labels)
+            else torch.zeros_like(weight, dtype=torch.float32)
+        )
         of_bias = None
         for first in range(0, len(labels), rows):
-            chunk, target = hidden[first:first + rows], labels[first:first + rows]
+            chunk, target = hidden[first : first + rows], labels[first : first + rows]
             logits = F.linear(chunk, weight, bias)
             counts = (target != IGNORED).float()
             target = target.clamp(min=0)
@@ -152,7 +172,7 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk_loss, gradient = gradient_of(logits, target, counts, counts * scale)
             loss += chunk_loss
             del logits
-            torch.mm(gradient, weight, out=of_hidden[first:first + rows])
+            torch.mm(gradient, weight, out=of_hidden[first : first + rows])
             if not is_trained:
                 continue
             of_weight = _added(of_weight, gradient, chunk)
@@ -160,20 +180,33 @@ class _ChunkedLoss(torch.autograd.Function):
                 of_chunk = gradient.sum(0, dtype=torch.float32)
                 of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
         if gradient_of is not None:
-            ctx.save_for_backward(of_hidden, *(
-                None if summed is None or of is None else summed.to(of.dtype)
-                for summed, of in ((of_weight, weight), (of_bias, bias))))
+            ctx.save_for_backward(
+                of_hidden,
+                *(
+                    None if summed is None or of is None else summed.to(of.dtype)
+                    for summed, of in ((of_weight, weight), (of_bias, bias))
+                ),
+            )
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """upstream: float32 scalar, 1 where the loss is what `backward` is called on."""
-        return (*(None if kept is None else kept.mul_(upstream.to(kept.dtype))
-                  for kept in ctx.saved_tensors), None, None, None, None)
+        return (
+            *(
+                None if kept is None else kept.mul_(upstream.to(kept.dtype))
+                for kept in ctx.saved_tensors
+            ),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _gradient(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
-              ) -> tuple[Tensor, Tensor]:
+def _gradient(
+    logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the cross entropy summed over rows that count, and its gradient by the logits.
 
     logits: [n, V]; target: int64 [n]; counts: 1 or 0 of each row, float32 [n]; factor: what its
@@ -190,8 +223,7 @@ def _gradient(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
     return loss, logits.mul_(factor[:, None]).to(dtype)
 
 
-def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
-           ) -> tuple[Tensor, Tensor]:
+def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same as `_gradient`, in operations that a compiler makes two passes of."""
     numbers = logits.float()
     normaliser = torch.logsumexp(numbers, 1)
@@ -260,21 +292,26 @@ def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
     tokens = torch.randint(0, vocabulary, (2, sum(_LENGTHS)), generator=generator)
-    tokens[1, _LENGTHS[0]:] = tokens[0, _LENGTHS[0]:]
+    tokens[1, _LENGTHS[0] :] = tokens[0, _LENGTHS[0] :]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     ends = torch.from_numpy(boundaries(positions.numpy()))
     with trial(model):
-        batches = [MicroBatch(row[None], row[None], positions, ends).to(layout.device)
-                   for row in tokens]
-        second = [model(**attention.make_inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
-                  for batch in batches]
+        batches = [
+            MicroBatch(row[None], row[None], positions, ends).to(layout.device) for row in tokens
+        ]
+        second = [
+            model(**attention.make_inputs(model, batch)).logits[0, _LENGTHS[0] :].float()
+            for batch in batches
+        ]
     moved = (second[0] - second[1]).abs().max()
     if moved > _LEAK * second[0].std():
-        raise UsageError(f"with {model.config.model_type} models, packed documents see each other",
-                         found=f"logits of a document move by {moved:.3g} when the one before it "
-                               "in the same sample is changed",
-                         hint="take another --attention or another family of models, or windows:",
-                         run=commands.as_typed("--packing", "concat"))
+        raise UsageError(
+            f"with {model.config.model_type} models, packed documents see each other",
+            found=f"logits of a document move by {moved:.3g} when the one before it "
+            "in the same sample is changed",
+            hint="take another --attention or another family of models, or windows:",
+            run=commands.as_typed("--packing", "concat"),
+        )
 
 
 @contextmanager

@@ -59,8 +59,11 @@ class Meeting:
         self._shared.set("life", life)
         words: dict[int, str] = {0: ""}
         while missing := [rank for rank in range(self.size) if rank not in words]:
-            words |= {rank: self._shared.get(f"{life}/{rank}").decode() for rank in missing
-                      if self._shared.check([f"{life}/{rank}"])}
+            words |= {
+                rank: self._shared.get(f"{life}/{rank}").decode()
+                for rank in missing
+                if self._shared.check([f"{life}/{rank}"])
+            }
             self._pause([rank for rank in missing if rank not in words])
         for word in words.values():
             self._shared.set(f"{life}/welcome/{word}", "")
@@ -84,19 +87,23 @@ class Meeting:
             raise without_launcher()
         now = time.monotonic()
         for rank in missing:
-            beat = self._shared.get(f"alive/{rank}") if self._shared.check([f"alive/{rank}"]) \
-                else b""
+            beat = (
+                self._shared.get(f"alive/{rank}") if self._shared.check([f"alive/{rank}"]) else b""
+            )
             if rank not in self._heard or beat != self._heard[rank][0]:
                 self._heard[rank] = beat, now
             silent = now - self._heard[rank][1]
             if silent > (SILENCE_S if beat else START_TIMEOUT.total_seconds()):
-                raise StageError(f"rank {rank} has shown no sign of life for "
-                                 f"{units.duration(silent)}",
-                                 hint="look at its node; the same command goes on")
+                raise StageError(
+                    f"rank {rank} has shown no sign of life for {units.duration(silent)}",
+                    hint="look at its node; the same command goes on",
+                )
         if self.rank == 0 and now > self._tell_at:
             self._tell_at = now + _TELL_EVERY_S
-            log.info(f"waiting for {units.counted(len(missing), 'rank')}, still preparing: "
-                     f"{units.first_of(missing)}")
+            log.info(
+                f"waiting for {units.counted(len(missing), 'rank')}, still preparing: "
+                f"{units.first_of(missing)}"
+            )
         time.sleep(max(_LOOK_EVERY_S, _PER_RANK_S * self.size))
 
     def _beat(self) -> None:
@@ -111,5 +118,6 @@ class Meeting:
 
 def without_launcher() -> StageError:
     """Return the error of a rank that nobody would ever end or start again."""
-    return StageError("the launcher that started this rank has gone",
-                      hint="the same command goes on")
+    return StageError(
+        "the launcher that started this rank has gone", hint="the same command goes on"
+    )

@@ -106,7 +106,8 @@ class _CopiedGroup:
         """Return whether the parameters are copied as they are, cast to one dtype at most."""
         return len(self._dtypes()) == 1 and not any(
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-            for param in self._group.fsdp_params)
+            for param in self._group.fsdp_params
+        )
 
     def _dtypes(self) -> set[torch.dtype]:
         return {param.param_dtype or param.orig_dtype for param in self._group.fsdp_params}
@@ -120,14 +121,19 @@ class _CopiedGroup:
         if copies.stream is None:
             copies.stream = group.device_handle.Stream()
         with group.device_handle.stream(copies.stream):
-            copy = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype,
-                               device=group.device)
+            copy = torch.empty(
+                sum(shard.numel() for shard in shards), dtype=dtype, device=group.device
+            )
             parts = copy.split([shard.numel() for shard in shards])
             for part, shard in zip(parts, shards, strict=True):
                 for to, piece in zip(part.split(_PIECE), shard.split(_PIECE), strict=True):
                     # The host would cast it on the way: it is copied first.
-                    to.copy_(piece if piece.dtype == dtype else
-                             piece.to(group.device, non_blocking=True), non_blocking=True)
+                    to.copy_(
+                        piece
+                        if piece.dtype == dtype
+                        else piece.to(group.device, non_blocking=True),
+                        non_blocking=True,
+                    )
             self._copied = group.device_handle.Event()
             self._copied.record()
         return copy

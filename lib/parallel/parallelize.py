@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -44,12 +39,20 @@ from lib.parallel.offload import copy_ahead
 _AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
-_KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
-         "experts::group_by_group", "aten::_scaled_mm", "torch_attn::_varlen_attn",
-         "aten::_scaled_dot_product_flash_attention",
-         "aten::_scaled_dot_product_efficient_attention",
-         "aten::_scaled_dot_product_cudnn_attention",
-         "aten::_scaled_dot_product_flash_attention_for_cpu"}
+_KEPT = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_grouped_mm",
+    "experts::group_by_group",
+    "aten::_scaled_mm",
+    "torch_attn::_varlen_attn",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
 # To this, transformers' own functions (5.17 to 5.23) add the biases of experts in place. PyTorch
 # refuses to keep what changes, and rightly: the biases would be added twice.
 _BIASED = "aten::_grouped_mm"
@@ -58,9 +61,15 @@ _BIASED = "aten::_grouped_mm"
 _SCORES = "aten::bmm"
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, precision: str, recompute: str = "none",
-                compiler: Compiler | None = None, offload: bool = False,
-                keep_gathered: bool = False) -> str:
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: str,
+    recompute: str = "none",
+    compiler: Compiler | None = None,
+    offload: bool = False,
+    keep_gathered: bool = False,
+) -> str:
     """Wrap the blocks of a meta-device model, shard it in place, and return how it is sharded.
 
     What the arguments are: see `wrap_blocks` and `shard`. All ranks must call this.
@@ -94,12 +103,19 @@ def _kept(block: nn.Module) -> Set[str]:
 
 def _rank(block: nn.Module) -> int:
     """Return the rank of a block's adapters, 0 without any."""
-    return max((min(module.weight.shape[-2:]) for module in block.modules()
-                if isinstance(module, Factor | ExpertFactor)), default=0)
+    return max(
+        (
+            min(module.weight.shape[-2:])
+            for module in block.modules()
+            if isinstance(module, Factor | ExpertFactor)
+        ),
+        default=0,
+    )
 
 
 def _recomputing(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
     """Return a forward whose activations are recomputed. block: None to keep none of them."""
+
     def selective() -> Any:
         # Asked in each pass: the function that computes the experts is tried after sharding.
         return create_selective_checkpoint_contexts(partial(_policy, _kept(block), rank))
@@ -111,23 +127,32 @@ def _recomputing(forward: Callable[..., Any], block: nn.Module | None) -> Callab
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
         return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
+
     return recomputed
 
 
-def _policy(kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any,
-            ) -> CheckpointPolicy:
+def _policy(
+    kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any
+) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
     # What adapters add is as large as what their linears give, and cheap: a product over the rank.
     # It is `addmm` uncompiled, `mm` compiled, and `bmm` for experts.
-    is_added = (name == "aten::addmm" and arguments[1].shape[1] <= rank) \
-        or (name == "aten::mm" and arguments[0].shape[1] <= rank) \
+    is_added = (
+        (name == "aten::addmm" and arguments[1].shape[1] <= rank)
+        or (name == "aten::mm" and arguments[0].shape[1] <= rank)
         or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
+    )
     keep = name in kept and not is_added
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = False,
-          keep_gathered: bool = False) -> str:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: str,
+    offload: bool = False,
+    keep_gathered: bool = False,
+) -> str:
     """Shard a meta-device model in place and return a sentence that says how.
 
     mesh: 1-D, or (replicas, ranks per replica) for HSDP. offload: shards, gradients and optimizer
@@ -150,8 +175,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
-        "mesh": mesh, "mp_policy": policy,
-        "shard_placement_fn": lambda p: Shard(evenly.sharded_dim(p.shape, ranks))}
+        "mesh": mesh,
+        "mp_policy": policy,
+        "shard_placement_fn": lambda p: Shard(evenly.sharded_dim(p.shape, ranks)),
+    }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     elif ranks == 1:
@@ -182,10 +209,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         copy_ahead(model)
     _set_reductions(model, mesh)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
-    return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
-           f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
-           f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute; " \
-           f"{describe_gathered(offload, keep_gathered)}"
+    return (
+        f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over "
+        f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions"
+        f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute; "
+        f"{describe_gathered(offload, keep_gathered)}"
+    )
 
 
 def describe_gathered(offload: bool, keep_gathered: bool) -> str:
@@ -238,8 +267,12 @@ def separate_reductions(model: nn.Module) -> None:
         return
     model.set_separate_reduce_scatter_group(True)
     # One group for all modules. NCCL would let it wait for ten minutes only, as any new group.
-    mesh = next(group.mesh_info for module in model.modules() if isinstance(module, FSDPModule)
-                for group in module._get_fsdp_state()._fsdp_param_groups)
+    mesh = next(
+        group.mesh_info
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    )
     for device in mesh.shard_process_group._device_types:
         backend = mesh.shard_process_group._get_backend(device)
         if timeout := getattr(getattr(backend, "options", None), "_timeout", None):
@@ -265,7 +298,8 @@ def gathered_bytes(model: PreTrainedModel, shard_size: int, precision: str) -> i
     Frozen weights that a rank has whole are not among them.
     """
     return COMPUTE_DTYPES[precision].itemsize * sum(
-        p.numel() for p in model.parameters() if p.requires_grad or shard_size > 1)
+        p.numel() for p in model.parameters() if p.requires_grad or shard_size > 1
+    )
 
 
 def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> None:

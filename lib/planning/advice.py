@@ -51,13 +51,15 @@ class Advice(NamedTuple):
         if not self.per_gpu:
             return {}
         *shown, last = [f"{units.memory(size)} on {gpus}" for gpus, size in self.per_gpu.items()]
-        return {"to train": f"{', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} "
-                            "tokens, by the plan of stage 04:",
-                "": "bf16, float32 masters, AdamW, compiled, nothing recomputed; not CUDA "
-                    "itself"}
+        return {
+            "to train": f"{', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} "
+            "tokens, by the plan of stage 04:",
+            "": "bf16, float32 masters, AdamW, compiled, nothing recomputed; not CUDA itself",
+        }
 
 
 def _per_gpu(model: PreTrainedModel, tokens: int) -> dict[int, int]:
     estimates = Estimates(model)
-    return {n: estimates.step(Case(n, n, 1, tokens, "bf16", "none", compiled=True)).total
-            for n in _GPUS}
+    return {
+        n: estimates.step(Case(n, n, 1, tokens, "bf16", "none", compiled=True)).total for n in _GPUS
+    }

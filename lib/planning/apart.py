@@ -36,8 +36,9 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
     """
     context = child_context()
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(theirs, patience_s, function, arguments),
-                            daemon=True)
+    child = context.Process(
+        target=_work, args=(theirs, patience_s, function, arguments), daemon=True
+    )
     try:
         start_without_gpus(child)
     except OSError as error:  # no room for another process, but for a run there may be
@@ -78,14 +79,20 @@ def start_without_gpus(child: BaseProcess) -> None:
 
     It would take memory of one for nothing, and could not start where GPUs allow one process only.
     """
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
-            warnings.catch_warnings():  # of threads, which the child does not use
+    with (
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
+        warnings.catch_warnings(),
+    ):  # of threads, which the child does not use
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
 
 
-def _work(answer: Connection, patience_s: float, function: Callable[..., Result],
-          arguments: tuple[Any, ...]) -> None:
+def _work(
+    answer: Connection,
+    patience_s: float,
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * patience_s)  # when nobody is left to end it
     try:

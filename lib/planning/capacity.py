@@ -72,12 +72,17 @@ def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
             continue
         root, limit, used, caches = (
             (_CGROUPS, "memory.max", "memory.current", ("inactive_file", "active_file"))
-            if not controllers else
-            (_CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-             ("total_inactive_file", "total_active_file")))
+            if not controllers
+            else (
+                _CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ("total_inactive_file", "total_active_file"),
+            )
+        )
         inner = root / path.strip("/")
         # The names may be those outside of a container, which sees its own group as the root.
-        for group in [inner, *inner.parents][:len(inner.parts) - len(root.parts) + 1]:
+        for group in [inner, *inner.parents][: len(inner.parts) - len(root.parts) + 1]:
             with suppress(OSError, ValueError):  # no limit: "max", or no such file at the root
                 most = int((group / limit).read_text())
                 stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
@@ -91,17 +96,21 @@ def usage(device: torch.device) -> dict[str, float]:
     On CUDA also `memory/alloc_retries`, how often the allocator had to give cached memory back.
     """
     if device.type == "cuda":
-        figures = {"current": torch.cuda.memory_allocated(device),
-                   "peak": torch.cuda.max_memory_allocated(device),
-                   "reserved": torch.cuda.memory_reserved(device),
-                   "total": total(device)}
+        figures = {
+            "current": torch.cuda.memory_allocated(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "total": total(device),
+        }
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text()
-                      .splitlines() if ":" in line)
+        status = dict(
+            line.split(":", 1)
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if ":" in line
+        )
         resident, peak = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
-        figures = {"current": resident, "peak": peak, "reserved": resident,
-                   "total": total(device)}
+        figures = {"current": resident, "peak": peak, "reserved": resident, "total": total(device)}
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
     found = {f"memory/{name}_gib": value / _GIB for name, value in figures.items()}

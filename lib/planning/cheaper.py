@@ -31,15 +31,18 @@ def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
     if off:
         asked = replace(asked, keep_gathered=False)
         yield Turn(off, asked)
-    for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1:]:
+    for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1 :]:
         yield Turn({**off, RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
     case = replace(asked, recompute="full")
     for batch in reversed(range(1, asked.batch)):
         if asked.batch % batch == 0:  # so that a global batch is still divided evenly
             case = replace(case, batch=batch, accumulates=True)
             yield Turn({**off, "-b": str(batch), RECOMPUTE_OPTION: "full"}, case)
-    given = {**off, **({"-b": str(case.batch)} if asked.batch > 1 else {}),
-             RECOMPUTE_OPTION: "full"}
+    given = {
+        **off,
+        **({"-b": str(case.batch)} if asked.batch > 1 else {}),
+        RECOMPUTE_OPTION: "full",
+    }
     if case.shard_size < case.ranks:
         case = replace(case, shard_size=case.ranks)
         given |= {"--shard-size": str(case.ranks)}

@@ -42,8 +42,9 @@ def _least_recomputed(fit: Fit, rows: Sequence[Sequence[Case]]) -> Case | None:
     """Return the case with the least recomputation whose passes keep the device busy, if any."""
     best: Case | None = None
     for cases in rows:
-        if best and (best.batch * best.seq_length >= FEW[fit.on_gpu]
-                     or best.batch == cases[-1].batch):
+        if best and (
+            best.batch * best.seq_length >= FEW[fit.on_gpu] or best.batch == cases[-1].batch
+        ):
             break
         found = _largest(fit, cases)
         if found and (best is None or found.batch > best.batch):
@@ -52,8 +53,7 @@ def _least_recomputed(fit: Fit, rows: Sequence[Sequence[Case]]) -> Case | None:
 
 
 def _largest(fit: Fit, cases: Sequence[Case]) -> Case | None:
-    """Return the case of the largest batch that fits, asking as seldom as can be; None: none does.
-    """
+    """Return the case with the largest batch that fits, with as few checks as possible, or None."""
     if fit.fits(cases[-1]):
         return cases[-1]
     low, high = -1, len(cases) - 1  # what fits, and what does not

@@ -58,11 +58,16 @@ def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[
     found: dict[Any, list[Any]] = {}
 
     def note(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        shapes = [(part.shape, part.dtype) if isinstance(part, Tensor) else None
-                  for part in tree_leaves((arguments, named))]
-        kind = (type(block), *((name, p.shape, p.requires_grad)
-                               for name, p in block.named_parameters()), *shapes,
-                getattr(block, "attention_type", None))
+        shapes = [
+            (part.shape, part.dtype) if isinstance(part, Tensor) else None
+            for part in tree_leaves((arguments, named))
+        ]
+        kind = (
+            type(block),
+            *((name, p.shape, p.requires_grad) for name, p in block.named_parameters()),
+            *shapes,
+            getattr(block, "attention_type", None),
+        )
         found.setdefault(kind, [0, block, arguments, named])[0] += 1
 
     with contextlib.ExitStack() as stack:
@@ -73,8 +78,9 @@ def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[
     return found
 
 
-def _kept_bytes(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any],
-                ) -> tuple[int, int]:
+def _kept_bytes(
+    block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[int, int]:
     """Return the bytes that a block keeps for its backward pass: eagerly, and compiled.
 
     Weights and the arguments that all blocks share, such as rotary tables, do not count.
@@ -90,21 +96,28 @@ def _kept_bytes(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, A
         for place, tensor in zip(places, inputs, strict=True):
             given[place] = tensor
         args, kwargs = tree_unflatten(given, shape)
-        return torch.func.functional_call(block, dict(zip(names, weights, strict=True)), args,
-                                          kwargs)
+        return torch.func.functional_call(
+            block, dict(zip(names, weights, strict=True)), args, kwargs
+        )
 
     # Imported here, where it is needed: half a second.
     from torch._inductor.decomposition import select_decomp_table
 
     compiled = aot_function(
-        run, fw_compiler=_as_it_is, bw_compiler=_as_it_is, decompositions=select_decomp_table(),
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"))
+        run,
+        fw_compiler=_as_it_is,
+        bw_compiler=_as_it_is,
+        decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
     with torch.no_grad(), _Limited():
         run(inputs, list(weights))
     excluded = {id(tensor.untyped_storage()): tensor for tensor in (*weights, *shared)}
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
-        eager, partitioned = (_saved_bytes(partial(function, inputs, list(weights)), excluded)
-                              for function in (run, compiled))
+        eager, partitioned = (
+            _saved_bytes(partial(function, inputs, list(weights)), excluded)
+            for function in (run, compiled)
+        )
     return eager, partitioned
 
 

@@ -64,8 +64,13 @@ class Fit:
     def here(cls, model: PreTrainedModel) -> Fit:
         """Return what decides whether a run fits on this rank's device."""
         device = capacity.device()
-        return cls(model, capacity.room(device), capacity.room(torch.device("cpu")),
-                   device.type == "cuda", swap=capacity.swap(device))
+        return cls(
+            model,
+            capacity.room(device),
+            capacity.room(torch.device("cpu")),
+            device.type == "cuda",
+            swap=capacity.swap(device),
+        )
 
     def apart(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """Return what one of the methods returns that trace, from a process of its own.
@@ -86,13 +91,17 @@ class Fit:
         """Tell whether a case fits beyond doubt, by the shapes of the model alone."""
         states = sum(self.states(case).values())
         kept, gathered = bound.beside_states(
-            self.model, case.batch * case.seq_length, case.precision)
+            self.model, case.batch * case.seq_length, case.precision
+        )
         if case.keep_gathered:
             gathered += self.gathered(case)
         masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
         on_device = states * (not case.offload)
-        return states <= USABLE * self.place(case) and self.model.config._attn_implementation \
-            != "eager" and on_device + gathered + _DOUBT * kept + masks <= self.usable
+        return (
+            states <= USABLE * self.place(case)
+            and self.model.config._attn_implementation != "eager"
+            and on_device + gathered + _DOUBT * kept + masks <= self.usable
+        )
 
     def fits(self, case: Case) -> bool:
         """Tell whether a case fits well; traces where that is not clear. Also not what cannot be
@@ -105,8 +114,10 @@ class Fit:
         try:
             return self.traced(case).total <= self.usable
         except Exception as error:
-            log.info(f"the memory of --activation-checkpointing {case.recompute} could not be "
-                     f"estimated: {type(error).__name__}")
+            log.info(
+                f"the memory of --activation-checkpointing {case.recompute} could not be "
+                f"estimated: {type(error).__name__}"
+            )
             return False
 
     def excess(self, case: Case) -> Bytes:
@@ -127,8 +138,10 @@ class Fit:
         if is_like_it and step.total > _ERROR[self.on_gpu] * self.room:
             return {kind: size for kind, size in step.peak.items() if size}
         if step.total > self.usable and log.rank() == 0:
-            log.warn(f"memory will be short: a rank needs about {units.memory(step.total)} and "
-                     f"can have {units.memory(self.room)}")
+            log.warn(
+                f"memory will be short: a rank needs about {units.memory(step.total)} and "
+                f"can have {units.memory(self.room)}"
+            )
         return {}
 
     @property
@@ -144,8 +157,11 @@ class Fit:
         """
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         trained = self.model.num_parameters(only_trainable=True)
-        whole = {"parameters": weights, "gradients": _FLOAT32 * trained,
-                 "optimizer": OPTIMIZERS[case.optimizer].state_bytes * trained}
+        whole = {
+            "parameters": weights,
+            "gradients": _FLOAT32 * trained,
+            "optimizer": OPTIMIZERS[case.optimizer].state_bytes * trained,
+        }
         return {kind: round(size / case.shard_size) for kind, size in whole.items()}
 
     def gathered(self, case: Case) -> int:
@@ -154,8 +170,7 @@ class Fit:
 
     def may_gather(self, case: Case) -> bool:
         """Tell whether all weights are so small that they may stay gathered if the step fits."""
-        return not case.offload and \
-            self.gathered(case) <= KEPT_SHARE * (self.room - self.swap)
+        return not case.offload and self.gathered(case) <= KEPT_SHARE * (self.room - self.swap)
 
     def place(self, case: Case) -> float:
         """Return the bytes that there are for the states."""
@@ -186,15 +201,24 @@ class Fit:
         except NoAnswer as error:
             hints.append(f"which setting would fit could not be estimated: {error}")
         if wide:
-            devices = "GPUs like this" if self.on_gpu else \
-                "ranks, on machines with as much memory for each"
+            devices = (
+                "GPUs like this"
+                if self.on_gpu
+                else "ranks, on machines with as much memory for each"
+            )
             words = " ".join(wide.words(without=RECOMPUTE_OPTION * auto))
             hints.append(f"it fits on {wide.case.ranks} {devices}{words and f', with {words}'}")
         if not near and not self.unanswered:
-            largest = USABLE * self.place(case) / sum(self.states(case).values()) \
+            largest = (
+                USABLE
+                * self.place(case)
+                / sum(self.states(case).values())
                 * self.model.num_parameters()
-            hints.append("no option makes it fit on these ranks; a model of well below "
-                         f"{units.count(largest)} parameters may")
+            )
+            hints.append(
+                "no option makes it fit on these ranks; a model of well below "
+                f"{units.count(largest)} parameters may"
+            )
         place, without = self.place(case), ", without activations"
         where = "host memory" if place == self.host else "its GPU's memory"
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
@@ -202,15 +226,22 @@ class Fit:
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
             f"have {units.memory(place)} of {where}",
             found=f"{parts}, for {size_of(self.model)}, over "
-                  f"{units.counted(case.shard_size, 'rank')}"
-                  f"{without * ('activations' not in needed)}",
-            hint="\n".join(hints), run=_command(near, case, whole, auto) if near else "")
+            f"{units.counted(case.shard_size, 'rank')}"
+            f"{without * ('activations' not in needed)}",
+            hint="\n".join(hints),
+            run=_command(near, case, whole, auto) if near else "",
+        )
 
     def nearest(self, case: Case, begun: bool) -> tuple[Turn | None, Turn | None]:
         """Return the least costly settings that fit well, on the ranks there are and on more."""
         turns = list(_turned(case, self.on_gpu, begun))
-        near, wide = (next((turn for turn in turns if turn.more_ranks == more_ranks
-                            and self.fits(turn.case)), None) for more_ranks in (False, True))
+        near, wide = (
+            next(
+                (turn for turn in turns if turn.more_ranks == more_ranks and self.fits(turn.case)),
+                None,
+            )
+            for more_ranks in (False, True)
+        )
         return near, wide
 
 
@@ -229,6 +260,7 @@ def _command(near: Turn, case: Case, whole: int, auto: bool) -> str:
     return commands.as_typed(*words, "--global-batch-size", whole, drop=("--grad-accum-steps",))
 
 
-def _worked_out(fit: Fit, method: Callable[..., Result], arguments: Sequence[Any],
-                ) -> tuple[Result, dict[Case, StepMemory]]:
+def _worked_out(
+    fit: Fit, method: Callable[..., Result], arguments: Sequence[Any]
+) -> tuple[Result, dict[Case, StepMemory]]:
     return method(fit, *arguments), fit.known

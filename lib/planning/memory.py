@@ -58,13 +58,26 @@ class Estimates:
         Compiled blocks that recompute nothing keep fewer activations, as torch's partitioner says.
         """
         step = self._eager_step(replace(case, compiled=False))
-        return step.compiled(self.kept_share(case), self._layers) \
-            if case.compiled and case.recompute == "none" else step
+        return (
+            step.compiled(self.kept_share(case), self._layers)
+            if case.compiled and case.recompute == "none"
+            else step
+        )
 
     def kept_share(self, case: Case) -> float:
         """Return the share of their activations that compiled blocks keep, 1.0 if not known."""
-        alike = replace(case, ranks=1, shard_size=1, batch=1, keep_gathered=False, offload=False,
-                        accumulates=False, optimizer="", recompute="none", documents=0)
+        alike = replace(
+            case,
+            ranks=1,
+            shard_size=1,
+            batch=1,
+            keep_gathered=False,
+            offload=False,
+            accumulates=False,
+            optimizer="",
+            recompute="none",
+            documents=0,
+        )
         if alike not in self._shares:
             self._shares[alike] = trace.kept_when_compiled(self._models[0], alike)
         return self._shares[alike]
@@ -77,9 +90,13 @@ class Estimates:
         """
         replicated = case.ranks > case.shard_size
         for known, step in self._traced.items():
-            if (known.ranks > known.shard_size) == replicated and known.shard_size > 1 \
-                    and case.shard_size > 1 and self._dims(known) == self._dims(case) and \
-                    replace(known, ranks=case.ranks, shard_size=case.shard_size) == case:
+            if (
+                (known.ranks > known.shard_size) == replicated
+                and known.shard_size > 1
+                and case.shard_size > 1
+                and self._dims(known) == self._dims(case)
+                and replace(known, ranks=case.ranks, shard_size=case.shard_size) == case
+            ):
                 now, before = self._shards(case), self._shards(known)
                 return step.resharded({kind: now[kind] / before[kind] for kind in SHARDED})
         self._traced[case] = self._trace(case)
@@ -106,8 +123,9 @@ class Estimates:
         """
         weights = trained = 0.0
         for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
-            held = math.prod(shape) / case.shard_size \
-                * evenly.unevenness(shape, case.shard_size, dim)
+            held = (
+                math.prod(shape) / case.shard_size * evenly.unevenness(shape, case.shard_size, dim)
+            )
             weights += held * size
             trained += held * is_trained
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
@@ -119,16 +137,20 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
     gpu_gib: memory of one. shown: that the tracing goes on.
     """
     usable, first = gpu_gib * USABLE, cases[0]
-    log.info(f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
-             f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
-             f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments")
+    log.info(
+        f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
+        f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
+        f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments"
+    )
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
     # In a file the rows themselves show that it goes on.
     with Progress("tracing steps", None, " traces", shown and sys.stderr.isatty()) as progress:
         estimates = Estimates(model, progress)
         if first.compiled and (share := estimates.kept_share(first)) < 1:
-            log.info(f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of what "
-                     "they keep uncompiled, by torch's partitioner; --compile off plans without it")
+            log.info(
+                f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of what "
+                "they keep uncompiled, by torch's partitioner; --compile off plans without it"
+            )
         elif first.compiled:
             log.info("  traced as if not compiled, which needs somewhat more")
         for case in cases:
@@ -136,8 +158,10 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
             _table(plain, estimates, usable)
             if case.keep_gathered:
                 whole = parallelize.gathered_bytes(model, case.shard_size, case.precision)
-                log.info("    → all blocks stay gathered, since there is memory: at most " +
-                         units.memory(estimates.step(plain).gathered(whole).total))
+                log.info(
+                    "    → all blocks stay gathered, since there is memory: at most "
+                    + units.memory(estimates.step(plain).gathered(whole).total)
+                )
 
 
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
@@ -146,11 +170,18 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     held = step.largest
     name, unit = ("GiB", _GIB) if step.total >= _GIB / 10 else ("MiB", _GIB >> 10)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
-    states = ", ".join(f"{units.memory(held[kind])} {words}" for kind, words in (
-        ("parameters", "parameters"), ("gradients", "gradients"),
-        ("optimizer", "optimizer states")))
-    log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
-             f"{', in host memory' if asked.offload else ''}; in {name}:")
+    states = ", ".join(
+        f"{units.memory(held[kind])} {words}"
+        for kind, words in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("optimizer", "optimizer states"),
+        )
+    )
+    log.info(
+        f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
+        f"{', in host memory' if asked.offload else ''}; in {name}:"
+    )
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
     for times, kind in product(_BATCHES, recompute.KINDS):
         case = replace(asked, batch=asked.batch * times, recompute=kind)
@@ -169,9 +200,11 @@ def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool
         log.info(f"{begins}  cannot be traced: {str(error).strip().splitlines()[0]}")
         return
     held = {kind: size / unit for kind, size in step.largest.items()}
-    log.info(f"{begins}  {held['activations']:11.2f}  {held['loss']:6.2f}  "
-             f"{held['gathered']:8.2f}  {step.total / unit:6.2f}  "
-             f"{'fits' if _peak(step) <= usable else 'too much'}")
+    log.info(
+        f"{begins}  {held['activations']:11.2f}  {held['loss']:6.2f}  "
+        f"{held['gathered']:8.2f}  {step.total / unit:6.2f}  "
+        f"{'fits' if _peak(step) <= usable else 'too much'}"
+    )
 
 
 def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
@@ -202,14 +235,14 @@ class MemoryEstimate:
         self._on_gpu = torch.cuda.is_available()
         context = child_context()
         self._answer, question = context.Pipe()
-        self._is_wanted = log.rank() == 0 and \
-            model.num_parameters() >= ESTIMATED_FROM
+        self._is_wanted = log.rank() == 0 and model.num_parameters() >= ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()
             return
-        self._child = context.Process(target=_trace, daemon=True, args=(
-            self._answer, question, model))
+        self._child = context.Process(
+            target=_trace, daemon=True, args=(self._answer, question, model)
+        )
         try:
             start_without_gpus(self._child)
         except OSError as error:  # no room for another process, but for a run there may be
@@ -241,10 +274,14 @@ class MemoryEstimate:
             log.info(f"memory could not be estimated: {answer}")
             return
         self.gib = sum(answer.values()) / _GIB
-        parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in answer.items()
-                           if size >= _NAMED * self.gib * _GIB)
-        log.info(f"memory: at most {units.memory(self.gib * _GIB)} per rank, {self._traced}: "
-                 f"{parts}")
+        parts = " + ".join(
+            f"{units.memory(size)} {kind}"
+            for kind, size in answer.items()
+            if size >= _NAMED * self.gib * _GIB
+        )
+        log.info(
+            f"memory: at most {units.memory(self.gib * _GIB)} per rank, {self._traced}: {parts}"
+        )
 
     def compared(self, peak: float, before: float) -> str:
         """Return the peak of the run, GiB, beside the estimate. before: in use without the model.
@@ -252,13 +289,21 @@ class MemoryEstimate:
         A run may end before its estimate is there, which is waited for then.
         """
         self.tell(_PATIENCE_S)
-        what = "the most that the allocator gave out" if self._on_gpu else "the most that was " \
-            "resident"
+        what = (
+            "the most that the allocator gave out" if self._on_gpu else "the most that was resident"
+        )
         own = units.memory((peak - before) * _GIB)
-        estimated = "" if not self._is_wanted else "; it was not estimated" if self.gib is None \
+        estimated = (
+            ""
+            if not self._is_wanted
+            else "; it was not estimated"
+            if self.gib is None
             else f"; {units.memory(self.gib * _GIB)} were estimated"
-        return f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before " \
-               f"the model{estimated}"
+        )
+        return (
+            f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before "
+            f"the model{estimated}"
+        )
 
     def close(self) -> None:
         """Do not wait for the answer any longer."""

@@ -42,8 +42,9 @@ def useful_share(saving: Saving, mtbf: float, restart: float) -> float:
     period = saving.every + saving.stall
     if period / mtbf > 500:  # and exp() ends near 709
         return 0.0
-    return saving.every / mtbf * math.exp(-(saving.lag + restart) / mtbf) \
-        / math.expm1(period / mtbf)
+    return (
+        saving.every / mtbf * math.exp(-(saving.lag + restart) / mtbf) / math.expm1(period / mtbf)
+    )
 
 
 def best_interval(stall: float, lag: float, mtbf: float) -> float:
@@ -59,8 +60,15 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
     return max(high, lag)
 
 
-def describe(size: int, gpus: int, mtbf_hours: float, write_gbps: float, in_background: bool,
-             known_s: float | None = None, estimated_s: float | None = None) -> str:
+def describe(
+    size: int,
+    gpus: int,
+    mtbf_hours: float,
+    write_gbps: float,
+    in_background: bool,
+    known_s: float | None = None,
+    estimated_s: float | None = None,
+) -> str:
     """Return in words how often to save checkpoints of so many bytes on so many GPUs.
 
     mtbf_hours: mean time to a failure of one GPU. write_gbps: GB/s that all write together.
@@ -72,10 +80,15 @@ def describe(size: int, gpus: int, mtbf_hours: float, write_gbps: float, in_back
     every = best_interval(stall, lag, mtbf)
     lost = 1 - useful_share(Saving(every, stall, lag), mtbf, restart=0.0)
     step, how = (known_s, "") if known_s else (estimated_s, "an estimated ")
-    steps = f" = --ckpt-freq {max(1, round(every / step))} at {how}{step:.3g} s per step" \
-        if step else ""
-    return f"a save every {units.duration(every)}{steps} is best with a failure every " \
-           f"{units.duration(mtbf)}: of {units.size(size)} in {units.duration(written)} at " \
-           f"{write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \
-           f"{' at most' if in_background else ''}; saves and repeated steps take " \
-           f"{100 * lost:.2g} % of the time"
+    steps = (
+        f" = --ckpt-freq {max(1, round(every / step))} at {how}{step:.3g} s per step"
+        if step
+        else ""
+    )
+    return (
+        f"a save every {units.duration(every)}{steps} is best with a failure every "
+        f"{units.duration(mtbf)}: of {units.size(size)} in {units.duration(written)} at "
+        f"{write_gbps:g} GB/s, steps held up for {units.duration(stall)}"
+        f"{' at most' if in_background else ''}; saves and repeated steps take "
+        f"{100 * lost:.2g} % of the time"
+    )

@@ -84,8 +84,10 @@ class StepMemory:
     def peak(self) -> Bytes:
         """Return what is on the device when there is most."""
         here = KINDS[3:] if self.offload else KINDS
-        return max(({kind: moment[kind] for kind in here} for moment in self.moments),
-                   key=lambda moment: sum(moment.values()))
+        return max(
+            ({kind: moment[kind] for kind in here} for moment in self.moments),
+            key=lambda moment: sum(moment.values()),
+        )
 
     @property
     def total(self) -> int:
@@ -98,18 +100,25 @@ class StepMemory:
         Exact where blocks are alike: at the same place, counted from the beginning or the end of a
         pass, there is more of each kind by the same with every block.
         """
+
         def further(one: Bytes, other: Bytes) -> Bytes:
             return {kind: size + by * (other[kind] - size) for kind, size in one.items()}
-        return StepMemory(further(self.largest, longer.largest),
-                          tuple(map(further, self.moments, longer.moments)), self.offload)
+
+        return StepMemory(
+            further(self.largest, longer.largest),
+            tuple(map(further, self.moments, longer.moments)),
+            self.offload,
+        )
 
     def resharded(self, factors: Mapping[str, float]) -> StepMemory:
         """Return the step with other shards: what is gathered from them does not change.
 
         factors: by how much a rank has more, for each kind that is sharded.
         """
+
         def other(sizes: Bytes) -> Bytes:
             return {kind: round(size * factors.get(kind, 1.0)) for kind, size in sizes.items()}
+
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
     def compiled(self, share: float, blocks: int) -> StepMemory:
@@ -123,12 +132,15 @@ class StepMemory:
         def other(sizes: Bytes) -> Bytes:
             kept = sizes["activations"]
             return sizes | {"activations": round(min(kept, share * kept + spare))}
+
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
     def gathered(self, size: int) -> StepMemory:
         """Return an upper bound of the step with so many bytes of weights gathered all the time."""
+
         def other(sizes: Bytes) -> Bytes:
             return sizes | {"gathered": sizes["gathered"] + size}
+
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
 
@@ -145,13 +157,22 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
-    parallelize.parallelize(model, mesh, case.precision, case.recompute, offload=case.offload,
-                            keep_gathered=case.keep_gathered)
+    parallelize.parallelize(
+        model,
+        mesh,
+        case.precision,
+        case.recompute,
+        offload=case.offload,
+        keep_gathered=case.keep_gathered,
+    )
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case), \
-            mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _attention(model, case),
+        mock.patch.dict(adamw8bit.AT_ONCE, clear=True),
+    ):  # as on a GPU, not many small pieces
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
@@ -192,12 +213,20 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
     """Return a copy with the first `layers` blocks, None where blocks are not all alike."""
     found = decoder_layers(model)
     parents = {name.rpartition(".")[0] for name in found}
-    kinds = {(type(block), *((name, p.shape) for name, p in block.named_parameters()))
-             for block in found.values()}
+    kinds = {
+        (type(block), *((name, p.shape) for name, p in block.named_parameters()))
+        for block in found.values()
+    }
     attention = getattr(model.config.get_text_config(), "layer_types", None) or ()
     parent = model.get_submodule(parents.pop())
-    if parents or len(kinds) > 1 or len(set(attention)) > 1 or len(found) <= layers \
-            or not isinstance(parent, nn.ModuleList) or len(parent) != len(found):
+    if (
+        parents
+        or len(kinds) > 1
+        or len(set(attention)) > 1
+        or len(found) <= layers
+        or not isinstance(parent, nn.ModuleList)
+        or len(parent) != len(found)
+    ):
         return None
     with mock.patch.object(parent, "_modules", dict(list(parent._modules.items())[:layers])):
         return copy.deepcopy(model)
@@ -211,8 +240,7 @@ def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
     if case.precision == "fp8":
         return 1.0
     model = copy.deepcopy(model).to(COMPUTE_DTYPES[case.precision])
-    with FakeTensorMode(allow_non_fake_inputs=True), \
-            _attention(model, replace(case, documents=0)):
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, replace(case, documents=0)):
         model.to_empty(device="cpu")
         return compiled.kept_share(model, torch.zeros(1, case.seq_length, dtype=torch.int64))
 
@@ -243,13 +271,23 @@ def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(attention, "_by_document", _as_by_kernel))
         if not case.masked:
-            stack.enter_context(mock.patch(
-                "transformers.masking_utils.find_packed_sequence_indices", lambda _: None))
+            stack.enter_context(
+                mock.patch(
+                    "transformers.masking_utils.find_packed_sequence_indices", lambda _: None
+                )
+            )
         yield
 
 
-def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
-                  scaling: float | None, window: int) -> Tensor:
+def _as_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int,
+) -> Tensor:
     """Take the memory of the kernel for packed documents. query, key, value: [tokens, H, D].
 
     It keeps what sdpa keeps without a mask, and only that runs on fake tensors. In backward it sums
@@ -273,13 +311,15 @@ def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
 def _batch(case: Case) -> MicroBatch:
     tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
     is_packed = case.masked or case.documents
-    ends = torch.zeros(case.batch * case.documents + 1, dtype=torch.int32) if case.documents \
-        else None
+    ends = (
+        torch.zeros(case.batch * case.documents + 1, dtype=torch.int32) if case.documents else None
+    )
     return MicroBatch(tokens, tokens.clone(), torch.zeros_like(tokens) if is_packed else None, ends)
 
 
 def _mark(model: nn.Module, tracker: Tracker) -> None:
     """Tell the tracker where blocks end, what the loss makes, and what FSDP gathers and reduces."""
+
     def done(_: nn.Module, __: Any, out: Any) -> None:
         tracker.next_phase()
         hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
@@ -295,8 +335,8 @@ def _mark(model: nn.Module, tracker: Tracker) -> None:
     for block in decoder_layers(model).values():
         block.register_forward_hook(done)
     model.get_output_embeddings().register_forward_pre_hook(
-        lambda *_: setattr(tracker, "making", "loss"))
+        lambda *_: setattr(tracker, "making", "loss")
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:  # called by FSDP
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: tracker.put(p.grad, "gradients"))
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.put(p.grad, "gradients"))

@@ -58,8 +58,9 @@ class Tracker(TorchDispatchMode):
         # Dispatch does not see the first, and takes the second, which works out the shape of a
         # whole DTensor, for real work. The second is private (torch 2.13).
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", tracked))
-        self._patches.enter_context(mock.patch.object(
-            ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
+        self._patches.enter_context(
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+        )
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -102,7 +103,10 @@ class Tracker(TorchDispatchMode):
     def _put(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = id(storage)
         reference, before, size = self._known.get(key) or (
-            weakref.ref(storage, partial(self._gone, key)), kind, 0)
+            weakref.ref(storage, partial(self._gone, key)),
+            kind,
+            0,
+        )
         if before in SHARDED:
             kind = before  # part of an exchange, and itself still
         self._now[before] -= size

@@ -45,8 +45,10 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
-        return MicroBatch._make(part if part is None or isinstance(part, int)
-                                else part.to(device, non_blocking=True) for part in self)
+        return MicroBatch._make(
+            part if part is None or isinstance(part, int) else part.to(device, non_blocking=True)
+            for part in self
+        )
 
 
 class Cursor(NamedTuple):
@@ -114,8 +116,9 @@ class DataStream(ABC):
 class SampleStream(DataStream):
     """Gives samples by number, the same whatever the number of ranks."""
 
-    def __init__(self, samples: Samples, seed: int, division: Division, device: torch.device,
-                 ) -> None:
+    def __init__(
+        self, samples: Samples, seed: int, division: Division, device: torch.device
+    ) -> None:
         self._samples, self._seed, self._division = samples, seed, division
         self._pin = device.type == "cuda"
 
@@ -191,8 +194,11 @@ def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
     """
     longest = int(np.diff(boundaries).max())
     lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)
-    return next(length for length in lengths
-                if longest <= length and (length >= _TILE or length == seq_length))
+    return next(
+        length
+        for length in lengths
+        if longest <= length and (length >= _TILE or length == seq_length)
+    )
 
 
 def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
@@ -203,5 +209,12 @@ def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
     longest = None if ends is None else longest_document(ends, rows.inputs.shape[1])
     tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
-    return MicroBatch._make((*(part.contiguous().pin_memory() if pin and part is not None else part
-                               for part in tensors), longest))
+    return MicroBatch._make(
+        (
+            *(
+                part.contiguous().pin_memory() if pin and part is not None else part
+                for part in tensors
+            ),
+            longest,
+        )
+    )

@@ -9,14 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lib.core import (
-    commands,
-    log,
-    manifest,
-    publish,
-    units,
-    verified,
-)
+from lib.core import commands, log, manifest, publish, units, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import store
@@ -28,9 +21,16 @@ from lib.tokens.split_writer import PROGRESS, TextWriter, Written
 _POLL_S = 0.5
 
 
-def prepare(dataset: Dataset, tokenizer_dir: Path, cache_dir: Path, model_vocab: int,
-            num_workers: int, progress: bool, verify: bool = False,
-            chat: ChatPolicy | None = None) -> Path:
+def prepare(
+    dataset: Dataset,
+    tokenizer_dir: Path,
+    cache_dir: Path,
+    model_vocab: int,
+    num_workers: int,
+    progress: bool,
+    verify: bool = False,
+    chat: ChatPolicy | None = None,
+) -> Path:
     """Return the finished store of a dataset and a tokenizer, building it when needed.
 
     Every process of a launch may call it (see `once`). `model_vocab`: ids the model can embed.
@@ -52,17 +52,35 @@ def prepare(dataset: Dataset, tokenizer_dir: Path, cache_dir: Path, model_vocab:
         _build(dataset, encoder(), target, identity, num_workers, progress, chat)
         verified.note(target, manifest.read(target, store.KIND, "the token store"), cache_dir)
 
-    once(target, store.KIND, identity, build, lambda content: verified.require(
-        target, content, "the token store", cache_dir, workers=num_workers, progress=progress,
-        always=verify, run=commands.remade(target)))
+    once(
+        target,
+        store.KIND,
+        identity,
+        build,
+        lambda content: verified.require(
+            target,
+            content,
+            "the token store",
+            cache_dir,
+            workers=num_workers,
+            progress=progress,
+            always=verify,
+            run=commands.remade(target),
+        ),
+    )
     if verify:
         log.info(f"{target}: every byte is as it was written")
     dataset.require_same()  # or another rank, which looked later, waits for another store
     return target
 
 
-def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], None],
-         verify: Callable[[dict[str, Any]], None] = lambda content: None) -> None:
+def once(
+    target: Path,
+    kind: str,
+    identity: dict[str, Any],
+    build: Callable[[], None],
+    verify: Callable[[dict[str, Any]], None] = lambda content: None,
+) -> None:
     """Have an artifact built by one process of each machine while the others wait.
 
     They wait for the manifest to appear, without any collective that could time out. verify: done
@@ -70,12 +88,12 @@ def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], 
     Raises ArtifactError when something damaged is there.
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
-        raise ArtifactError(f"{target} is damaged (no readable manifest.json)",
-                            run=commands.remade(target))
+        raise ArtifactError(
+            f"{target} is damaged (no readable manifest.json)", run=commands.remade(target)
+        )
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
-    while not publish.is_done(target, kind, identity, overwrite=False,
-                              run=commands.remade(target)):
+    while not publish.is_done(target, kind, identity, overwrite=False, run=commands.remade(target)):
         if is_builder:
             try:
                 build()
@@ -93,14 +111,23 @@ def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
     """Raise UsageError when a tokenizer can give ids that the model cannot embed."""
     if vocab_size > model_vocab:
-        raise UsageError(f"the tokenizer in {tokenizer_dir} is larger than the model's vocabulary",
-                         expected=f"at most {model_vocab:,} token ids (vocab_size in config.json)",
-                         found=f"{vocab_size:,} token ids",
-                         hint="use the tokenizer that belongs to the model")
+        raise UsageError(
+            f"the tokenizer in {tokenizer_dir} is larger than the model's vocabulary",
+            expected=f"at most {model_vocab:,} token ids (vocab_size in config.json)",
+            found=f"{vocab_size:,} token ids",
+            hint="use the tokenizer that belongs to the model",
+        )
 
 
-def _build(dataset: Dataset, encoder: Encoder, target: Path, identity: dict[str, Any],
-           num_workers: int, progress: bool, chat: ChatPolicy | None) -> None:
+def _build(
+    dataset: Dataset,
+    encoder: Encoder,
+    target: Path,
+    identity: dict[str, Any],
+    num_workers: int,
+    progress: bool,
+    chat: ChatPolicy | None,
+) -> None:
     text_bytes = dataset.total_bytes()
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         try:
@@ -110,13 +137,21 @@ def _build(dataset: Dataset, encoder: Encoder, target: Path, identity: dict[str,
             raise
     seconds = time.monotonic() - began
     for name, count in counts.items():
-        log.info(f"  {name}: {units.counted(count['tokens'], 'token')} in "
-                 f"{units.counted(count['documents'], 'sample' if chat else 'document')}")
+        log.info(
+            f"  {name}: {units.counted(count['tokens'], 'token')} in "
+            f"{units.counted(count['documents'], 'sample' if chat else 'document')}"
+        )
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
-def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers: int,
-          progress: bool, chat: ChatPolicy | None) -> tuple[dict[str, dict[str, int]], float]:
+def _fill(
+    build: publish.Build,
+    dataset: Dataset,
+    encoder: Encoder,
+    num_workers: int,
+    progress: bool,
+    chat: ChatPolicy | None,
+) -> tuple[dict[str, dict[str, int]], float]:
     """Write and publish a store; return its counts by split, and when tokenising began."""
     dataset.check_content()
     text_bytes = dataset.total_bytes()
@@ -131,19 +166,27 @@ def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers:
     began = time.monotonic()
     with Progress("tokenising", text_bytes, "B", progress) as bar:
         from lib.tokens.chat import preparation  # which takes time to import
-        written = preparation.write(build.dir, dataset, encoder, dtype, chat, num_workers, bar) \
-            if chat else _write_texts(build.dir, dataset, encoder, dtype, bar)
+
+        written = (
+            preparation.write(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
+            if chat
+            else _write_texts(build.dir, dataset, encoder, dtype, bar)
+        )
     for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *build.dir.glob(f"*.{store.ERRORS}")):
         leftover.unlink()
     dataset.require_same()
-    build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers},
-                  files=written.files,
-                  summary=store.summarise(dtype, encoder, written.counts, written.chat))
+    build.publish(
+        stage="04_train_fsdp.py",
+        options={"num_workers": num_workers},
+        files=written.files,
+        summary=store.summarise(dtype, encoder, written.counts, written.chat),
+    )
     return written.counts, began
 
 
-def _write_texts(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress,
-                 ) -> Written:
+def _write_texts(
+    directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
+) -> Written:
     """Write the splits of a dataset of text."""
     written = Written({}, [])
     for name in dataset.splits:
@@ -158,6 +201,9 @@ def _write_texts(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str
 def require_same(tokenizer_dir: Path, fingerprint: str) -> None:
     """Raise UsageError when a tokenizer is not the one any more that was fingerprinted."""
     if tokenizer_fingerprint(tokenizer_dir) != fingerprint:
-        raise UsageError(f"the tokenizer in {tokenizer_dir} was replaced while it was read; "
-                         "nothing was made of it", hint="once nothing writes to it:",
-                         run=commands.as_typed())
+        raise UsageError(
+            f"the tokenizer in {tokenizer_dir} was replaced while it was read; "
+            "nothing was made of it",
+            hint="once nothing writes to it:",
+            run=commands.as_typed(),
+        )

@@ -56,23 +56,28 @@ def values(column: Any) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError as error:
-        raise ArtifactError("the dataset is damaged: a string in it is not UTF-8",
-                            found=str(error)) from None
+        raise ArtifactError(
+            "the dataset is damaged: a string in it is not UTF-8", found=str(error)
+        ) from None
 
 
 def contents(rows: pa.RecordBatch) -> list[list[bytes]]:
     """Return the words of each conversation as UTF-8: contents, thoughts and calls of its turns."""
     columns = [values(column) for column in _words(rows)]
     turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
-    return [[text for turn in turns[first:end] for text in turn]
-            for first, end in pairwise(ends(rows))]
+    return [
+        [text for turn in turns[first:end] for text in turn] for first, end in pairwise(ends(rows))
+    ]
 
 
 def content_bytes(rows: pa.RecordBatch) -> int:
     """Return how many bytes of UTF-8 `contents` has, from the offsets alone."""
     import pyarrow.compute
-    return sum(pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
-               for column in _words(rows))
+
+    return sum(
+        pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
+        for column in _words(rows)
+    )
 
 
 def messages(rows: pa.RecordBatch) -> pa.StructArray:
@@ -83,6 +88,7 @@ def messages(rows: pa.RecordBatch) -> pa.StructArray:
 def field_of(messages: pa.StructArray, name: str) -> pa.Array:
     """Return a field of messages as large strings, null for messages without it."""
     import pyarrow
+
     if messages.type.get_field_index(name) < 0:
         return pyarrow.nulls(len(messages), pyarrow.large_string())
     return messages.flatten()[messages.type.get_field_index(name)].cast(pyarrow.large_string())
@@ -102,19 +108,28 @@ def _words(rows: pa.RecordBatch) -> list[Any]:
 def chat_problem(shard: Path) -> str:
     """Return how the columns of a file differ from those of a chat dataset, "" if they do not."""
     import pyarrow
+
     with _opened(shard, mapped=False) as reader:
         schema = reader.schema
     if lacks := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
         return f"no column {', '.join(lacks)}"
     types = pyarrow.types
-    wanted = {"tools": (_is_text, "JSON as a string"), "source": (_is_text, "a string"),
-              "line": (types.is_integer, "an integer"), "offset": (types.is_integer, "an integer"),
-              "weights": (_is_list_of_numbers, "a list of numbers"),
-              "messages": (_is_list_of_messages, "a list of structs with role and content, and "
-                           "strings alone")}
-    wrong = [f"`{name}` is {schema.field(name).type}, and not {expected}"
-             for name, (fits, expected) in wanted.items()
-             if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)]
+    wanted = {
+        "tools": (_is_text, "JSON as a string"),
+        "source": (_is_text, "a string"),
+        "line": (types.is_integer, "an integer"),
+        "offset": (types.is_integer, "an integer"),
+        "weights": (_is_list_of_numbers, "a list of numbers"),
+        "messages": (
+            _is_list_of_messages,
+            "a list of structs with role and content, and strings alone",
+        ),
+    }
+    wrong = [
+        f"`{name}` is {schema.field(name).type}, and not {expected}"
+        for name, (fits, expected) in wanted.items()
+        if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)
+    ]
     if types.is_null(schema.field("messages").type):
         wrong.append("`messages` is empty in all rows")
     return "; ".join(wrong)
@@ -126,22 +141,28 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     from pyarrow import types
+
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _is_list_of_numbers(kind: pa.DataType) -> bool:
     from pyarrow import types
-    return _is_list(kind) and any(fits(kind.value_type) for fits in (
-        types.is_integer, types.is_floating, types.is_boolean, types.is_null))
+
+    return _is_list(kind) and any(
+        fits(kind.value_type)
+        for fits in (types.is_integer, types.is_floating, types.is_boolean, types.is_null)
+    )
 
 
 def _is_list_of_messages(kind: pa.DataType) -> bool:
     from pyarrow import types
+
     if not _is_list(kind) or not types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return {"role", "content"} <= fields.keys() and \
-        all(_is_text(fields[name]) for name in (*TEXTS, CALLS) if name in fields)
+    return {"role", "content"} <= fields.keys() and all(
+        _is_text(fields[name]) for name in (*TEXTS, CALLS) if name in fields
+    )
 
 
 def kinds(shard: Path) -> dict[str, str]:
@@ -165,8 +186,10 @@ def _opened(shard: Path, mapped: bool) -> Iterator[Any]:
     path = str(shard)
     try:
         is_file = arrow_files.has_file_format(shard)
-        with pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file, \
-                (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader:
+        with (
+            pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file,
+            (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader,
+        ):
             yield reader
     except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
         if is_of_disk(error):

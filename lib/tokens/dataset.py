@@ -47,8 +47,9 @@ class Dataset:
     def check_content(self) -> None:
         """Hash every shard of a dataset of stage 02; ArtifactError names what is damaged."""
         if self.ours:
-            manifest.check(self.path, manifest.read(self.path, "dataset/1", "dataset"), "dataset",
-                           deep=True)
+            manifest.check(
+                self.path, manifest.read(self.path, "dataset/1", "dataset"), "dataset", deep=True
+            )
         else:
             log.info(f"{self.path} was not made by stage 02: no digests to check it against")
 
@@ -83,8 +84,9 @@ class Dataset:
         texts: list[bytes] = []
         size = 0
         for part in self._parts(split, first, ["text"], _BATCH_BYTES, _BATCH_ROWS):
-            if texts and (size + part.nbytes > _BATCH_BYTES
-                          or len(texts) + len(part) > _BATCH_ROWS):
+            if texts and (
+                size + part.nbytes > _BATCH_BYTES or len(texts) + len(part) > _BATCH_ROWS
+            ):
                 yield texts
                 texts, size = [], 0
             texts += columns.texts(part.column(0))
@@ -96,13 +98,15 @@ class Dataset:
         """Yield the conversations of a split from row `first` on, as rows of about 2 MB."""
         return self._parts(split, first, columns.CHAT_COLUMNS, _CHAT_BYTES, _CHAT_ROWS)
 
-    def conversations(self, split: str, first: int = 0,
-                      ) -> Iterator[list[tuple[Conversation, Place]]]:
+    def conversations(
+        self, split: str, first: int = 0
+    ) -> Iterator[list[tuple[Conversation, Place]]]:
         """Yield the sound conversations of a split from row `first` on, in lists of about 2 MB."""
         return map(table_rows.conversations, self.chats(split, first))
 
-    def _parts(self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int,
-               ) -> Iterator[pa.RecordBatch]:
+    def _parts(
+        self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int
+    ) -> Iterator[pa.RecordBatch]:
         """Yield some columns of a split from row `first` on, few rows at a time.
 
         Read and not mapped: a shard that is cut meanwhile is an error then, and kills no process.
@@ -114,11 +118,14 @@ class Dataset:
             yield from (rest.slice(start, step) for start in range(0, len(rest), step))
 
     def sample(self, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
-        """Return the middles of texts, or conversations, that lie evenly over the training split.
-        """
-        chosen = [b"\n".join(columns.contents(row)[0]) if self.format == CHAT
-                  else columns.texts(row.column("text"))[0] for row in self.spread(texts)]
-        cut = [text[max(0, len(text) - most_bytes) // 2:][:most_bytes] for text in chosen]
+        """Return the middles of texts or conversations, spread evenly over the training split."""
+        chosen = [
+            b"\n".join(columns.contents(row)[0])
+            if self.format == CHAT
+            else columns.texts(row.column("text"))[0]
+            for row in self.spread(texts)
+        ]
+        cut = [text[max(0, len(text) - most_bytes) // 2 :][:most_bytes] for text in chosen]
         # A cut may fall inside a character: what is left of it is dropped.
         return [text.decode("utf-8", "ignore").encode() for text in cut]
 
@@ -168,8 +175,11 @@ def open_dataset(path: Path) -> Dataset:
     content = dataset_files.require_dataset(path)
     homes = dataset_files.find_homes(path)
     splits = dataset_files.find_splits(path, homes)
-    fingerprint = dataset_files.fingerprint_ours(content) if content else \
-        dataset_files.fingerprint_foreign(homes, splits)
+    fingerprint = (
+        dataset_files.fingerprint_ours(content)
+        if content
+        else dataset_files.fingerprint_foreign(homes, splits)
+    )
     kind = dataset_files.require_format(path, homes, splits)
     if kind == CHAT and not content:
         dataset_files.require_chat_columns(path, splits)

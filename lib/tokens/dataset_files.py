@@ -22,8 +22,9 @@ def list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     homes = [path, *(path / name for name in SPLITS)]
-    return [home / name for home in homes for name in (*_DESCRIBED, MANIFEST)] \
-        + sorted(shard for home in homes for shard in home.glob("*.arrow"))
+    return [home / name for home in homes for name in (*_DESCRIBED, MANIFEST)] + sorted(
+        shard for home in homes for shard in home.glob("*.arrow")
+    )
 
 
 def require_dataset(path: Path) -> dict[str, Any] | None:
@@ -36,19 +37,27 @@ def require_dataset(path: Path) -> dict[str, Any] | None:
     if kind.startswith("splits/"):
         raise lacking.raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
     if kind and not kind.startswith("dataset/"):
-        raise UsageError(f"{path} is not a dataset", expected="one that stage 02 has made",
-                         found=f"kind {kind}")
+        raise UsageError(
+            f"{path} is not a dataset", expected="one that stage 02 has made", found=f"kind {kind}"
+        )
     if content is not None:
-        manifest.check(path, content, "dataset",
-                       **manifest.remedy(content, "--overwrite", save_dir=path))
+        manifest.check(
+            path, content, "dataset", **manifest.remedy(content, "--overwrite", save_dir=path)
+        )
     elif (path / MANIFEST).exists():
-        raise ArtifactError(f"{path / MANIFEST} is damaged", hint=f"move {path} away, and build it "
-                            "again by stage 02")
-    elif any(".partial-" in part for part in path.resolve().parts[-2:]) \
-            or (path / _MARK_OF_OURS).exists():
-        raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
-                            found="what an interrupted stage 02, or a copy of a part, leaves",
-                            hint="use it under its final name, when stage 02 has finished it")
+        raise ArtifactError(
+            f"{path / MANIFEST} is damaged",
+            hint=f"move {path} away, and build it again by stage 02",
+        )
+    elif (
+        any(".partial-" in part for part in path.resolve().parts[-2:])
+        or (path / _MARK_OF_OURS).exists()
+    ):
+        raise ArtifactError(
+            f"dataset {path} is not finished (no {MANIFEST})",
+            found="what an interrupted stage 02, or a copy of a part, leaves",
+            hint="use it under its final name, when stage 02 has finished it",
+        )
     return content
 
 
@@ -62,8 +71,9 @@ def find_homes(path: Path) -> dict[str, Path]:
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise _malformed(path / "dataset_dict.json")
         if "train" not in named:
-            raise UsageError(f"dataset {path} has no split `train`",
-                             found=f"splits {', '.join(named)}")
+            raise UsageError(
+                f"dataset {path} has no split `train`", found=f"splits {', '.join(named)}"
+            )
         return {name: path / name for name in SPLITS if name in named}
     if (path / "state.json").exists() and (path / "dataset_info.json").exists():
         return {"train": path}
@@ -72,15 +82,19 @@ def find_homes(path: Path) -> dict[str, Path]:
     there = sorted(p.name for p in path.iterdir())
     found = ", ".join(there[:4]) + ", …" * bool(there[4:])
     if "config.json" in there:
-        raise UsageError(f"{path} is not a dataset directory", found=found,
-                         expected="what stage 02 or `Dataset.save_to_disk` writes")
+        raise UsageError(
+            f"{path} is not a dataset directory",
+            found=found,
+            expected="what stage 02 or `Dataset.save_to_disk` writes",
+        )
     inside = [p for p in sorted(path.iterdir()) if manifest.kind_of(p).startswith("dataset/")]
     if inside:
-        raise UsageError(f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
-                         found=", ".join(p.name for p in inside),
-                         hint="-d takes one of them, as the first:" if inside[1:] else
-                         "-d takes it:",
-                         run=commands.replaced(lacking.OPTION, path, inside[0]))
+        raise UsageError(
+            f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
+            found=", ".join(p.name for p in inside),
+            hint="-d takes one of them, as the first:" if inside[1:] else "-d takes it:",
+            run=commands.replaced(lacking.OPTION, path, inside[0]),
+        )
     raise lacking.raw(path, f"{path} is not a dataset directory", found)
 
 
@@ -91,11 +105,13 @@ def find_splits(path: Path, homes: dict[str, Path]) -> dict[str, list[Path]]:
 
 def require_format(path: Path, homes: dict[str, Path], splits: dict[str, list[Path]]) -> str:
     """Return the format of a dataset, TEXT or CHAT; UsageError where its splits have several."""
-    formats = {_format(home) for home in homes.values()} or \
-        {_plain_format(shard) for shards in splits.values() for shard in shards}
+    formats = {_format(home) for home in homes.values()} or {
+        _plain_format(shard) for shards in splits.values() for shard in shards
+    }
     if len(formats) > 1:
-        raise UsageError(f"{path} holds both text and conversations",
-                         expected="one of them in all its splits")
+        raise UsageError(
+            f"{path} holds both text and conversations", expected="one of them in all its splits"
+        )
     return formats.pop()
 
 
@@ -103,16 +119,21 @@ def require_chat_columns(path: Path, splits: dict[str, list[Path]]) -> None:
     """Raise UsageError if the rows of a chat dataset that was made elsewhere have other columns."""
     for shard in (shard for shards in splits.values() for shard in shards):
         if problem := columns.chat_problem(shard):
-            raise lacking.chats(path, f"{path} is not a chat dataset as stage 02 writes it",
-                                f"{shard.name}: {problem}")
+            raise lacking.chats(
+                path,
+                f"{path} is not a chat dataset as stage 02 writes it",
+                f"{shard.name}: {problem}",
+            )
 
 
 def _plain_splits(path: Path) -> dict[str, list[Path]]:
     """Return the Arrow files of each split; UsageError where there is none to train on."""
     found = arrow_files.splits(path)
     if "train" not in found:
-        raise UsageError(f"{path} has no file of a split `train`",
-                         found=", ".join(file.name for files in found.values() for file in files))
+        raise UsageError(
+            f"{path} has no file of a split `train`",
+            found=", ".join(file.name for files in found.values() for file in files),
+        )
     return {name: found[name] for name in SPLITS if name in found}
 
 
@@ -129,11 +150,14 @@ def _format(directory: Path) -> str:
     features = _read_json(directory / "dataset_info.json").get("features") or {}
     if not isinstance(features, dict):
         raise _malformed(directory / "dataset_info.json")
-    kinds = {name: str(feature.get("dtype", "")) if isinstance(feature, dict) else "a list"
-             for name, feature in features.items()}
+    kinds = {
+        name: str(feature.get("dtype", "")) if isinstance(feature, dict) else "a list"
+        for name, feature in features.items()
+    }
     if columns.format_of(kinds) != CHAT and (lacks := columns.lack(kinds)):
-        raise lacking.text(directory, f"dataset {directory} has no column `text` of strings",
-                           kinds, lacks)
+        raise lacking.text(
+            directory, f"dataset {directory} has no column `text` of strings", kinds, lacks
+        )
     return columns.format_of(kinds)
 
 
@@ -147,9 +171,10 @@ def _shards(directory: Path) -> list[Path]:
         raise _malformed(directory / "state.json")
     there = {path.name for path in directory.glob("*.arrow") if path.is_file()}  # and nowhere else
     if missing := [name for name in named if name not in there]:
-        raise ArtifactError(f"dataset {directory} is damaged",
-                            found=f"{len(missing)} of {len(named)} shards are missing, "
-                                  f"{missing[0]} the first")
+        raise ArtifactError(
+            f"dataset {directory} is damaged",
+            found=f"{len(missing)} of {len(named)} shards are missing, {missing[0]} the first",
+        )
     return [directory / name for name in named]
 
 
@@ -161,8 +186,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = reading.patiently(lambda: records.read_json(path), path)
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"dataset {path.parent} is damaged",
-                            found=f"no readable {path.name} ({error})") from None
+        raise ArtifactError(
+            f"dataset {path.parent} is damaged", found=f"no readable {path.name} ({error})"
+        ) from None
     if not isinstance(content, dict):
         raise _malformed(path)
     return content
@@ -180,6 +206,8 @@ def fingerprint_foreign(homes: dict[str, Path], splits: dict[str, list[Path]]) -
     for name, shards in splits.items():
         home = homes.get(name)
         seen.append([name, (home / "state.json").read_text(encoding="utf-8") if home else ""])
-        seen += ([shard.name, shard.stat().st_size, hashing.ends_digest(shard, _ENDS_BYTES)]
-                 for shard in (sorted(home.glob("*.arrow")) if home else shards))
+        seen += (
+            [shard.name, shard.stat().st_size, hashing.ends_digest(shard, _ENDS_BYTES)]
+            for shard in (sorted(home.glob("*.arrow")) if home else shards)
+        )
     return hashing.fingerprint(seen)

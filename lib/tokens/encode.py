@@ -17,9 +17,17 @@ from lib.core import hashing, log
 from lib.core.errors import ArtifactError
 from lib.tokens.dataset import Dataset
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                   "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
-                   "spiece.model", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "vocab.txt",
+)
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
 _SAMPLED_TEXTS, _SAMPLED_BYTES = 200, 4000  # for an estimate: the most of each
@@ -33,8 +41,9 @@ def tokenizer_fingerprint(directory: Path) -> str:
     """Identify a tokenizer by the content of its files; ArtifactError when there is none."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not any(f.name not in ("tokenizer_config.json", "special_tokens_map.json") for f in files):
-        raise ArtifactError(f"no tokenizer in {directory}",
-                            expected="tokenizer.json or tokenizer.model")
+        raise ArtifactError(
+            f"no tokenizer in {directory}", expected="tokenizer.json or tokenizer.model"
+        )
     return hashing.fingerprint([[f.name, hashing.file_digest(f, "sha256")] for f in files])
 
 
@@ -88,8 +97,9 @@ class Gigatoken:
         odd = np.array([self._spells_special(text) for text in texts], dtype=bool)
         if not odd.any():
             return self._fast(texts)
-        slow = self._reference.encode([text for text, is_odd in zip(texts, odd, strict=True)
-                                       if is_odd])
+        slow = self._reference.encode(
+            [text for text, is_odd in zip(texts, odd, strict=True) if is_odd]
+        )
         fast = self._fast([text for text, is_odd in zip(texts, odd, strict=True) if not is_odd])
         lengths = np.empty(len(texts), np.int64)
         lengths[odd], lengths[~odd] = slow[1], fast[1]
@@ -104,7 +114,7 @@ class Gigatoken:
         # An awkward array: one flat array of ids, and where each text's begin.
         rows = self._tokenizer.encode_batch(list(texts)).layout.to_ListOffsetArray64(True)
         offsets = np.asarray(rows.offsets.data, dtype=np.int64)
-        return np.asarray(rows.content.data[:offsets[-1]], dtype=np.uint32), np.diff(offsets)
+        return np.asarray(rows.content.data[: offsets[-1]], dtype=np.uint32), np.diff(offsets)
 
     def _spells_special(self, text: bytes) -> bool:
         return self._prefix in text and any(special in text for special in self._special)
@@ -126,14 +136,16 @@ class Encoder:
         from transformers import AutoTokenizer
 
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True,
-                                                           trust_remote_code=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             self.bos = self._leading_bos()
         except Exception as error:  # each tokenizer class fails in a way of its own
-            raise ArtifactError(f"the tokenizer in {directory} cannot be read",
-                                found=(str(error).strip() or repr(error)).splitlines()[0]
-                                ) from error
+            raise ArtifactError(
+                f"the tokenizer in {directory} cannot be read",
+                found=(str(error).strip() or repr(error)).splitlines()[0],
+            ) from error
         self.directory = directory
         self.eos: int | None = self.tokenizer.eos_token_id
         self._engine: Engine = HuggingFace(self.tokenizer)
@@ -213,8 +225,9 @@ class Encoder:
         """Tell whether ids stay the same when texts of the sample are cut at boundaries."""
         whole = [text for text in sample if _BOUNDARY.search(text)]
         cut = [piece for text in whole for piece in _cut(text, 1)]
-        return bool(whole) and np.array_equal(self._engine.encode(whole)[0],
-                                              self._engine.encode(cut)[0])
+        return bool(whole) and np.array_equal(
+            self._engine.encode(whole)[0], self._engine.encode(cut)[0]
+        )
 
 
 def estimated_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
@@ -235,13 +248,14 @@ def _cut(text: bytes, at_least: int) -> list[bytes]:
     """Cut a text at boundaries into pieces of `at_least` bytes, as near as they allow."""
     pieces, start = [], 0
     while boundary := _BOUNDARY.search(text, start + at_least):
-        pieces.append(text[start:boundary.start()])
+        pieces.append(text[start : boundary.start()])
         start = boundary.start()
     return [*pieces, text[start:]]
 
 
-def _choose_engine(directory: Path, tokenizer: Any, sample: Sequence[bytes], spelled: bool
-                   ) -> Engine:
+def _choose_engine(
+    directory: Path, tokenizer: Any, sample: Sequence[bytes], spelled: bool
+) -> Engine:
     """Return the fastest engine whose ids equal the Hugging Face tokenizer's on a sample.
 
     sample: texts of the corpus at hand. spelled: the engine has to read special tokens, too. The
@@ -252,8 +266,10 @@ def _choose_engine(directory: Path, tokenizer: Any, sample: Sequence[bytes], spe
         return reference
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if spelled:
-        sample = [*sample, *(f"a {token}b {token}\n {token}{token} \nc".encode()
-                             for token in special)]
+        sample = [
+            *sample,
+            *(f"a {token}b {token}\n {token}{token} \nc".encode() for token in special),
+        ]
         special = []
     try:
         fast = Gigatoken(directory, reference, special)
@@ -278,6 +294,8 @@ def _common_prefix(words: Sequence[bytes]) -> bytes:
     if not words:
         return b"\0 no special token"
     low, high = min(words), max(words)
-    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
-                  min(len(low), len(high)))
+    length = next(
+        (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
+        min(len(low), len(high)),
+    )
     return low[:length]

@@ -1,5 +1,4 @@
-"""What to say and to type where `-d` names no dataset: the commands that make one of what is there.
-"""
+"""Messages for `-d` that names no dataset, with the commands that make one of the files there."""
 
 from __future__ import annotations
 
@@ -28,15 +27,28 @@ def missing(path: Path) -> ArtifactError:
     left = manifest.unfinished(path)
     if not left and _is_of_the_hub(path):
         return _not_prepared(path.as_posix())
-    remedy: manifest.Remedy = {"hint": "-d takes one of these"} if there and not left else \
-        {"hint": "stages 01 and 02 make a dataset of raw text"}
+    remedy: manifest.Remedy = (
+        {"hint": "-d takes one of these"}
+        if there and not left
+        else {"hint": "stages 01 and 02 make a dataset of raw text"}
+    )
     if (left or not there) and (Path("splits").is_dir() or _RAW_ROOT.is_dir()):
         organise = [] if Path("splits").is_dir() else [commands.script("01_organize_data.py")]
-        remedy = {"run": "\n".join([*organise, commands.script(
-            "02_build_hf_dataset.py", "--data-folder", "splits", "--save-dir", path)])}
-    return ArtifactError(f"dataset {path} does not exist",
-                         found=left or f"finished under {DATASETS_ROOT}/: "
-                         f"{', '.join(there) or 'none'}", **remedy)
+        remedy = {
+            "run": "\n".join(
+                [
+                    *organise,
+                    commands.script(
+                        "02_build_hf_dataset.py", "--data-folder", "splits", "--save-dir", path
+                    ),
+                ]
+            )
+        }
+    return ArtifactError(
+        f"dataset {path} does not exist",
+        found=left or f"finished under {DATASETS_ROOT}/: {', '.join(there) or 'none'}",
+        **remedy,
+    )
 
 
 def raw(path: Path, problem: str, found: str = "") -> UsageError:
@@ -48,36 +60,65 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
     if (target / MANIFEST).exists():
         hint, run = f"{target} may be what is meant:", with_target
     elif not DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
-        hint, run = "make one:", "\n".join((commands.script(
-            "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target), with_target))
+        hint, run = (
+            "make one:",
+            "\n".join(
+                (
+                    commands.script(
+                        "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target
+                    ),
+                    with_target,
+                )
+            ),
+        )
     elif path.is_file() and raw_shards.is_shard(path.name):
         hint, run = "stage 02 reads directories; to try the file as it is:", streamed
     else:
         hint, run = "stage 02 makes one of a directory of raw text", ""
-    return UsageError(problem, found=found, expected="a dataset that stage 02 has made, Arrow "
-                      "files, or with --streaming JSON Lines or Parquet", hint=hint, run=run)
+    return UsageError(
+        problem,
+        found=found,
+        expected="a dataset that stage 02 has made, Arrow "
+        "files, or with --streaming JSON Lines or Parquet",
+        hint=hint,
+        run=run,
+    )
 
 
 def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
     """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
     if not columns.hold_chats(names):
         if "input_ids" in names:
-            return UsageError(problem, found=found, hint="it is tokenised already: give stage 02 "
-                              "the text or the conversations that it was made of")
-        return UsageError(problem, found=found, hint=(
-            "stage 02 makes a dataset of it with --fields NAME" if path.is_file() else
-            "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"))
+            return UsageError(
+                problem,
+                found=found,
+                hint="it is tokenised already: give stage 02 "
+                "the text or the conversations that it was made of",
+            )
+        return UsageError(
+            problem,
+            found=found,
+            hint=(
+                "stage 02 makes a dataset of it with --fields NAME"
+                if path.is_file()
+                else "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"
+            ),
+        )
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     missing = ", ".join(name for name in columns.CHAT_COLUMNS if name not in names)
-    return chats(path, f"{dataset} holds conversations, and was not made by stage 02",
-                 f"{found}; missing columns of a chat dataset: {missing}")
+    return chats(
+        path,
+        f"{dataset} holds conversations, and was not made by stage 02",
+        f"{found}; missing columns of a chat dataset: {missing}",
+    )
 
 
 def chats(path: Path, problem: str, found: str) -> UsageError:
     """Return the error for conversations that stage 02 did not write, with what converts them."""
-    return UsageError(problem, found=found, hint="make a chat dataset of it:",
-                      run=commands_for_chats(path))
+    return UsageError(
+        problem, found=found, hint="make a chat dataset of it:", run=commands_for_chats(path)
+    )
 
 
 def commands_for_chats(path: Path) -> str:
@@ -101,27 +142,41 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
         return None
     problem, found = "--streaming reads plain text, and not conversations", ", ".join(names)
     if not path.exists():  # on the Hub
-        return UsageError(problem, found=f"fields {found}", hint="stage 03 fetches the files, and "
-                          "stage 02 makes a dataset of them with --format chat")
+        return UsageError(
+            problem,
+            found=f"fields {found}",
+            hint="stage 03 fetches the files, and "
+            "stage 02 makes a dataset of them with --format chat",
+        )
     folder = path.parent if path.is_file() else path
-    return UsageError(problem, found=f"fields {found} in {path}", hint="make a chat dataset of it:",
-                      run=_chat_commands(folder, folder.resolve().name, (path,),
-                                         drop=("--streaming", "--text-field")))
+    return UsageError(
+        problem,
+        found=f"fields {found} in {path}",
+        hint="make a chat dataset of it:",
+        run=_chat_commands(
+            folder, folder.resolve().name, (path,), drop=("--streaming", "--text-field")
+        ),
+    )
 
 
-def _chat_commands(folder: Path, name: str, given: Collection[Path],
-                   drop: Sequence[str] = ()) -> str:
+def _chat_commands(
+    folder: Path, name: str, given: Collection[Path], drop: Sequence[str] = ()
+) -> str:
     """Return the commands that make a chat dataset of a folder, and train on it.
 
     given: what -d may have named.
     """
     target = DATASETS_ROOT / name
-    make = commands.script("02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target,
-                           "--format", "chat")
+    make = commands.script(
+        "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target, "--format", "chat"
+    )
     as_before = commands.as_typed(drop=drop)
     org, _, rest = next(iter(given)).name.partition("--")
-    each = (commands.replaced(OPTION, text, target, drop=drop) for path in given
-            for text in (path, path.name, f"{org}/{rest}"))
+    each = (
+        commands.replaced(OPTION, text, target, drop=drop)
+        for path in given
+        for text in (path, path.name, f"{org}/{rest}")
+    )
     train = next((command for command in each if command != as_before), as_before)
     return f"{make}\n{train}"
 
@@ -139,19 +194,29 @@ def _not_prepared(name: str) -> ArtifactError:
     fetched, target = (root / paths.model_dir_name(name) for root in (_RAW_ROOT, DATASETS_ROOT))
     problem, expected = f"dataset {name} is not prepared", f"{target}, made by stage 02"
     if cached := sorted(set(_cached(name))):
-        return ArtifactError(problem, expected=expected, found="\n".join(map(str, cached)),
-                             hint="the cache of `datasets` on this machine holds it:",
-                             run=commands.replaced(OPTION, name, cached[0]))
+        return ArtifactError(
+            problem,
+            expected=expected,
+            found="\n".join(map(str, cached)),
+            hint="the cache of `datasets` on this machine holds it:",
+            run=commands.replaced(OPTION, name, cached[0]),
+        )
     words = [word for glob in _DATA for word in ("--include", glob)]
-    fetch = [] if (fetched / paths.RAW_RECORD / MANIFEST).exists() else [
-        commands.script("03_download_model.py", "--dataset-name", name, *words)]
-    build = commands.script("02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir",
-                            target)
+    fetch = (
+        []
+        if (fetched / paths.RAW_RECORD / MANIFEST).exists()
+        else [commands.script("03_download_model.py", "--dataset-name", name, *words)]
+    )
+    build = commands.script(
+        "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target
+    )
     return ArtifactError(
-        problem, expected=expected,
+        problem,
+        expected=expected,
         hint=("on a machine with a network; --include chooses the files, and " if fetch else "")
         + "--fields NAME would keep only the field that holds the text:",
-        run="\n".join([*fetch, build, commands.as_typed()]))
+        run="\n".join([*fetch, build, commands.as_typed()]),
+    )
 
 
 def _cached(name: str) -> Iterator[Path]:

@@ -43,12 +43,16 @@ def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
     problems.raise_if_any()
     corpora = [corpus for corpus in opened if corpus is not None]
     if len({corpus.weight is None for corpus in corpora}) > 1:
-        problems.add("some datasets have a weight and some have none",
-                     expected="-d DIR=WEIGHT for each of them, or for none")
+        problems.add(
+            "some datasets have a weight and some have none",
+            expected="-d DIR=WEIGHT for each of them, or for none",
+        )
     paths = [corpus.dataset.path.resolve() for corpus in corpora]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
-        problems.add(f"-d {path} is given twice", expected="each dataset once; a weight says how "
-                     "much of it there is")
+        problems.add(
+            f"-d {path} is given twice",
+            expected="each dataset once; a weight says how much of it there is",
+        )
     problems.raise_if_any()
     return corpora
 
@@ -93,19 +97,24 @@ def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
     problems = Problems()
     for corpus, part in zip(corpora, samples, strict=True):
         if len(part) == 0:
-            problems.add(f"{corpus.dataset.path} is shorter than one sample",
-                         expected="more text, a smaller --seq-length, or a mixture without it")
+            problems.add(
+                f"{corpus.dataset.path} is shorter than one sample",
+                expected="more text, a smaller --seq-length, or a mixture without it",
+            )
     problems.raise_if_any()
-    weights = [corpus.weight or Fraction(len(part))
-               for corpus, part in zip(corpora, samples, strict=True)]
+    weights = [
+        corpus.weight or Fraction(len(part)) for corpus, part in zip(corpora, samples, strict=True)
+    ]
     return Mixture(names(corpora), samples, _whole(weights))
 
 
 def names(corpora: Sequence[Corpus]) -> list[str]:
     """Return what to call each: the name of its directory, or the path where that is not enough."""
     short = [corpus.dataset.path.resolve().name for corpus in corpora]
-    return [name if short.count(name) == 1 else str(corpus.dataset.path)
-            for name, corpus in zip(short, corpora, strict=True)]
+    return [
+        name if short.count(name) == 1 else str(corpus.dataset.path)
+        for name, corpus in zip(short, corpora, strict=True)
+    ]
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
@@ -114,9 +123,11 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
     numbers = [int(weight * scale) for weight in weights]
     numbers = [number // math.gcd(*numbers) for number in numbers]
     if sum(numbers) > order.LARGEST_SUM:
-        raise UsageError("the shares of the datasets are too fine",
-                         expected="-d DIR=WEIGHT with numbers of a few digits, as 0.7 and 0.3",
-                         found=", ".join(f"{float(weight):.17g}" for weight in weights))
+        raise UsageError(
+            "the shares of the datasets are too fine",
+            expected="-d DIR=WEIGHT with numbers of a few digits, as 0.7 and 0.3",
+            found=", ".join(f"{float(weight):.17g}" for weight in weights),
+        )
     return numbers
 
 
@@ -129,12 +140,16 @@ class HeldOut:
     samples: Samples
 
 
-def held_out(corpora: Sequence[Corpus], train: Samples, validation: Sequence[Samples | None],
-             ) -> list[HeldOut]:
+def held_out(
+    corpora: Sequence[Corpus], train: Samples, validation: Sequence[Samples | None]
+) -> list[HeldOut]:
     """Return the validation splits that there are and that hold a sample."""
     weights = train.weights if isinstance(train, Mixture) else [1]
-    return [HeldOut(name, weight, samples) for name, weight, samples
-            in zip(names(corpora), weights, validation, strict=True) if samples]
+    return [
+        HeldOut(name, weight, samples)
+        for name, weight, samples in zip(names(corpora), weights, validation, strict=True)
+        if samples
+    ]
 
 
 class Mixture(Samples):
@@ -143,8 +158,9 @@ class Mixture(Samples):
     weights: their shares of the stream, whole numbers.
     """
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Samples], weights: Sequence[int],
-                 ) -> None:
+    def __init__(
+        self, names: Sequence[str], parts: Sequence[Samples], weights: Sequence[int]
+    ) -> None:
         self.names, self.parts, self.weights = list(names), list(parts), list(weights)
         self._first = np.cumsum([0, *map(len, parts)])
 
@@ -167,8 +183,10 @@ class Mixture(Samples):
         places, found = self._by_corpus(samples)
         taken = [self.parts[i].rows(numbers) for i, numbers in found]
         back = np.argsort(np.concatenate(places))
-        return Rows._make(None if column[0] is None else np.concatenate(column)[back]
-                          for column in zip(*taken, strict=True))
+        return Rows._make(
+            None if column[0] is None else np.concatenate(column)[back]
+            for column in zip(*taken, strict=True)
+        )
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         each = [self.parts[i].counts(numbers) for i, numbers in self._by_corpus(samples)[1]]
@@ -184,14 +202,19 @@ class Mixture(Samples):
         rows = {}
         for name, part, weight in zip(self.names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
-            rows[f"  {name}"] = f"{100 * share:.4g} % of the samples; {len(part):,} in it, " \
-                                f"{numbers * share / len(part):.2f} passes"
+            rows[f"  {name}"] = (
+                f"{100 * share:.4g} % of the samples; {len(part):,} in it, "
+                f"{numbers * share / len(part):.2f} passes"
+            )
         return rows
 
-    def _by_corpus(self, samples: np.ndarray,
-                   ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]]]:
+    def _by_corpus(
+        self, samples: np.ndarray
+    ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]]]:
         """Return by corpus that has any: where its samples stand, and its number and theirs."""
         corpus = np.searchsorted(self._first, samples, side="right") - 1
         places = [np.flatnonzero(corpus == i) for i in range(len(self.parts))]
-        return ([at for at in places if len(at)],
-                [(i, samples[at] - self._first[i]) for i, at in enumerate(places) if len(at)])
+        return (
+            [at for at in places if len(at)],
+            [(i, samples[at] - self._first[i]) for i, at in enumerate(places) if len(at)],
+        )

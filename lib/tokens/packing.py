@@ -67,19 +67,23 @@ class Packs(Samples):
             filled = 0
             for start, length, is_end in self._pieces(int(pack)):
                 place = slice(filled, filled + length)
-                piece = self.tokens[start:start + length + (not is_end)].astype(np.int64)
+                piece = self.tokens[start : start + length + (not is_end)].astype(np.int64)
                 inputs[row, place], positions[row, place] = piece[:length], np.arange(length)
-                after = piece[1:] if self._labels is None else \
-                    np.where(self._labels[start + 1:start + len(piece)], piece[1:], IGNORED)
-                labels[row, filled:filled + len(after)] = after
+                after = (
+                    piece[1:]
+                    if self._labels is None
+                    else np.where(self._labels[start + 1 : start + len(piece)], piece[1:], IGNORED)
+                )
+                labels[row, filled : filled + len(after)] = after
                 filled += length
             positions[row, filled:] = np.arange(self.seq_length - filled)
         return Rows(inputs, labels, positions)
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         packs = self._index["packs"]
-        tokens = sum(int(np.abs(self._index["lengths"][packs[p]:packs[p + 1]]).sum())
-                     for p in samples)
+        tokens = sum(
+            int(np.abs(self._index["lengths"][packs[p] : packs[p + 1]]).sum()) for p in samples
+        )
         return int(self._index["labels"][samples].sum()), tokens
 
     def means(self) -> tuple[float, float]:
@@ -94,7 +98,7 @@ class Packs(Samples):
 
     def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
         """Yield start, length and whether a document ends there, which its negative length says."""
-        first, last = self._index["packs"][pack:pack + 2]
+        first, last = self._index["packs"][pack : pack + 2]
         starts = self._index["starts"][first:last].tolist()
         for start, length in zip(starts, self._index["lengths"][first:last].tolist(), strict=True):
             yield start, abs(length), length < 0
@@ -108,20 +112,33 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     target = directory(tokens, seq_length)
     identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}
     cache_dir = target.parent.parent
-    build.once(target, KIND, identity, lambda: _build(tokens, seq_length, target, identity),
-               lambda content: verified.require(target, content, "the packs", cache_dir,
-                                                run=commands.remade(target)))
+    build.once(
+        target,
+        KIND,
+        identity,
+        lambda: _build(tokens, seq_length, target, identity),
+        lambda content: verified.require(
+            target, content, "the packs", cache_dir, run=commands.remade(target)
+        ),
+    )
     summary = manifest.read(target, KIND, "the packs")["summary"]
-    packs = {name: Packs(split, _open(target, name, tokens.reads), seq_length)
-             for name, split in tokens.splits.items()}
+    packs = {
+        name: Packs(split, _open(target, name, tokens.reads), seq_length)
+        for name, split in tokens.splits.items()
+    }
     try:
         for name, facts in summary["splits"].items():
-            log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
-                     f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
-                     f"documents cut, at most {packs[name].most_documents - 1:,} in a pack")
+            log.info(
+                f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
+                f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
+                f"documents cut, at most {packs[name].most_documents - 1:,} in a pack"
+            )
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ArtifactError(f"{target / MANIFEST} is damaged", run=commands.remade(target),
-                            expected="the manifest that finished packs have") from None
+        raise ArtifactError(
+            f"{target / MANIFEST} is damaged",
+            run=commands.remade(target),
+            expected="the manifest that finished packs have",
+        ) from None
     return packs
 
 
@@ -167,7 +184,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                     del by_room[room], rooms[at]
             each = room // length
             now = min(len(items) - done, each * len(chosen))
-            bins[items[done:done + now]] = np.repeat(chosen, each)[:now]
+            bins[items[done : done + now]] = np.repeat(chosen, each)[:now]
             in_last = now - each * (len(chosen) - 1)
             put_back(chosen[:-1], room - each * length)
             put_back(chosen[-1:], room - in_last * length)
@@ -199,8 +216,11 @@ def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
     held = np.bincount(bins)
     fewest = max(fewest, 2 * len(bins) // len(held))
     limits = range(fewest, max(fewest, int(held.max())) + 1)
-    limit = limits[bisect_left(limits, True, key=lambda limit: (
-        -(-held // limit) - 1).sum() <= len(held) // _SHARE)]
+    limit = limits[
+        bisect_left(
+            limits, True, key=lambda limit: (-(-held // limit) - 1).sum() <= len(held) // _SHARE
+        )
+    ]
     full = np.flatnonzero(held[bins] > limit)
     full = full[np.argsort(bins[full], kind="stable")]
     _, of, count = np.unique(bins[full], return_inverse=True, return_counts=True)
@@ -222,8 +242,12 @@ def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str
                 path = building.dir / f"{name}.{part}.bin"
                 path.write_bytes(index[part].astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 files.append(manifest.file_entry(building.dir, path, hashing.FAST))
-        building.publish(stage="04_train_fsdp.py", options={"seq_length": seq_length}, files=files,
-                         summary={"splits": splits})
+        building.publish(
+            stage="04_train_fsdp.py",
+            options={"seq_length": seq_length},
+            files=files,
+            summary={"splits": splits},
+        )
 
 
 def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -244,10 +268,17 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     labels = np.bincount(bins, _labels_of(split, starts, lengths - is_end), minlength=count)
     # The sign tells a piece at whose end the document ends, so its last token has no label.
     signed = np.where(is_end, -lengths, lengths)
-    figures = {"packs": count, "padding": 1 - lengths.sum() / max(1, count * capacity),
-               "cut": float((per_document > 1).mean()) if len(ends) else 0.0}
-    return {"starts": starts[order], "lengths": signed[order], "packs": packs,
-            "labels": labels}, figures
+    figures = {
+        "packs": count,
+        "padding": 1 - lengths.sum() / max(1, count * capacity),
+        "cut": float((per_document > 1).mean()) if len(ends) else 0.0,
+    }
+    return {
+        "starts": starts[order],
+        "lengths": signed[order],
+        "packs": packs,
+        "labels": labels,
+    }, figures
 
 
 def _labels_of(split: Split, starts: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -256,5 +287,7 @@ def _labels_of(split: Split, starts: np.ndarray, after: np.ndarray) -> np.ndarra
 
 
 def _open(target: Path, name: str, reads: str) -> dict[str, Numbers]:
-    return {part: store.open_file(target / f"{name}.{part}.bin", dtype, reads)
-            for part, dtype in _FILES.items()}
+    return {
+        part: store.open_file(target / f"{name}.{part}.bin", dtype, reads)
+        for part, dtype in _FILES.items()
+    }

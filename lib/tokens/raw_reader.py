@@ -24,6 +24,7 @@ from lib.tokens.raw_shards import COMPRESSIONS, Span
 
 try:
     import orjson
+
     _fast: Callable[[bytes], Any] = orjson.loads
 except ImportError:
     _fast = json.loads
@@ -50,8 +51,9 @@ class Block(NamedTuple):
     start: int
 
 
-def read(path: Path, span: Span, place: int | None, text_field: str,
-         too_long: Callable[[int], None]) -> Iterator[Block]:
+def read(
+    path: Path, span: Span, place: int | None, text_field: str, too_long: Callable[[int], None]
+) -> Iterator[Block]:
     """Yield the blocks of a span from the document at `place` on, or from its beginning.
 
     too_long: is called with the place of each line that is left out since it is too long. Raises
@@ -63,11 +65,17 @@ def read(path: Path, span: Span, place: int | None, text_field: str,
     compression = COMPRESSIONS.get(path.suffix.lower())
     with io.BufferedReader(PatientFile(str(path))) as plain:
         damage: list[str] = []
-        file = io.BufferedReader(ChunkStream(unpacked(
-            plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES) if compression else plain
+        file = (
+            io.BufferedReader(
+                ChunkStream(unpacked(plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES
+            )
+            if compression
+            else plain
+        )
         if compression and place:
-            log.info(f"{path.name}: decompressing {units.size(place)} again, up to where the run "
-                     "stood")
+            log.info(
+                f"{path.name}: decompressing {units.size(place)} again, up to where the run stood"
+            )
         yield from _lines(file, span, place, too_long)
         if damage:
             raise EOFError(*damage)
@@ -78,6 +86,7 @@ def names(path: Path, span: Span) -> list[str]:
     try:
         if path.suffix.lower() == ".parquet":
             from pyarrow.parquet import ParquetFile
+
             with ParquetFile(path) as parquet:
                 return list(parquet.schema_arrow.names)
         block = next(read(path, span, None, "", lambda place: None))
@@ -88,8 +97,9 @@ def names(path: Path, span: Span) -> list[str]:
         return []
 
 
-def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None],
-           ) -> Iterator[Block]:
+def _lines(
+    file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None]
+) -> Iterator[Block]:
     here = place or 0
     if place:
         _forward(file, place)
@@ -107,7 +117,7 @@ def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[in
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
         following = here + len(block) + len(rest)
         if len(rest) == LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
-            block, rest = block[:block.rfind(b"\n") + 1], b""
+            block, rest = block[: block.rfind(b"\n") + 1], b""
             too_long(here + len(block))
             following += skip_line(file)
         yield Block(block + rest, here)
@@ -143,8 +153,7 @@ def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block
             first += rows
 
 
-def _group(parquet: Any, group: int, text_field: str, first: int, place: int,
-           ) -> Iterator[Block]:
+def _group(parquet: Any, group: int, text_field: str, first: int, place: int) -> Iterator[Block]:
     """Yield the rows of a row group from `place` on; its first row has the number `first`."""
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
@@ -192,8 +201,9 @@ class Encoded:
     seconds: float
 
 
-def block_encoder(tokenizer: Path, sample: Sequence[bytes], text_field: str,
-                  ) -> Callable[[Block], Encoded]:
+def block_encoder(
+    tokenizer: Path, sample: Sequence[bytes], text_field: str
+) -> Callable[[Block], Encoded]:
     """Return what encodes blocks, the engine chosen on a sample; called in the worker process."""
     encoder = Encoder(tokenizer, 1)
     encoder.tune(sample)
@@ -205,8 +215,9 @@ def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
     began, left = time.perf_counter(), LeftOut()
     texts, places = find_texts(block, text_field, left)
     ids, lengths = encoder.encode(texts) if texts else (np.empty(0, np.uint32), np.empty(0, int))
-    return Encoded(ids, np.cumsum(lengths), np.array(places, np.int64), left,
-                   time.perf_counter() - began)
+    return Encoded(
+        ids, np.cumsum(lengths), np.array(places, np.int64), left, time.perf_counter() - began
+    )
 
 
 def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
@@ -222,8 +233,7 @@ def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes
 
 
 def _found(block: Block, text_field: str, left: LeftOut) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the place and the text of each document; None where it has none and `left` says so.
-    """
+    """Yield the place and the text of each document; None where it has none and `left` says so."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return

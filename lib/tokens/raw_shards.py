@@ -62,9 +62,11 @@ class RawShards:
 
     def __str__(self) -> str:
         files = len({span.path for span in self.spans})
-        return f"{self.name}, {units.counted(files, 'file')} in " \
-               f"{units.counted(len(self.spans), 'piece')}, " \
-               f"{units.size(self.bytes)}, streamed"
+        return (
+            f"{self.name}, {units.counted(files, 'file')} in "
+            f"{units.counted(len(self.spans), 'piece')}, "
+            f"{units.size(self.bytes)}, streamed"
+        )
 
 
 def is_json_lines(path: str) -> bool:
@@ -87,36 +89,54 @@ def open_directory(root: Path) -> RawShards:
     if not root.exists():
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
     if any((root / mark).exists() for mark in _PREPARED):
-        raise UsageError(f"{root} is a prepared dataset",
-                         run=commands.as_typed(drop=["--streaming"]))
+        raise UsageError(
+            f"{root} is a prepared dataset", run=commands.as_typed(drop=["--streaming"])
+        )
     base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
     paths = [path for path in found if is_shard(path)]
     if not paths:
-        raise UsageError(f"no shard in {root}", expected=_EXPECTED,
-                         found=", ".join(found[:8]) or "no files",
-                         hint="stages 01 and 02 read any kind of text")
+        raise UsageError(
+            f"no shard in {root}",
+            expected=_EXPECTED,
+            found=", ".join(found[:8]) or "no files",
+            hint="stages 01 and 02 read any kind of text",
+        )
     _warn_of_others(str(root), found, len(paths))
     spans = [span for path in paths for span in _cut(base, path)]
     sizes = [(base / path).stat().st_size for path in paths]
-    seen = [[path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
-            for path, size in zip(paths, sizes, strict=True)]
+    seen = [
+        [path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
+        for path, size in zip(paths, sizes, strict=True)
+    ]
     return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(sizes))
 
 
-def open_repository(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path,
-                    fetcher: Fetcher) -> RawShards:
+def open_repository(
+    name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path, fetcher: Fetcher
+) -> RawShards:
     """Return the shards of a repository, a span each.
 
     sizes: bytes and digest by path. Raises UsageError when no file can be read.
     """
     paths = sorted(filter(is_shard, sizes))
     if not paths:
-        raise UsageError(f"no shard in {name}", expected=_EXPECTED, found=", ".join(sizes)[:200],
-                         hint="--include GLOB chooses other files")
+        raise UsageError(
+            f"no shard in {name}",
+            expected=_EXPECTED,
+            found=", ".join(sizes)[:200],
+            hint="--include GLOB chooses other files",
+        )
     _warn_of_others(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
-    return RawShards(name, root, [Span(path) for path in paths], fingerprint,
-                     sum(sizes[path][0] for path in paths), commit, fetcher)
+    return RawShards(
+        name,
+        root,
+        [Span(path) for path in paths],
+        fingerprint,
+        sum(sizes[path][0] for path in paths),
+        commit,
+        fetcher,
+    )
 
 
 def _warn_of_others(name: str, found: list[str], taken: int) -> None:
@@ -124,17 +144,22 @@ def _warn_of_others(name: str, found: list[str], taken: int) -> None:
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
         shown = ", ".join(left[:_NAMED]) + ", …" * (len(left) > _NAMED)
-        log.warn(f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
-                 f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "
-                 f"their names: {shown} (stages 01 and 02 read any kind of text)")
+        log.warn(
+            f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
+            f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "
+            f"their names: {shown} (stages 01 and 02 read any kind of text)"
+        )
 
 
 def _files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files but hidden ones."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(folder, name).relative_to(root).as_posix() for name in names
-                    if not name.startswith("."))
+        yield from (
+            Path(folder, name).relative_to(root).as_posix()
+            for name in names
+            if not name.startswith(".")
+        )
 
 
 def _cut(root: Path, path: str) -> list[Span]:
@@ -143,8 +168,9 @@ def _cut(root: Path, path: str) -> list[Span]:
     if not path.lower().endswith(_JSON_LINES):
         return [Span(path)]
     size = (root / path).stat().st_size
-    return [Span(path, start, min(start + _SPAN_BYTES, size))
-            for start in range(0, size, _SPAN_BYTES)]
+    return [
+        Span(path, start, min(start + _SPAN_BYTES, size)) for start in range(0, size, _SPAN_BYTES)
+    ]
 
 
 def _cut_parquet(root: Path, path: str) -> list[Span]:
@@ -161,4 +187,3 @@ def _cut_parquet(root: Path, path: str) -> list[Span]:
             spans.append(Span(path, start, group + 1))
             start, size = group + 1, 0
     return spans
-

@@ -57,13 +57,16 @@ class RawDocuments:
     Raises UsageError when there are fewer spans than ranks.
     """
 
-    def __init__(self, shards: RawShards, text_field: str, seed: int, dp_rank: int, dp_size: int,
-                 ) -> None:
+    def __init__(
+        self, shards: RawShards, text_field: str, seed: int, dp_rank: int, dp_size: int
+    ) -> None:
         if len(shards.spans) < dp_size:
-            raise UsageError(f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
-                             f"{units.counted(dp_size, 'rank')}",
-                             expected="a piece per rank at least: more files, or fewer ranks (a "
-                                      "compressed file, and one from the Hub, is one piece)")
+            raise UsageError(
+                f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
+                f"{units.counted(dp_size, 'rank')}",
+                expected="a piece per rank at least: more files, or fewer ranks (a "
+                "compressed file, and one from the Hub, is one piece)",
+            )
         self.shards, self.text_field, self.seed = shards, text_field, seed
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.left, self._reported = LeftOut(), 0
@@ -77,7 +80,7 @@ class RawDocuments:
         """Return this rank's spans of an epoch, in their order."""
         count = len(self.shards.spans)
         numbers = order.permute(np.arange(count), count, self.seed, epoch)
-        return [self.shards.spans[number] for number in numbers[self.dp_rank::self.dp_size]]
+        return [self.shards.spans[number] for number in numbers[self.dp_rank :: self.dp_size]]
 
     def sample(self) -> list[bytes]:
         """Return the beginnings of some documents: from all over the shards where they are here,
@@ -85,18 +88,22 @@ class RawDocuments:
 
         Raises UsageError when none has the text field, ArtifactError when none can be read.
         """
-        spans = self.spans(0)[:1] if self.shards.fetcher else \
-            self.shards.spans[::-(-len(self.shards.spans) // _SAMPLED_SPANS)]
+        spans = (
+            self.spans(0)[:1]
+            if self.shards.fetcher
+            else self.shards.spans[:: -(-len(self.shards.spans) // _SAMPLED_SPANS)]
+        )
         texts: list[bytes] = []
         left, problems, path = LeftOut(), [], Path()
         for span in spans:
             try:
                 path = self._fetched(span)
-                blocks = raw_reader.read(path, span, None, self.text_field,
-                                         lambda place: left.add("too long"))
+                blocks = raw_reader.read(
+                    path, span, None, self.text_field, lambda place: left.add("too long")
+                )
                 if block := next(blocks, None):
                     found, _ = raw_reader.find_texts(block, self.text_field, left)
-                    texts += found[:-(-_SAMPLED_TEXTS // len(spans))]
+                    texts += found[: -(-_SAMPLED_TEXTS // len(spans))]
             except raw_reader.NoColumn as error:
                 left.add(str(error), f"({span.path})")
             except raw_reader.DAMAGE as error:
@@ -107,16 +114,20 @@ class RawDocuments:
                 raise chats
             problems += [f"{reason} {words}" for reason, words in left.first.items()]
             raise (UsageError if left.counts else ArtifactError)(
-                f"no readable document in {self.shards}", found="\n".join(problems[:8]),
+                f"no readable document in {self.shards}",
+                found="\n".join(problems[:8]),
                 expected=f"one JSON object per line, or Parquet, with the text in "
-                         f"`{self.text_field}` (--text-field names another)")
+                f"`{self.text_field}` (--text-field names another)",
+            )
         # The cut may fall inside a character: what is left of it is dropped.
         return [text[:_SAMPLED_BYTES].decode("utf-8", "ignore").encode() for text in texts]
 
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
         """Start the worker processes; they need some seconds to get ready."""
-        self._workers = [Worker(f"tokenise {i}", raw_reader.block_encoder, tokenizer, sample,
-                                self.text_field) for i in range(workers)]
+        self._workers = [
+            Worker(f"tokenise {i}", raw_reader.block_encoder, tokenizer, sample, self.text_field)
+            for i in range(workers)
+        ]
 
     def close(self) -> None:
         """End the processes that tokenise and fetch."""
@@ -155,8 +166,10 @@ class RawDocuments:
         if (total := sum(self.left.counts.values())) == self._reported:
             return
         self._reported = total
-        reasons = ", ".join(f"{count:,} × {reason} (the first in {self.left.first[reason]})"
-                            for reason, count in list(self.left.counts.items()))
+        reasons = ", ".join(
+            f"{count:,} × {reason} (the first in {self.left.first[reason]})"
+            for reason, count in list(self.left.counts.items())
+        )
         log.warn(f"left out so far: {reasons}")
 
     def speed(self) -> float:
@@ -168,9 +181,11 @@ class RawDocuments:
     def describe(self, numbers: int) -> dict[str, str]:
         """Return what a plan says of the spans, whatever the number of samples."""
         count = len(self.shards.spans)
-        return {"pieces": f"{count / self.dp_size:,.1f} per rank = {count:,} of about "
-                          f"{units.size(self.shards.bytes // count)} / "
-                          f"{units.counted(self.dp_size, 'rank')}"}
+        return {
+            "pieces": f"{count / self.dp_size:,.1f} per rank = {count:,} of about "
+            f"{units.size(self.shards.bytes // count)} / "
+            f"{units.counted(self.dp_size, 'rank')}"
+        }
 
     def _sequence(self, cursor: Cursor) -> Iterator[OwnSpan]:
         """Yield the spans from the cursor's on, without end."""
@@ -180,21 +195,23 @@ class RawDocuments:
                 yield OwnSpan(epoch, number, span)
 
     def _blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
-        """Yield the blocks from the cursor's document on; what cannot be read is told and left out.
-        """
+        """Yield the blocks from the cursor's document on. Skips unreadable ones with a warning."""
         place, with_block = cursor.place, cursor.epoch
         for own, path in self._at_hand(self._sequence(cursor)):
             if own.epoch > with_block + 1:
                 raise self._nothing(with_block + 1)
+
             def too_long(at: int, span: Span = own.span) -> None:
                 self.left.add("a line longer than 16 MB", f"{span.path} at {at:,}")
+
             try:
                 for block in raw_reader.read(path, own.span, place, self.text_field, too_long):
                     with_block = own.epoch
                     yield own, block
             except raw_reader.DAMAGE as error:
-                self.left.add("a file, or the rest of it, that cannot be read",
-                              f"{own.span.path}: {error}")
+                self.left.add(
+                    "a file, or the rest of it, that cannot be read", f"{own.span.path}: {error}"
+                )
             place = None
 
     def _at_hand(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
@@ -234,8 +251,11 @@ class RawDocuments:
 
     def _nothing(self, epoch: int) -> ArtifactError:
         self.tell_left_out()
-        return ArtifactError(f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
-                             found=str(self.shards), expected="other files, or fewer ranks")
+        return ArtifactError(
+            f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
+            found=str(self.shards),
+            expected="other files, or fewer ranks",
+        )
 
 
 class TokenRuns:
@@ -259,30 +279,33 @@ class TokenRuns:
         self._tokens, self._first = tokens[count:], self._first + count
         while self._origins[0].first + len(self._origins[0].block.ids) <= self._first:
             self._origins.popleft()
-        return tokens[:count + 1].astype(np.int64), self._cursor()
+        return tokens[: count + 1].astype(np.int64), self._cursor()
 
     def _cursor(self) -> Cursor:
         origin = self._origins[0]
         offset, block = self._first - origin.first, origin.block
         document = int(np.searchsorted(block.ends, offset, side="right"))
         begin = int(block.ends[document - 1]) if document else 0
-        return Cursor(origin.own.epoch, origin.own.number, int(block.places[document]),
-                      offset - begin)
+        return Cursor(
+            origin.own.epoch, origin.own.number, int(block.places[document]), offset - begin
+        )
 
 
 class RawStream(DataStream):
     """Gives windows across the documents of raw shards; every rank reads its own part."""
 
-    def __init__(self, documents: RawDocuments, seq_length: int, division: Division,
-                 device: torch.device) -> None:
+    def __init__(
+        self, documents: RawDocuments, seq_length: int, division: Division, device: torch.device
+    ) -> None:
         self._documents, self._seq_length, self._division = documents, seq_length, division
         self._pin = device.type == "cuda"
 
     def steps(self, position: Position, count: int) -> Iterator[Step]:
         runs = TokenRuns(self._documents, position.cursor or Cursor())
         size = self._division.global_batch
-        return read_ahead(self._read(runs, position.samples + number * size)
-                          for number in range(1, count + 1))
+        return read_ahead(
+            self._read(runs, position.samples + number * size) for number in range(1, count + 1)
+        )
 
     def epoch(self, position: Position) -> float:
         """Return how often this rank's part has been gone through, in whole spans."""
@@ -291,8 +314,10 @@ class RawStream(DataStream):
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
         self._documents.tell_left_out()
-        return {"perf/loader_share": times["time/data"] / times["time/total"],
-                "perf/loader_tokens_per_sec_per_device": self._documents.speed()}
+        return {
+            "perf/loader_share": times["time/data"] / times["time/total"],
+            "perf/loader_tokens_per_sec_per_device": self._documents.speed(),
+        }
 
     def close(self) -> None:
         self._documents.close()
@@ -300,9 +325,12 @@ class RawStream(DataStream):
     def _read(self, runs: TokenRuns, samples_after: int) -> Step:
         d, length = self._division, self._seq_length
         tokens, cursor = runs.take(d.accumulation * d.micro_batch * length)
-        inputs, labels = (part.reshape(d.accumulation, d.micro_batch, length)
-                          for part in (tokens[:-1], tokens[1:]))
-        batches = [micro_batch(Rows(*part, None), self._pin)
-                   for part in zip(inputs, labels, strict=True)]
+        inputs, labels = (
+            part.reshape(d.accumulation, d.micro_batch, length)
+            for part in (tokens[:-1], tokens[1:])
+        )
+        batches = [
+            micro_batch(Rows(*part, None), self._pin) for part in zip(inputs, labels, strict=True)
+        ]
         total = d.global_batch * length
         return Step(batches, total, total, Position(samples_after, cursor))

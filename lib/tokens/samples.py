@@ -50,8 +50,7 @@ class Samples(ABC):
         """Return the label tokens and the tokens without padding of a sample on average."""
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        """Return which samples the numbers [first, first + count) of the endless stream stand for.
-        """
+        """Return the samples at positions [first, first + count) of the endless stream."""
         return order.sample_numbers(first, count, len(self), seed)
 
 
@@ -75,14 +74,15 @@ class Windows(Samples):
         tokens = self.take(samples)
         if self._labels is None:
             return Rows(tokens[:, :-1], tokens[:, 1:], None)
-        return Rows(tokens[:, :-1], np.where(self._are_labels(samples), tokens[:, 1:], IGNORED),
-                    None)
+        return Rows(
+            tokens[:, :-1], np.where(self._are_labels(samples), tokens[:, 1:], IGNORED), None
+        )
 
     def take(self, samples: np.ndarray) -> np.ndarray:
         """Return int64 [len(samples), T + 1]."""
         taken = np.empty((len(samples), self.seq_length + 1), np.int64)
         for row, start in zip(taken, (samples * self.seq_length).tolist(), strict=True):
-            row[:] = self.tokens[start:start + self.seq_length + 1]  # one pass: copy and widen
+            row[:] = self.tokens[start : start + self.seq_length + 1]  # one pass: copy and widen
         return taken
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
@@ -98,5 +98,5 @@ class Windows(Samples):
         assert self._labels is not None
         found = np.empty((len(samples), self.seq_length), bool)
         for row, start in zip(found, (samples * self.seq_length + 1).tolist(), strict=True):
-            row[:] = self._labels[start:start + self.seq_length]
+            row[:] = self._labels[start : start + self.seq_length]
         return found

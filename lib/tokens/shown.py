@@ -18,8 +18,10 @@ from lib.tokens.store import TokenStore
 
 _TRAINED, _READ, _END = "\033[32m", "\033[90m", "\033[0m"  # green, grey
 _OPEN, _CLOSE = "⟦", "⟧"
-_LEGEND = {True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
-          False: f"{_OPEN}trained{_CLOSE}, the rest is only read"}
+_LEGEND = {
+    True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
+    False: f"{_OPEN}trained{_CLOSE}, the rest is only read",
+}
 # Text is data: it must not move the cursor, or pass for another colour.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -32,11 +34,19 @@ def render(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool
     shown = []
     for start, end in _runs(trained):
         # Of a whole beginning: alone, some tokenizers drop the space that a run begins with.
-        before, text = (tokenizer.decode(tokens[:stop].tolist(), skip_special_tokens=False,
-                                         clean_up_tokenization_spaces=False)
-                        for stop in (start, end))
-        text = text[len(before):] if text.startswith(before) else tokenizer.decode(
-            tokens[start:end].tolist(), skip_special_tokens=False)
+        before, text = (
+            tokenizer.decode(
+                tokens[:stop].tolist(),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+            for stop in (start, end)
+        )
+        text = (
+            text[len(before) :]
+            if text.startswith(before)
+            else tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False)
+        )
         text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
         if colour:  # line by line, as a pager shows them
             paint = _TRAINED if trained[start] else _READ
@@ -55,8 +65,7 @@ def _runs(trained: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def samples(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iterator[str]:
-    """Yield documents that lie evenly over the training split, each below a line that says which.
-    """
+    """Yield documents spread evenly over the training split, each below a line that names it."""
     split = store.splits["train"]
     there = len(split.ends)
     for number in (np.arange(min(count, there)) * there // max(1, min(count, there))).tolist():
@@ -64,8 +73,10 @@ def samples(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iter
         end = int(split.ends[number])
         trained = np.arange(end - start) > 0 if split.labels is None else split.labels[start:end]
         text = render(np.asarray(split.tokens[start:end]), trained, tokenizer, colour)
-        yield f"--- {number + 1:,} of {there:,} in {store.path.name}: {end - start:,} tokens, " \
-              f"{int(trained.sum()):,} trained\n{text}"
+        yield (
+            f"--- {number + 1:,} of {there:,} in {store.path.name}: {end - start:,} tokens, "
+            f"{int(trained.sum()):,} trained\n{text}"
+        )
 
 
 def show(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:

@@ -23,8 +23,7 @@ _SAVE_PROGRESS_S = 20.0
 
 
 class Written(NamedTuple):
-    """Says what was written: counts by split, manifest entries, and what became of conversations.
-    """
+    """What was written: counts by split, manifest entries, and what became of conversations."""
 
     counts: dict[str, dict[str, int]]
     files: list[dict[str, Any]]
@@ -45,18 +44,21 @@ class SplitWriter:
             self._earlier = {}
         self.documents = self._earlier.get("documents", 0)
         self.tokens = self._earlier.get("tokens", 0)
-        self._sinks = [Sink(directory / f"{name}.tokens.bin", self.tokens * self._dtype.itemsize),
-                       Sink(directory / f"{name}.ends.bin", self.documents * 8)]
+        self._sinks = [
+            Sink(directory / f"{name}.tokens.bin", self.tokens * self._dtype.itemsize),
+            Sink(directory / f"{name}.ends.bin", self.documents * 8),
+        ]
         self._saved = time.monotonic()
 
     def is_sound(self, noted: dict[str, Any]) -> bool:
         """Tell whether a note of progress has what `noted` gives; empty where there is none."""
-        return all(type(noted.get(key, 0)) is int and noted.get(key, 0) >= 0
-                   for key in ("documents", "tokens"))
+        return all(
+            type(noted.get(key, 0)) is int and noted.get(key, 0) >= 0
+            for key in ("documents", "tokens")
+        )
 
     def append(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Write documents, one after the other. ids: uint32 [tokens]; lengths: int64 [documents].
-        """
+        """Write documents one after the other. ids: uint32 [tokens]; lengths: int64 [documents]."""
         tokens, ends = self._sinks[:2]
         tokens.write(ids.astype(self._dtype))
         ends.write((self.tokens + np.cumsum(lengths)).astype("<i8"))
@@ -93,8 +95,10 @@ class TextWriter(SplitWriter):
     def run(self, encoder: Encoder, bar: Progress) -> None:
         """Tokenise the documents that are not there yet."""
         if self.documents:
-            log.info(f"  going on after {units.counted(self.documents, 'document')} of an "
-                     "interrupted run")
+            log.info(
+                f"  going on after {units.counted(self.documents, 'document')} of an "
+                "interrupted run"
+            )
         for texts in self._dataset.documents(self.name, self.documents):
             self.append(*encoder.encode(texts))
             bar.advance(sum(map(len, texts)))
@@ -132,12 +136,19 @@ class Sink:
         """
         self.sync()
         self._file.close()
-        entry = {"path": self.path.name, "bytes": self.bytes,
-                 "digest": hashing.digest(self._hasher)}
+        entry = {
+            "path": self.path.name,
+            "bytes": self.bytes,
+            "digest": hashing.digest(self._hasher),
+        }
         if found := manifest.damage(self.path, entry, deep=True):
-            raise ArtifactError(f"{self.path} does not read back as it was written", found=found,
-                                hint="the disk may be failing (`dmesg` tells), or something else "
-                                     "wrote there; it is made anew by:", run=commands.as_typed())
+            raise ArtifactError(
+                f"{self.path} does not read back as it was written",
+                found=found,
+                hint="the disk may be failing (`dmesg` tells), or something else "
+                "wrote there; it is made anew by:",
+                run=commands.as_typed(),
+            )
         return entry
 
 

@@ -58,7 +58,7 @@ class FileNumbers:
     def __getitem__(self, wanted: slice | np.ndarray | int) -> Any:
         """Return a range, or the number at each place; OSError when the file is cut short."""
         if not isinstance(wanted, slice):
-            at_each = [self[i:i + 1][0] for i in np.ravel(wanted).tolist()]
+            at_each = [self[i : i + 1][0] for i in np.ravel(wanted).tolist()]
             return np.array(at_each, self.dtype).reshape(np.shape(wanted))[()]
         start, stop, _ = wanted.indices(self._count)
         size, parts = max(0, stop - start) * self.dtype.itemsize, []
@@ -94,8 +94,8 @@ class Labels:
         """Return bool for each token of a range."""
         start, stop, _ = wanted.indices(self._length)
         first = start // 8
-        bits = np.unpackbits(np.asarray(self._packed[first:-(-stop // 8)]), bitorder="little")
-        return bits[start - 8 * first:stop - 8 * first].view(bool)
+        bits = np.unpackbits(np.asarray(self._packed[first : -(-stop // 8)]), bitorder="little")
+        return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return how many labels each of some ranges holds; int64, both in ascending order."""
@@ -104,7 +104,7 @@ class Labels:
         while first < len(starts):
             last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK, "right")))
             base = int(starts[first])
-            before = np.concatenate([[0], np.cumsum(self[base:int(ends[last - 1])])])
+            before = np.concatenate([[0], np.cumsum(self[base : int(ends[last - 1])])])
             found[first:last] = before[ends[first:last] - base] - before[starts[first:last] - base]
             first = last
         return found
@@ -138,17 +138,24 @@ class TokenStore:
     chat: ChatFacts | None = None
 
 
-def identity(dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None,
-             ) -> dict[str, Any]:
+def identity(
+    dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None
+) -> dict[str, Any]:
     """Return what decides a store's content, in the form that identity.py compares.
 
     chat: of a chat dataset, how its conversations become samples.
     """
-    inputs: dict[str, Any] = {"dataset": dataset.fingerprint,
-                              "tokenizer": tokenizer_fingerprint(tokenizer_dir)}
+    inputs: dict[str, Any] = {
+        "dataset": dataset.fingerprint,
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+    }
     if chat:
-        inputs |= {"chat template": hashing.fingerprint(chat.template), "train_on": chat.train_on,
-                   "too_long": chat.too_long, "seq_length": chat.longest}
+        inputs |= {
+            "chat template": hashing.fingerprint(chat.template),
+            "train_on": chat.train_on,
+            "too_long": chat.too_long,
+            "seq_length": chat.longest,
+        }
     return {"options": {}, "inputs": inputs}
 
 
@@ -160,19 +167,33 @@ def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> P
     return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
 
 
-def summarise(dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]],
-              chat: dict[str, Any] | None = None) -> dict[str, Any]:
+def summarise(
+    dtype: str,
+    encoder: Encoder,
+    counts: dict[str, dict[str, int]],
+    chat: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return what the manifest of a store says beside its files.
 
     counts: by split. chat: of a chat dataset, what became of its conversations.
     """
-    summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
-               "bos": encoder.bos, "eos": encoder.eos,
-               "policy": "[bos] document [eos], ends exclusive in *.ends.bin", "label_mask": None}
+    summary = {
+        "dtype": dtype,
+        "vocab_size": encoder.vocab_size,
+        "splits": counts,
+        "bos": encoder.bos,
+        "eos": encoder.eos,
+        "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
+        "label_mask": None,
+    }
     if chat is None:
         return summary
-    return {**summary, "policy": "a sample as its template writes it, ends exclusive in *.ends.bin",
-            "label_mask": LABEL_MASK, "chat": chat}
+    return {
+        **summary,
+        "policy": "a sample as its template writes it, ends exclusive in *.ends.bin",
+        "label_mask": LABEL_MASK,
+        "chat": chat,
+    }
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:
@@ -184,10 +205,12 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     manifest.check(path, content, "the token store", run=commands.remade(path))
     summary = content["summary"]
     if summary.get("label_mask") not in (None, LABEL_MASK):
-        raise ArtifactError(f"{path} has a label mask, which this version cannot read",
-                            found=str(summary["label_mask"]),
-                            hint="update the code, or make the store anew:",
-                            run=commands.remade(path))
+        raise ArtifactError(
+            f"{path} has a label mask, which this version cannot read",
+            found=str(summary["label_mask"]),
+            hint="update the code, or make the store anew:",
+            run=commands.remade(path),
+        )
     is_chat = summary.get("label_mask") == LABEL_MASK
     try:
         chat = _read_chat(path, summary["chat"]) if is_chat else None
@@ -195,10 +218,15 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     except (KeyError, TypeError, ValueError, AttributeError):
         sound, chat = False, None
     if not sound:
-        raise ArtifactError(f"{path / paths.MANIFEST} is damaged", run=commands.remade(path),
-                            expected="the manifest that a finished token store has")
-    splits = {name: _open_split(path, name, summary["dtype"], counts, reads)
-              for name, counts in summary["splits"].items()}
+        raise ArtifactError(
+            f"{path / paths.MANIFEST} is damaged",
+            run=commands.remade(path),
+            expected="the manifest that a finished token store has",
+        )
+    splits = {
+        name: _open_split(path, name, summary["dtype"], counts, reads)
+        for name, counts in summary["splits"].items()
+    }
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
     return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads, chat)
@@ -206,14 +234,18 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
 
 def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads: str) -> Split:
     tokens = open_file(path / f"{name}.tokens.bin", dtype, reads)
-    labels = None if "labels" not in counts else Labels(
-        open_file(path / f"{name}.{LABEL_MASK}", "uint8", reads), len(tokens), counts["labels"])
+    labels = (
+        None
+        if "labels" not in counts
+        else Labels(
+            open_file(path / f"{name}.{LABEL_MASK}", "uint8", reads), len(tokens), counts["labels"]
+        )
+    )
     return Split(tokens, open_file(path / f"{name}.ends.bin", "int64", reads), labels)
 
 
 def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
-    """Return the facts of a chat store; KeyError, TypeError or ValueError where they are damaged.
-    """
+    """Return the facts of a chat store. Raises KeyError, TypeError or ValueError if damaged."""
     counts = {name: ChatCounts.of_record(record) for name, record in chat["splits"].items()}
     names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
     template = (path / TEMPLATE).read_text(encoding="utf-8")
@@ -223,12 +255,19 @@ def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
 def _is_sound(summary: dict[str, Any]) -> bool:
     """Tell whether a summary has the form in which it is written."""
     splits = summary.get("splits")
-    return isinstance(splits, dict) and "train" in splits and splits.keys() <= {*SPLITS} \
-        and all(isinstance(counts, dict) and (summary.get("label_mask") is None
-                                              or type(counts.get("labels")) is int)
-                for counts in splits.values()) \
-        and summary.get("dtype") in ("uint16", "uint32") \
-        and type(summary.get("vocab_size")) is int and summary["vocab_size"] > 0
+    return (
+        isinstance(splits, dict)
+        and "train" in splits
+        and splits.keys() <= {*SPLITS}
+        and all(
+            isinstance(counts, dict)
+            and (summary.get("label_mask") is None or type(counts.get("labels")) is int)
+            for counts in splits.values()
+        )
+        and summary.get("dtype") in ("uint16", "uint32")
+        and type(summary.get("vocab_size")) is int
+        and summary["vocab_size"] > 0
+    )
 
 
 def open_file(path: Path, dtype: str, reads: str) -> Numbers:

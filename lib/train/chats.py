@@ -32,8 +32,9 @@ class KeptTemplate(NamedTuple):
     source: str
 
 
-def find_template(config: Config, model_dir: Path, corpora: Sequence[Corpus],
-                  begun: KeptTemplate | None = None) -> str:
+def find_template(
+    config: Config, model_dir: Path, corpora: Sequence[Corpus], begun: KeptTemplate | None = None
+) -> str:
     """Return the source of the template that conversations are rendered by, "" without any.
 
     begun: that of the run, which stays where no --chat-template names another.
@@ -44,9 +45,11 @@ def find_template(config: Config, model_dir: Path, corpora: Sequence[Corpus],
     problems = Problems()
     for name in _OPTIONS:
         if getattr(config, name) != getattr(DEFAULTS, name):
-            problems.add(f"{declared.flag(name)} belongs to chat datasets, and there is none",
-                         found=", ".join(config.dataset_name),
-                         expected="-d with a dataset that stage 02 has made with --format chat")
+            problems.add(
+                f"{declared.flag(name)} belongs to chat datasets, and there is none",
+                found=", ".join(config.dataset_name),
+                expected="-d with a dataset that stage 02 has made with --format chat",
+            )
     problems.raise_if_any()
     return ""
 
@@ -78,8 +81,10 @@ def _find_for_chats(config: Config, model_dir: Path, begun: KeptTemplate | None)
     except StageError:  # the model has none, or none that can be read
         is_another = True
     if is_another:
-        log.info(f"chat template: {begun.path}, with which the run was begun; {model_dir} has "
-                 "another one now, or none")
+        log.info(
+            f"chat template: {begun.path}, with which the run was begun; {model_dir} has "
+            "another one now, or none"
+        )
     return begun.source
 
 
@@ -109,6 +114,7 @@ def template_to_keep(source: str, model_dir: Path) -> str:
     template: the text must begin there as it began in training.
     """
     from lib.tokens.chat import sandbox, template  # which takes time to import
+
     tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
     if encoder.bos is None:
         return source

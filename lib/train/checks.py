@@ -39,13 +39,17 @@ def require_sound(config: Config, has_begun: bool) -> None:
     for check in (_model, _adapters, _streaming, _batch, _checkpoints, _packages):
         check(config, problems)
     if config.seq_length and config.seq_length < _SHORTEST:
-        problems.add(f"--seq-length {config.seq_length} is too short to learn from: a token is "
-                     "predicted from those before it in its sample",
-                     expected=f"{_SHORTEST} tokens or more; 1024 is usual")
+        problems.add(
+            f"--seq-length {config.seq_length} is too short to learn from: a token is "
+            "predicted from those before it in its sample",
+            expected=f"{_SHORTEST} tokens or more; 1024 is usual",
+        )
     if config.lr is not None and config.lr > _LARGEST_LR and not has_begun:
-        problems.add(f"--lr {config.lr:g} is too large: AdamW moves every weight by up to that "
-                     "much in each step", expected="1e-5 to 3e-3 as a rule, at most "
-                                                   f"{_LARGEST_LR:g} for a very small model")
+        problems.add(
+            f"--lr {config.lr:g} is too large: AdamW moves every weight by up to that "
+            "much in each step",
+            expected=f"1e-5 to 3e-3 as a rule, at most {_LARGEST_LR:g} for a very small model",
+        )
     default = max(DEFAULT_LRS.values())  # at most
     problems.collect(lambda: require_falling(config, default if config.lr is None else config.lr))
     for name in ("beta1", "beta2"):
@@ -64,18 +68,26 @@ def require_falling(config: Config, lr: float) -> None:
 
 def _model(config: Config, problems: Problems) -> None:
     if config.model_size and not config.from_scratch:
-        problems.add("--model-size makes a model without weights",
-                     run=commands.as_typed("--from-scratch"))
+        problems.add(
+            "--model-size makes a model without weights", run=commands.as_typed("--from-scratch")
+        )
     if config.model_size and config.model_name:
         problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
-    if config.model_size and not config.tokenizer and \
-            (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
-        problems.add(f"--vocab-size {config.vocab_size} is too small for a tokenizer: the bytes "
-                     f"and special tokens alone take {tokenizer.SMALLEST_VOCABULARY}")
+    if (
+        config.model_size
+        and not config.tokenizer
+        and (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY
+    ):
+        problems.add(
+            f"--vocab-size {config.vocab_size} is too small for a tokenizer: the bytes "
+            f"and special tokens alone take {tokenizer.SMALLEST_VOCABULARY}"
+        )
     for name in ("vocab_size", "tokenizer"):
         if getattr(config, name) and not config.model_size:
-            problems.add(f"--{name.replace('_', '-')} belongs to --model-size",
-                         expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}")
+            problems.add(
+                f"--{name.replace('_', '-')} belongs to --model-size",
+                expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}",
+            )
 
 
 def require_shape(config: Config) -> None:
@@ -84,30 +96,41 @@ def require_shape(config: Config) -> None:
     if len(several) == 1 and directory.is_made_from_scratch(several[0]):
         return
     like = f"; -m {several[0].name} for the shape of that model" if several else ""
-    raise UsageError("--from-scratch does not say which model is meant",
-                     expected=f"--model-size {'|'.join(scratch.SIZES)}, or -m NAME",
-                     hint=f"a small one to try{like}:",
-                     run=commands.as_typed("--model-size", "tiny"))
+    raise UsageError(
+        "--from-scratch does not say which model is meant",
+        expected=f"--model-size {'|'.join(scratch.SIZES)}, or -m NAME",
+        hint=f"a small one to try{like}:",
+        run=commands.as_typed("--model-size", "tiny"),
+    )
 
 
 def _adapters(config: Config, problems: Problems) -> None:
     for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
         if not config.adapts and getattr(config, name) != getattr(DEFAULTS, name):
-            problems.add(f"{declared.flag(name)} belongs to --lora-rank",
-                         expected="the rank of the adapters: 8 to 256 as a rule")
+            problems.add(
+                f"{declared.flag(name)} belongs to --lora-rank",
+                expected="the rank of the adapters: 8 to 256 as a rule",
+            )
     if config.lora_alpha is not None and (odd := peft_adapter.find_odd_alpha(config.lora_alpha)):
         problems.add(f"--lora-alpha {config.lora_alpha:g} is no use", expected=odd)
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
     if config.lora_rank > _LARGEST_RANK:
-        problems.add(f"--lora-rank {config.lora_rank} is more than any linear has rows or columns",
-                     expected="8 to 256 as a rule")
+        problems.add(
+            f"--lora-rank {config.lora_rank} is more than any linear has rows or columns",
+            expected="8 to 256 as a rule",
+        )
     if config.adapts and config.precision == "fp8":
-        problems.add("--precision fp8 has no adapters: what is frozen would be cast anew in each "
-                     "pass", run=commands.as_typed("--precision", "bf16"))
+        problems.add(
+            "--precision fp8 has no adapters: what is frozen would be cast anew in each pass",
+            run=commands.as_typed("--precision", "bf16"),
+        )
     if config.lora_from is None and (problem := patterns.find_problem(config.lora_targets)):
-        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression that can be "
-                     "used", found=problem, expected="'q_proj|v_proj', say")
+        problems.add(
+            f"--lora-targets {config.lora_targets!r} is no regular expression that can be used",
+            found=problem,
+            expected="'q_proj|v_proj', say",
+        )
 
 
 def _streaming(config: Config, problems: Problems) -> None:
@@ -123,8 +146,9 @@ def _streaming(config: Config, problems: Problems) -> None:
     if config.packing == "documents":
         problems.add("--streaming has no --packing documents: packs need all documents at hand")
     if len(config.dataset_name) > 1:
-        problems.add("--streaming takes one dataset, no mixture",
-                     found=", ".join(config.dataset_name))
+        problems.add(
+            "--streaming takes one dataset, no mixture", found=", ".join(config.dataset_name)
+        )
     if config.prepare_only:
         problems.add("--prepare-only makes the token store, which --streaming does without")
     if config.resume_with_changes:
@@ -140,8 +164,10 @@ def _batch(config: Config, problems: Problems) -> None:
     for ranks in config.plan_gpus or here:
         problems.collect(partial(plan.degrees(config).replicas, ranks))
     if config.keep_gathered and config.cpu_offload:
-        problems.add("--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them "
-                     "off it", expected="one of them")
+        problems.add(
+            "--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them off it",
+            expected="one of them",
+        )
     if config.plan_gpus and not config.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.as_typed("--dry-run"))
 
@@ -150,16 +176,23 @@ def _checkpoints(config: Config, problems: Problems) -> None:
     if config.ckpt_local_freq and not (config.ckpt_local_dir or config.ckpt_hyperpod):
         problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
     if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
-        problems.add(f"--ckpt-local-freq {config.ckpt_local_freq} is not below --ckpt-freq "
-                     f"{config.ckpt_freq}", expected="local checkpoints are the frequent ones")
+        problems.add(
+            f"--ckpt-local-freq {config.ckpt_local_freq} is not below --ckpt-freq "
+            f"{config.ckpt_freq}",
+            expected="local checkpoints are the frequent ones",
+        )
     if config.ckpt_local_dir and config.ckpt_hyperpod:
         problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
     if not re.fullmatch(r"auto|https?://[^/@\s]+/?", config.ckpt_hyperpod or "auto"):
-        problems.add(f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
-                     expected="auto, or one like http://host:9200")
+        problems.add(
+            f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
+            expected="auto, or one like http://host:9200",
+        )
     if config.resume_with_changes and not config.step_limit:
-        problems.add("--resume-with-changes needs --max-steps: epochs of changed data or batches "
-                     "would count from the beginning of the run")
+        problems.add(
+            "--resume-with-changes needs --max-steps: epochs of changed data or batches "
+            "would count from the beginning of the run"
+        )
 
 
 def _packages(config: Config, problems: Problems) -> None:
@@ -171,10 +204,12 @@ def _packages(config: Config, problems: Problems) -> None:
             if getattr(config, name):
                 metadata.version(package)
         except metadata.PackageNotFoundError:
-            problems.add(f"{declared.flag(name)} needs the package {package}, which is not "
-                         "installed", hint="a bundle that `airgap.py pack --optional` made has its "
-                                           "wheels; or with an index in reach:",
-                         run=commands.pip_install_optional(package))
+            problems.add(
+                f"{declared.flag(name)} needs the package {package}, which is not installed",
+                hint="a bundle that `airgap.py pack --optional` made has its "
+                "wheels; or with an index in reach:",
+                run=commands.pip_install_optional(package),
+            )
 
 
 def require_room(config: Config, steps: int, has_begun: bool) -> None:
@@ -188,16 +223,20 @@ def require_room(config: Config, steps: int, has_begun: bool) -> None:
     # An epoch of N steps is the trainer's own: further launches go on, with more epochs.
     may_go_on = has_begun or bool(config.steps_per_epoch)
     if not may_go_on and (warmup > steps or (warmup == steps and falls)):
-        problems.add(f"--warmup-steps {warmup:,} leaves nothing of a run of {length}: the learning "
-                     "rate would rise to the end and never fall",
-                     expected=f"at most {max(0, steps // 2):,} for that length, or a larger "
-                              f"{'--max-steps' if config.max_steps == steps else '--num-epochs'}")
+        problems.add(
+            f"--warmup-steps {warmup:,} leaves nothing of a run of {length}: the learning "
+            "rate would rise to the end and never fall",
+            expected=f"at most {max(0, steps // 2):,} for that length, or a larger "
+            f"{'--max-steps' if config.max_steps == steps else '--num-epochs'}",
+        )
     if config.profile and config.profile[1] > steps:
         first, last = config.profile
-        problems.add(f"--profile {first}:{last} goes past the end of a run of {length}: nothing "
-                     "would be recorded",
-                     expected=f"steps from 1 to {steps:,}, such as --profile "
-                              f"{max(1, min(steps, 12) - 2)}:{min(steps, 12)}")
+        problems.add(
+            f"--profile {first}:{last} goes past the end of a run of {length}: nothing "
+            "would be recorded",
+            expected=f"steps from 1 to {steps:,}, such as --profile "
+            f"{max(1, min(steps, 12) - 2)}:{min(steps, 12)}",
+        )
     problems.raise_if_any()
 
 
@@ -206,13 +245,19 @@ def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False)
 
     adapted: only adapters are trained.
     """
-    usual = next(of_scratch if scratch else of_weights
-                 for below, of_scratch, of_weights in _PUBLISHED_LR if parameters < below)
+    usual = next(
+        of_scratch if scratch else of_weights
+        for below, of_scratch, of_weights in _PUBLISHED_LR
+        if parameters < below
+    )
     usual *= LORA_LR if adapted else 1
     kind = "from scratch" if scratch else "that has adapters" if adapted else "that has weights"
-    return f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of " \
-           f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)" \
-        if lr > usual else ""
+    return (
+        f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of "
+        f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)"
+        if lr > usual
+        else ""
+    )
 
 
 def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
@@ -220,28 +265,44 @@ def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
     found, length = [], units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     if warmup > _LONG_WARMUP * steps:
-        found.append(f"--warmup-steps {warmup:,} takes {min(100, 100 * warmup // steps)} % of the "
-                     f"run of {length}; 1 to 10 % is usual")
+        found.append(
+            f"--warmup-steps {warmup:,} takes {min(100, 100 * warmup // steps)} % of the "
+            f"run of {length}; 1 to 10 % is usual"
+        )
     if config.lr_scheduler == "constant" and not math.isclose(config.min_lr, config.lr / 10):
         found.append(f"--min-lr {config.min_lr:g} does nothing with --lr-scheduler constant")
     if steps < config.ckpt_freq != DEFAULTS.ckpt_freq:
-        found.append(f"--ckpt-freq {config.ckpt_freq:,} is more than the run of {length}: only its "
-                     "last step is saved, and a failure before loses all")
+        found.append(
+            f"--ckpt-freq {config.ckpt_freq:,} is more than the run of {length}: only its "
+            "last step is saved, and a failure before loses all"
+        )
     if (keep := config.ckpt_keep_every) and keep % config.ckpt_freq:
-        found.append(f"--ckpt-keep-every {keep:,} is no multiple of --ckpt-freq "
-                     f"{config.ckpt_freq:,}: kept are the multiples of "
-                     f"{math.lcm(keep, config.ckpt_freq):,}")
+        found.append(
+            f"--ckpt-keep-every {keep:,} is no multiple of --ckpt-freq "
+            f"{config.ckpt_freq:,}: kept are the multiples of "
+            f"{math.lcm(keep, config.ckpt_freq):,}"
+        )
     if steps < config.log_freq != DEFAULTS.log_freq:
-        found.append(f"--log-freq {config.log_freq:,} is more than the run of {length}: only its "
-                     "first and its last step are logged")
-    typed = [f"--{name.replace('_', '-')}" for name in ("eval_freq", "eval_batches")
-             if getattr(config, name) not in (getattr(DEFAULTS, name), 0)]
+        found.append(
+            f"--log-freq {config.log_freq:,} is more than the run of {length}: only its "
+            "first and its last step are logged"
+        )
+    typed = [
+        f"--{name.replace('_', '-')}"
+        for name in ("eval_freq", "eval_batches")
+        if getattr(config, name) not in (getattr(DEFAULTS, name), 0)
+    ]
     if typed and not has_validation:
-        found.append(f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
-                     "no dataset has a validation split that fills a sample (stage 02 makes one "
-                     "with --validation-percent)" if not config.streaming else
-                     f"{' and '.join(typed)} do nothing with --streaming, which has no validation")
+        found.append(
+            f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
+            "no dataset has a validation split that fills a sample (stage 02 makes one "
+            "with --validation-percent)"
+            if not config.streaming
+            else f"{' and '.join(typed)} do nothing with --streaming, which has no validation"
+        )
     elif steps < config.eval_freq != DEFAULTS.eval_freq:
-        found.append(f"--eval-freq {config.eval_freq:,} is more than the run of {length}: the "
-                     "validation loss is measured once, at its end")
+        found.append(
+            f"--eval-freq {config.eval_freq:,} is more than the run of {length}: the "
+            "validation loss is measured once, at its end"
+        )
     return found

@@ -12,8 +12,13 @@ def add_options(parser: options.Parser) -> None:
     """Add all options of stage 04."""
     declared.add(parser, Config)
     speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
-    speed.add_argument("--use-flash-attn", dest="attention", action="store_const", const="flash",
-                       help="short for --attention flash")
+    speed.add_argument(
+        "--use-flash-attn",
+        dest="attention",
+        action="store_const",
+        const="flash",
+        help="short for --attention flash",
+    )
     parser.add_common(workers="tokenise")
 
 

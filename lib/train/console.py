@@ -7,13 +7,22 @@ from typing import Any
 from lib.core import units
 
 STYLES = ("line", "dict")
-_SHORT = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
-          "eval/loss": "eval_loss", "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu",
-          "memory/current_gib": "current_gib", "memory/peak_gib": "peak_gib",
-          "memory/reserved_gib": "reserved_gib", "memory/total_gib": "total_gib",
-          "memory/max_peak_gib": "max_peak_gib", "memory/max_peak_rank": "max_peak_rank",
-          "perf/loader_share": "loader_share",
-          "perf/loader_tokens_per_sec_per_device": "loader_tok/s"}
+_SHORT = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/learning_rate": "lr",
+    "eval/loss": "eval_loss",
+    "perf/tokens_per_sec": "tok/s",
+    "perf/mfu": "mfu",
+    "memory/current_gib": "current_gib",
+    "memory/peak_gib": "peak_gib",
+    "memory/reserved_gib": "reserved_gib",
+    "memory/total_gib": "total_gib",
+    "memory/max_peak_gib": "max_peak_gib",
+    "memory/max_peak_rank": "max_peak_rank",
+    "perf/loader_share": "loader_share",
+    "perf/loader_tokens_per_sec_per_device": "loader_tok/s",
+}
 _WIDTHS = (10, 9, 11, 8, 8)  # columns of the cells below, until a value is wider
 _STRAGGLER = 1.5  # times the usual rank's time before the slowest is named
 
@@ -26,13 +35,18 @@ class Lines:
 
     def line(self, row: dict[str, Any]) -> str:
         """Return a row in under 120 columns; its keys are those of docs/artifacts.md."""
-        cells = [f"loss {row['train/loss_mean']:.3f}", f"lr {_rate(row['train/learning_rate'])}",
-                 f"{row['perf/tokens_per_sec']:,.0f} tok/s", f"{_percent(row['perf/mfu'])} MFU",
-                 units.memory(row["memory/max_peak_gib"] * (1 << 30))]
+        cells = [
+            f"loss {row['train/loss_mean']:.3f}",
+            f"lr {_rate(row['train/learning_rate'])}",
+            f"{row['perf/tokens_per_sec']:,.0f} tok/s",
+            f"{_percent(row['perf/mfu'])} MFU",
+            units.memory(row["memory/max_peak_gib"] * (1 << 30)),
+        ]
         self._widths = list(map(max, self._widths, map(len, cells)))
         step = f"{row['step']:,}".rjust(len(self._total))
-        return "  ".join([f"step {step}/{self._total}", *map(str.rjust, cells, self._widths),
-                          *_remarks(row)])
+        return "  ".join(
+            [f"step {step}/{self._total}", *map(str.rjust, cells, self._widths), *_remarks(row)]
+        )
 
 
 def mean_loss(row: dict[str, Any]) -> float:
@@ -41,13 +55,13 @@ def mean_loss(row: dict[str, Any]) -> float:
 
 
 def record(row: dict[str, Any], rank: int) -> str:
-    """Return a row as `[rank=R] {'global_step': …}`, rounded; times in ms per step, memory in GiB.
-    """
-    found: dict[str, Any] = {"global_step": row["step"],
-                             "running_loss": round(row["train/loss_mean"], 4)}
+    """Return a row as `[rank=R] {'global_step': …}`, rounded; times in ms, memory in GiB."""
+    found: dict[str, Any] = {
+        "global_step": row["step"],
+        "running_loss": round(row["train/loss_mean"], 4),
+    }
     found |= {short: _short(row[key]) for key, short in _SHORT.items() if key in row}
-    found |= {key: round(value, 1) for key, value in row.items()
-              if key.startswith("time/")}
+    found |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
     if row["perf/slowest_ratio"] > _STRAGGLER:
         found["slowest_rank"] = row["perf/slowest_rank"]
     if "perf/eta_sec" in row:

@@ -64,8 +64,9 @@ class Data:
         labels, tokens = self.train.means()
         if labels < tokens:
             kind = "trained" if self.chat else "with a label"
-            rows["without padding"] = f"about {numbers * tokens:,.0f} tokens, " \
-                                      f"{numbers * labels:,.0f} of them {kind}"
+            rows["without padding"] = (
+                f"about {numbers * tokens:,.0f} tokens, {numbers * labels:,.0f} of them {kind}"
+            )
         return rows
 
 
@@ -78,17 +79,25 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
     stores = []
     for corpus in inputs.corpora:
-        path = build.prepare(corpus.dataset, inputs.model_dir, config.cache_dir, vocab_size,
-                             config.num_workers, not config.no_progress, config.prepare_only,
-                             chats.policy(config, inputs.template, corpus.dataset))
+        path = build.prepare(
+            corpus.dataset,
+            inputs.model_dir,
+            config.cache_dir,
+            vocab_size,
+            config.num_workers,
+            not config.no_progress,
+            config.prepare_only,
+            chats.policy(config, inputs.template, corpus.dataset),
+        )
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         if tokens.chat:
             log.table(tokens.chat.rows())
             if log.rank() == 0:
-                checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"],
-                            path / store.ERRORS)
+                checks.warn(
+                    str(corpus.dataset.path), tokens.chat.counts["train"], path / store.ERRORS
+                )
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         shown.show(stores, config.show_samples, inputs.model_dir)
@@ -99,28 +108,38 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     """Return the samples of all corpora, making the index of packs first where it is needed."""
     splits = [_split(config, tokens) for tokens in stores]
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
-    return Data(train, mixture.held_out(inputs.corpora, train,
-                                        [split.get("validation") for split in splits]),
-                outcome.facts([tokens.chat for tokens in stores if tokens.chat]))
+    return Data(
+        train,
+        mixture.held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
+        outcome.facts([tokens.chat for tokens in stores if tokens.chat]),
+    )
 
 
 def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
     """Return the samples of one corpus by split."""
     if config.packing == "documents":
         return packing.prepare(tokens, config.seq_length)
-    return {name: Windows(split.tokens, config.seq_length, split.labels)
-            for name, split in tokens.splits.items()}
+    return {
+        name: Windows(split.tokens, config.seq_length, split.labels)
+        for name, split in tokens.splits.items()
+    }
 
 
 def shards_of_rank(config: Config, found: RawShards) -> RawDocuments:
     """Return this rank's part of the shards, nothing of it read yet."""
     divided = degrees(config)
-    return RawDocuments(found, text_field(config), config.seed, divided.dp_rank(log.rank()),
-                        divided.dp_size(launched_size()))
+    return RawDocuments(
+        found,
+        text_field(config),
+        config.seed,
+        divided.dp_rank(log.rank()),
+        divided.dp_size(launched_size()),
+    )
 
 
-def _prepare_shards(config: Config, found: RawShards, model_dir: Path, vocab_size: int,
-                    ) -> RawDocuments:
+def _prepare_shards(
+    config: Config, found: RawShards, model_dir: Path, vocab_size: int
+) -> RawDocuments:
     """Return this rank's part, with processes that are about to tokenise it.
 
     Raises UsageError when the tokenizer does not fit the model or no document has the text field,
@@ -133,8 +152,10 @@ def _prepare_shards(config: Config, found: RawShards, model_dir: Path, vocab_siz
     encoder.tune(sample)
     workers = max(1, config.num_workers // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     documents.start(workers, model_dir, sample)
-    log.info(f"streaming: {workers} worker process{'es' * (workers > 1)} per rank tokenise "
-             f"{found.name} while training. This is for trying things out: a dataset of stages 01 "
-             "and 02 costs a step next to nothing, is shuffled as a whole and may have a "
-             "validation split")
+    log.info(
+        f"streaming: {workers} worker process{'es' * (workers > 1)} per rank tokenise "
+        f"{found.name} while training. This is for trying things out: a dataset of stages 01 "
+        "and 02 costs a step next to nothing, is shuffled as a whole and may have a "
+        "validation split"
+    )
     return documents

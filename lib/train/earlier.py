@@ -24,21 +24,32 @@ _SAMPLES = "samples in an epoch"
 _ANOTHER_NAME = "another --experiment-name"
 _ALL_THE_SAME = "--resume-with-changes to go on all the same"
 # The options that name an input.
-_NAMED_BY = {"model": "model_name", "tokenizer": "model_name", "dataset": "dataset_name",
-             "commit": "dataset_name", "text field": "text_field", TEMPLATE: "chat_template",
-             lora_from.INPUT: "lora_from"}
+_NAMED_BY = {
+    "model": "model_name",
+    "tokenizer": "model_name",
+    "dataset": "dataset_name",
+    "commit": "dataset_name",
+    "text field": "text_field",
+    TEMPLATE: "chat_template",
+    lora_from.INPUT: "lora_from",
+}
 # What decides which tensors there are in a checkpoint, and of which shape.
-_OF_TENSORS = {"optimizer": "states of another optimizer", "lora_rank": "other trained parameters",
-               "lora_targets": "other trained parameters"}
+_OF_TENSORS = {
+    "optimizer": "states of another optimizer",
+    "lora_rank": "other trained parameters",
+    "lora_targets": "other trained parameters",
+}
 # What decides which sample bears which number: inputs, and options that are declared so.
 _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
-    field.name for field in declared.fields(Config) if field.metadata["renumbers"]}
+    field.name for field in declared.fields(Config) if field.metadata["renumbers"]
+}
 
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
-    return bool(commit.scan(experiment.checkpoints)) or \
-        bool(commit.quarantined(experiment.checkpoints))
+    return bool(commit.scan(experiment.checkpoints)) or bool(
+        commit.quarantined(experiment.checkpoints)
+    )
 
 
 def newest(experiment: Experiment) -> Checkpoint | None:
@@ -60,8 +71,9 @@ def read(experiment: Experiment) -> dict[str, Any]:
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
 
 
-def model_of(experiment: Experiment, begun: dict[str, Any], named: Checkpoint | None,
-             cache_dir: Path) -> str | None:
+def model_of(
+    experiment: Experiment, begun: dict[str, Any], named: Checkpoint | None, cache_dir: Path
+) -> str | None:
     """Return the model that a run is of where no -m says so; None where nothing was begun.
 
     Also with --overwrite, and of a run that has saved nothing yet. It is where it was, or wherever
@@ -77,13 +89,20 @@ def model_of(experiment: Experiment, begun: dict[str, Any], named: Checkpoint | 
         if directory.fingerprint(candidate) == known:
             return str(candidate)
     if path:
-        raise ArtifactError(f"the model {path}, with which {experiment.root} was begun, is gone",
-                            hint="copy it there; -m NAME names it elsewhere, or another model")
+        raise ArtifactError(
+            f"the model {path}, with which {experiment.root} was begun, is gone",
+            hint="copy it there; -m NAME names it elsewhere, or another model",
+        )
     return None
 
 
-def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
-                 with_changes: bool = False, config: Config | None = None) -> list[Difference]:
+def require_same(
+    earlier: dict[str, Any],
+    now: dict[str, Any],
+    where: Path,
+    with_changes: bool = False,
+    config: Config | None = None,
+) -> list[Difference]:
     """Return every difference between a run and this one; UsageError if that forbids to resume.
 
     where: the run, or a checkpoint. config: the options of this launch, for a command that works.
@@ -91,21 +110,27 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
     changed = differences(earlier, now)
     if with_changes and (other := [each for each in changed if each.name in _OF_TENSORS]):
         what = " and ".join(sorted({_OF_TENSORS[each.name] for each in other}))
-        raise UsageError(f"{where} holds {what}, which this run cannot take over",
-                         found=in_lines(other), hint="keep these options, or begin another run "
-                                                     "from an export of this one")
+        raise UsageError(
+            f"{where} holds {what}, which this run cannot take over",
+            found=in_lines(other),
+            hint="keep these options, or begin another run from an export of this one",
+        )
     if changed and not with_changes:
-        if any(each.name == TEMPLATE for each in changed) and (kept := chats.kept_template(
-                [where / "model"], earlier["inputs"].get(TEMPLATE))):
+        if any(each.name == TEMPLATE for each in changed) and (
+            kept := chats.kept_template([where / "model"], earlier["inputs"].get(TEMPLATE))
+        ):
             raise _other_template(changed, kept.path, where)
         ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
         if not any(each.name in _OF_TENSORS for each in changed):
             ways.append(_ALL_THE_SAME)
         last, run = _go_on(changed, where, config) if config else ("", "")
         ways = [way for way in ways if way != last] + ([last] if last else [])
-        raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                         hint=f"use {', '.join(ways[:-1])}, or {ways[-1]}{':' if run else ''}",
-                         run=run)
+        raise UsageError(
+            f"{where} was begun with other settings",
+            found=in_lines(changed),
+            hint=f"use {', '.join(ways[:-1])}, or {ways[-1]}{':' if run else ''}",
+            run=run,
+        )
     return changed
 
 
@@ -119,18 +144,22 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
     if not isinstance(recorded, dict):
         return "", ""
     options = config.recorded()
-    replaced = {each.name for each in changed if each.kind == "input" and options.get(
-        name := _NAMED_BY.get(each.name, "")) in (None, recorded.get(name))}
+    replaced = {
+        each.name
+        for each in changed
+        if each.kind == "input"
+        and options.get(name := _NAMED_BY.get(each.name, "")) in (None, recorded.get(name))
+    }
     as_recorded = commands.with_options("--config", where / "config.yaml")
     if not replaced:
         return "the settings that it has", as_recorded
     if replaced == {lora_from.INPUT} and config.lora_from is not None:
         is_alone = len(changed) == 1
-        return ("the adapter that its checkpoints hold, which needs no --lora-from",
-                commands.moved_away(config.lora_from,
-                                    commands.as_typed() if is_alone else as_recorded))
-    if any(each.name in _OF_TENSORS for each in changed) or (
-            config.adapts and "model" in replaced):
+        return (
+            "the adapter that its checkpoints hold, which needs no --lora-from",
+            commands.moved_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
+        )
+    if any(each.name in _OF_TENSORS for each in changed) or (config.adapts and "model" in replaced):
         name = f"{where.name}-2"
         return _ANOTHER_NAME, commands.as_typed("--experiment-name", name)
     return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
@@ -141,30 +170,43 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
 
     kept: the text of the run's own template.
     """
-    ways = ("use another --experiment-name, --overwrite to start this one anew (the old one is "
-            "kept aside), or --resume-with-changes to go on all the same")
+    ways = (
+        "use another --experiment-name, --overwrite to start this one anew (the old one is "
+        "kept aside), or --resume-with-changes to go on all the same"
+    )
     own = ("--chat-template", kept)
     if any(each.name != TEMPLATE for each in changed):
         run = commands.with_options("--config", where / "config.yaml", *own)
-        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                          hint=f"{ways}, or the settings that it has:", run=run)
-    return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                      hint=f"{ways}, or the template that it has:",
-                      run=commands.as_typed(*own, drop=own[:1]))
+        return UsageError(
+            f"{where} was begun with other settings",
+            found=in_lines(changed),
+            hint=f"{ways}, or the settings that it has:",
+            run=run,
+        )
+    return UsageError(
+        f"{where} was begun with other settings",
+        found=in_lines(changed),
+        hint=f"{ways}, or the template that it has:",
+        run=commands.as_typed(*own, drop=own[:1]),
+    )
 
 
-def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None,
-                 ) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_samples(
+    facts: dict[str, Any], now: dict[str, Any], samples: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the identities of a checkpoint and of now, with the samples of an epoch as an input.
 
     Packs that were made anew may be others than those that an earlier version made of the same
     documents, and there are more of them then. facts: of the checkpoint.
     """
+
     def among_inputs(identity: dict[str, Any], count: int | None) -> dict[str, Any]:
         return identity | {"inputs": identity["inputs"] | {_SAMPLES: count}}
 
-    return (among_inputs(facts["identity"], facts.get("samples_per_epoch", samples)),
-            among_inputs(now, samples))
+    return (
+        among_inputs(facts["identity"], facts.get("samples_per_epoch", samples)),
+        among_inputs(now, samples),
+    )
 
 
 def is_other_data(changes: list[Difference]) -> bool:
@@ -172,30 +214,40 @@ def is_other_data(changes: list[Difference]) -> bool:
     return any(change.name in _OF_SAMPLES for change in changes)
 
 
-def require_free_name(config: Config, experiment: Experiment, earlier: dict[str, Any],
-                      identity: dict[str, Any]) -> None:
+def require_free_name(
+    config: Config, experiment: Experiment, earlier: dict[str, Any], identity: dict[str, Any]
+) -> None:
     """Raise UsageError when a directory holds something that this run cannot go on from.
 
     One that is no experiment is neither written to nor moved aside, whatever was typed.
     """
     # In this order: another launch may be about to make it one.
-    if not experiment.is_empty() and not has_begun(experiment) \
-            and "identity" not in journal.read_config(experiment):
-        raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml of "
-                         "one)", hint="use another --experiment-name, or move it away")
+    if (
+        not experiment.is_empty()
+        and not has_begun(experiment)
+        and "identity" not in journal.read_config(experiment)
+    ):
+        raise UsageError(
+            f"{experiment.root} exists and is not an experiment (no config.yaml of one)",
+            hint="use another --experiment-name, or move it away",
+        )
     if config.overwrite:
         return
     if earlier:
-        require_same(earlier["identity"], identity, experiment.root, config.resume_with_changes,
-                     config)
+        require_same(
+            earlier["identity"], identity, experiment.root, config.resume_with_changes, config
+        )
         if config.resume == "never":
-            raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
-                             hint="use another --experiment-name, or --overwrite, or go on:",
-                             run=commands.as_typed(drop=["--resume"]))
+            raise UsageError(
+                f"{experiment.root} has been trained already, and --resume is never",
+                hint="use another --experiment-name, or --overwrite, or go on:",
+                run=commands.as_typed(drop=["--resume"]),
+            )
     elif has_begun(experiment):
-        raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
-                            "readable config.yaml",
-                            hint="use another --experiment-name, or --overwrite to move it aside")
+        raise ArtifactError(
+            f"{experiment.root} holds checkpoints, none of them whole, and no readable config.yaml",
+            hint="use another --experiment-name, or --overwrite to move it aside",
+        )
 
 
 def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | None:
@@ -207,17 +259,24 @@ def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | Non
         return None
     path = Path(config.resume)
     step = paths.step_of(path.resolve().name)
-    if not config.overwrite and _has_gone_on_from(experiment, path) and \
-            (step is None or Checkpoint(path.resolve(), step).problems()):
+    if (
+        not config.overwrite
+        and _has_gone_on_from(experiment, path)
+        and (step is None or Checkpoint(path.resolve(), step).problems())
+    ):
         log.info(f"{path} is no longer there as it was; this run has gone on from it since")
         return None
     if step is None or not path.is_dir():
-        raise ArtifactError(f"--resume: {path} is not a checkpoint",
-                            expected="auto, never, or a directory …/checkpoints/step_…")
+        raise ArtifactError(
+            f"--resume: {path} is not a checkpoint",
+            expected="auto, never, or a directory …/checkpoints/step_…",
+        )
     if config.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
-        raise UsageError(f"--overwrite would move away {path}, which --resume names",
-                         hint="train under another --experiment-name, or go on from it:",
-                         run=commands.as_typed(drop=["--overwrite"]))
+        raise UsageError(
+            f"--overwrite would move away {path}, which --resume names",
+            hint="train under another --experiment-name, or go on from it:",
+            run=commands.as_typed(drop=["--overwrite"]),
+        )
     checkpoint = Checkpoint(path.resolve(), step)
     if problems := checkpoint.problems():
         raise ArtifactError(f"--resume: {path} is damaged", found="\n".join(problems))
@@ -226,14 +285,15 @@ def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | Non
 
 def _has_gone_on_from(experiment: Experiment, path: Path) -> bool:
     checkpoint = newest(experiment)
-    return checkpoint is not None and \
-        checkpoint.commit().get("resumed_path") == str(path.resolve())
+    return checkpoint is not None and checkpoint.commit().get("resumed_path") == str(path.resolve())
 
 
 def descends(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
     """Tell whether a checkpoint comes from a run that was resumed from `ancestor` by name."""
-    return checkpoint is not None and \
-        checkpoint.commit().get("resumed_from") == ancestor.commit()["manifest"]
+    return (
+        checkpoint is not None
+        and checkpoint.commit().get("resumed_from") == ancestor.commit()["manifest"]
+    )
 
 
 def mark_complete(experiment: Experiment, step: int) -> None:

@@ -31,25 +31,30 @@ class Evaluation:
         every = self._plan.config.eval_freq
         return step == self._plan.total_steps or bool(every and step % every == 0)
 
-    def measure(self, step: int, model: nn.Module, loss_sum: LossSum, report: Report,
-                ) -> dict[str, float]:
+    def measure(
+        self, step: int, model: nn.Module, loss_sum: LossSum, report: Report
+    ) -> dict[str, float]:
         """Return the validation loss as figures of a row; all ranks must call this."""
         began, losses = time.monotonic(), {}
         for part in self._held_out:
-            batches = evaluation_batches(part.samples, self._plan.config.eval_batches,
-                                         self._plan.division)
+            batches = evaluation_batches(
+                part.samples, self._plan.config.eval_batches, self._plan.division
+            )
             losses[part.name] = mean_loss(model, loss_sum, report.validating(batches), self._layout)
-        loss = sum(part.weight * losses[part.name] for part in self._held_out) \
-            / sum(part.weight for part in self._held_out)
-        each = {f"eval/loss/{name}": each for name, each in losses.items()} \
-            if len(losses) > 1 else {}
+        loss = sum(part.weight * losses[part.name] for part in self._held_out) / sum(
+            part.weight for part in self._held_out
+        )
+        each = (
+            {f"eval/loss/{name}": each for name, each in losses.items()} if len(losses) > 1 else {}
+        )
         report.validated(step, loss, began)
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, loss_sum: LossSum, batches: Iterable[MicroBatch],
-              layout: ParallelLayout) -> float:
+def mean_loss(
+    model: nn.Module, loss_sum: LossSum, batches: Iterable[MicroBatch], layout: ParallelLayout
+) -> float:
     """Return the mean loss over all label tokens of all ranks; all ranks must call this."""
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
     tokens = 0

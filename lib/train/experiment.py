@@ -30,9 +30,16 @@ _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", 
 
 
 @contextmanager
-def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs,
-          chat: ChatFacts | None, journal: Journal, launch: Launch, layout: ParallelLayout,
-          ) -> Iterator[None]:
+def claim(
+    config: Config,
+    experiment: Experiment,
+    plan: Plan,
+    inputs: Inputs,
+    chat: ChatFacts | None,
+    journal: Journal,
+    launch: Launch,
+    layout: ParallelLayout,
+) -> Iterator[None]:
     """Hold the directory for the while, and see that every rank means the same one by it.
 
     chat: what the conversations were prepared with that the run learns from. All ranks must call
@@ -66,8 +73,15 @@ def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs,
                 lease.release()
 
 
-def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs,
-              chat: ChatFacts | None, journal: Journal, launch: Launch) -> str:
+def _describe(
+    config: Config,
+    experiment: Experiment,
+    plan: Plan,
+    inputs: Inputs,
+    chat: ChatFacts | None,
+    journal: Journal,
+    launch: Launch,
+) -> str:
     """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
     old = inputs.stop_request  # one that has come since is meant for this launch
     if not launch.has_begun and old and old == stamps.take(old):
@@ -75,14 +89,26 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
     settled = {name: getattr(config, name) for name in config.why}
-    journal.config(config.recorded(), settled, plan.identity(), inputs.model_dir, start,
-                   read_config(experiment).get("run", start), launch.marks)
-    manifest.remove_temporary(experiment.root, [path.name for path in (
-        experiment.config, experiment.state, experiment.metrics)])
+    journal.config(
+        config.recorded(),
+        settled,
+        plan.identity(),
+        inputs.model_dir,
+        start,
+        read_config(experiment).get("run", start),
+        launch.marks,
+    )
+    manifest.remove_temporary(
+        experiment.root,
+        [path.name for path in (experiment.config, experiment.state, experiment.metrics)],
+    )
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
     if chat:
-        chat_files.write(experiment.model, chats.template_to_keep(chat.template, inputs.model_dir),
-                         list(chat.stops))
+        chat_files.write(
+            experiment.model,
+            chats.template_to_keep(chat.template, inputs.model_dir),
+            list(chat.stops),
+        )
     inputs.require_unchanged()
     if left := commit.clean(experiment.checkpoints):
         journal.event("clean", 0, paths=left)
@@ -92,28 +118,35 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
 def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) -> None:
     """Raise UsageError when a rank does not see the start that rank 0 has noted."""
     deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
-    while not (seen := read_config(experiment).get("launch") == start) \
-            and time.monotonic() < deadline:
+    while (
+        not (seen := read_config(experiment).get("launch") == start) and time.monotonic() < deadline
+    ):
         time.sleep(0.5)
     if not all(gather(seen, layout.control)):
-        raise UsageError(f"{experiment.root} is not the same directory on all nodes",
-                         expected="--save-dir on a file system that all nodes share")
+        raise UsageError(
+            f"{experiment.root} is not the same directory on all nodes",
+            expected="--save-dir on a file system that all nodes share",
+        )
 
 
 def _lease(experiment: Experiment) -> Lease:
     """Hold the experiment's directory for as long as this process lives."""
+
     def lost(text: str) -> None:
         # At once: two launches must not write the same run.
-        launcher.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
-                            lambda: log.error(text))
+        launcher.end_at_once(
+            EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()), lambda: log.error(text)
+        )
 
     experiment.root.mkdir(parents=True, exist_ok=True)
     try:
         return Lease(experiment.lock, lost)
     except Held as error:
-        raise ExperimentHeld(f"another launch is training {experiment.root} now",
-                             holder=error.holder, hint="wait for it, stop it, or use another "
-                                                       "--experiment-name") from None
+        raise ExperimentHeld(
+            f"another launch is training {experiment.root} now",
+            holder=error.holder,
+            hint="wait for it, stop it, or use another --experiment-name",
+        ) from None
 
 
 def _set_aside(experiment: Experiment) -> None:
@@ -140,5 +173,8 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
 
 def digests(directory: Path) -> dict[str, str]:
     """Return the digests of the files in a directory, by name."""
-    return {path.name: hashing.file_digest(path, "sha256")
-            for path in sorted(directory.iterdir()) if path.is_file()}
+    return {
+        path.name: hashing.file_digest(path, "sha256")
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+    }

@@ -55,8 +55,10 @@ def default_batch(config: Config, inputs: Inputs) -> Config:
     config = replace(config, batch_size=1)
     if config.why.get("global_batch_size") == KEPT:
         divided = plan.divide(config, 0, plan.launched_size())
-        log.info(f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
-                 f"begun with are kept: {plan.product(divided, config.seq_length or 1)}")
+        log.info(
+            f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
+            f"begun with are kept: {plan.product(divided, config.seq_length or 1)}"
+        )
     return config
 
 
@@ -112,11 +114,11 @@ def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
     _tell_copies(config, fit)
 
 
-def case_here(config: Config, model: PreTrainedModel,
-              most_documents: int | None = None) -> Case:
+def case_here(config: Config, model: PreTrainedModel, most_documents: int | None = None) -> Case:
     """Return what decides the memory of this run on this rank's device; see plan.memory_case."""
-    return plan.memory_case(config, model, plan.launched_size(),
-                            capacity.device().type == "cuda", most_documents)
+    return plan.memory_case(
+        config, model, plan.launched_size(), capacity.device().type == "cuda", most_documents
+    )
 
 
 def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
@@ -124,8 +126,9 @@ def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
     if not (needed := fit.excess(case)):
         return None
     whole = plan.divide(config, 0, plan.launched_size()).global_batch
-    return fit.refusal(case, needed, whole, begun=bool(inputs.begun),
-                       auto="activation_checkpointing" in config.why)
+    return fit.refusal(
+        case, needed, whole, begun=bool(inputs.begun), auto="activation_checkpointing" in config.why
+    )
 
 
 def _tell_copies(config: Config, fit: Fit) -> None:
@@ -138,9 +141,11 @@ def _tell_copies(config: Config, fit: Fit) -> None:
     copies = each * fit.model.num_parameters(only_trainable=True)
     taken = sum(fit.states(case).values()) * (case.offload or not fit.on_gpu)
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (fit.host - taken) >= 0:
-        log.info(f"host memory: a copy of what a checkpoint holds takes {units.memory(copies)} per "
-                 f"rank, of {units.memory(fit.host - taken)} that are left: steps will wait while "
-                 "a checkpoint is written (--ckpt-async off does so from the beginning)")
+        log.info(
+            f"host memory: a copy of what a checkpoint holds takes {units.memory(copies)} per "
+            f"rank, of {units.memory(fit.host - taken)} that are left: steps will wait while "
+            "a checkpoint is written (--ckpt-async off does so from the beginning)"
+        )
 
 
 def agree_on_shards(config: Config, control: ProcessGroup) -> Degrees:
@@ -160,20 +165,28 @@ def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config
     That is the smallest batch, the most recomputation, and weights that do not stay gathered. All
     ranks must call this. samples: of an epoch, see `limit`.
     """
-    batches, kinds, gathered = zip(*gather(
-        (config.batch_size, config.activation_checkpointing, bool(config.keep_gathered)),
-        layout.control), strict=True)
+    batches, kinds, gathered = zip(
+        *gather(
+            (config.batch_size, config.activation_checkpointing, bool(config.keep_gathered)),
+            layout.control,
+        ),
+        strict=True,
+    )
     most = max(kinds, key=recompute.KINDS.index)
     if config.chose_batch:
         if log.rank() == 0 and min(batches) != config.batch_size:
-            log.info(f"--batch-size auto: {min(batches)} per process instead of "
-                     f"{config.batch_size}, as rank {batches.index(min(batches))} has chosen")
+            log.info(
+                f"--batch-size auto: {min(batches)} per process instead of "
+                f"{config.batch_size}, as rank {batches.index(min(batches))} has chosen"
+            )
         config = config.settled("memory plan", batch_size=min(batches))
     is_open = config.chose_batch or "activation_checkpointing" in config.why
     if is_open and most != config.activation_checkpointing:
         if log.rank() == 0:
-            log.info(f"--activation-checkpointing: {most} instead of "
-                     f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen")
+            log.info(
+                f"--activation-checkpointing: {most} instead of "
+                f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen"
+            )
         config = config.settled("memory plan of another rank", activation_checkpointing=most)
     if "keep_gathered" in config.why and not all(gathered):
         config = config.reopened("keep_gathered")
@@ -198,9 +211,11 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     smaller = _candidates(config, ranks, config.batch_size * config.seq_length)
     batch = max([b for b in smaller if b <= most] or smaller[:1])
     if log.rank() == 0:
-        log.info(f"--batch-size auto: {batch} per process instead of {config.batch_size}, so that "
-                 f"{units.counted(asked * samples, 'sample')} make at least "
-                 f"{units.counted(steps, 'step')} or, if they are too few, as many as can be")
+        log.info(
+            f"--batch-size auto: {batch} per process instead of {config.batch_size}, so that "
+            f"{units.counted(asked * samples, 'sample')} make at least "
+            f"{units.counted(steps, 'step')} or, if they are too few, as many as can be"
+        )
     return config.settled("samples of an epoch", batch_size=batch)
 
 
@@ -217,27 +232,45 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
     larger, _ = _chosen(kept.settled("", batch_size=AUTO), fit, ranks, _gpus_here())
     batch = larger.batch_size
     if batch > config.batch_size:
-        step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
-            f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
-        log.warn(f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
-                 f"{batch} fits by the memory plan ({batch * config.seq_length:,} tokens){step}; "
-                 "--batch-size auto takes what fits")
+        step = (
+            f" with --global-batch-size {whole}"
+            if kept.global_batch_size
+            else f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
+        )
+        log.warn(
+            f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
+            f"{batch} fits by the memory plan ({batch * config.seq_length:,} tokens){step}; "
+            "--batch-size auto takes what fits"
+        )
 
 
-def _chosen(config: Config, fit: Fit, ranks: int, per_node: int, kept: str = "",
-            ) -> tuple[Config, list[str]]:
+def _chosen(
+    config: Config, fit: Fit, ranks: int, per_node: int, kept: str = ""
+) -> tuple[Config, list[str]]:
     """Return the options with what fits in the place of `auto`, and why it is that.
 
     per_node: ranks of a node. kept: how much is computed again at least.
     """
     kinds: Sequence[str] = [config.activation_checkpointing]
     if kinds == [AUTO]:
-        kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0:]
-    batches = _candidates(config, ranks, choice.ENOUGH[fit.on_gpu]) \
-        if config.batch_size == AUTO else [config.batch_size]
-    rows = [[plan.memory_case(replace(config, batch_size=batch, activation_checkpointing=kind),
-                              fit.model, ranks, fit.on_gpu) for batch in batches]
-            for kind in kinds]
+        kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0 :]
+    batches = (
+        _candidates(config, ranks, choice.ENOUGH[fit.on_gpu])
+        if config.batch_size == AUTO
+        else [config.batch_size]
+    )
+    rows = [
+        [
+            plan.memory_case(
+                replace(config, batch_size=batch, activation_checkpointing=kind),
+                fit.model,
+                ranks,
+                fit.on_gpu,
+            )
+            for batch in batches
+        ]
+        for kind in kinds
+    ]
     said: list[str] = []
     try:
         case = _choose(config, fit, rows, _node(config, fit, ranks, per_node))
@@ -245,16 +278,22 @@ def _chosen(config: Config, fit: Fit, ranks: int, per_node: int, kept: str = "",
         case = rows[-1][0]  # what takes the least
         said = [f"the memory that this run takes could not be estimated: {error}"]
     if config.activation_checkpointing == AUTO:
-        config = config.settled("earlier launch" if case.recompute == kept else "memory plan",
-                                activation_checkpointing=case.recompute)
+        config = config.settled(
+            "earlier launch" if case.recompute == kept else "memory plan",
+            activation_checkpointing=case.recompute,
+        )
         if case.recompute != kinds[0]:
-            said += [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
-                     f"is not sure to fit in {units.memory(fit.room)} by the memory plan"]
+            said += [
+                f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
+                f"is not sure to fit in {units.memory(fit.room)} by the memory plan"
+            ]
     if case.shard_size != rows[0][0].shard_size:
         config = config.settled("memory plan", shard_size=case.shard_size)
-        said.append(f"--shard-size {case.shard_size}: a replica of the model in each of "
-                    f"{ranks // case.shard_size} nodes, since a step fits so by the memory plan; "
-                    f"--shard-size {ranks} shards over all ranks")
+        said.append(
+            f"--shard-size {case.shard_size}: a replica of the model in each of "
+            f"{ranks // case.shard_size} nodes, since a step fits so by the memory plan; "
+            f"--shard-size {ranks} shards over all ranks"
+        )
     if case.keep_gathered and not config.keep_gathered:
         config = config.settled("memory plan", keep_gathered=True)
     if config.batch_size == AUTO:
@@ -270,8 +309,9 @@ def _choose(config: Config, fit: Fit, rows: Sequence[Sequence[Case]], node: int)
     """
     most = rows[0][-1]
     gathers = config.keep_gathered is None and fit.may_gather(most)
-    wanted = replace(most, shard_size=node or most.shard_size,
-                     keep_gathered=most.keep_gathered or gathers)
+    wanted = replace(
+        most, shard_size=node or most.shard_size, keep_gathered=most.keep_gathered or gathers
+    )
     if fit.is_easy(wanted) or [[wanted]] == rows:
         return wanted
     return fit.apart(choice.choose, rows, node, gathers)
@@ -283,8 +323,11 @@ def _node(config: Config, fit: Fit, ranks: int, per_node: int) -> int:
     is_open = config.shard_size is None and fit.on_gpu and not config.cpu_offload
     if not is_open or per_node < 2 or ranks % per_node or ranks // per_node < _NODES:
         return 0
-    return 0 if any(cuts_blocks(p.shape, per_node, block) for p in fit.model.parameters()) \
+    return (
+        0
+        if any(cuts_blocks(p.shape, per_node, block) for p in fit.model.parameters())
         else per_node
+    )
 
 
 def _gpus_here() -> int:
@@ -295,13 +338,21 @@ def _gpus_here() -> int:
 def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -> str:
     """Say why --batch-size auto is that batch."""
     enough, whole = choice.ENOUGH[fit.on_gpu], config.global_batch_size
-    of_step = f"divides the {units.counted(whole, 'sample')} of a step over " \
-              f"{units.counted(ranks, 'rank')} and " if whole else ""
+    of_step = (
+        f"divides the {units.counted(whole, 'sample')} of a step over "
+        f"{units.counted(ranks, 'rank')} and "
+        if whole
+        else ""
+    )
     per_pass = batch * plan.degrees(config).dp_size(ranks)
-    limit = "all that a rank has of a step" if whole == per_pass else \
-        f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan" \
-        if batch < batches[-1] else \
-        f"the largest that {of_step}has at most {enough:,} tokens (larger ones are hardly faster)"
+    limit = (
+        "all that a rank has of a step"
+        if whole == per_pass
+        else f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan"
+        if batch < batches[-1]
+        else f"the largest that {of_step}has at most {enough:,} tokens "
+        "(larger ones are hardly faster)"
+    )
     tokens = f"{batch * config.seq_length:,} tokens in a pass"
     return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
 
@@ -317,8 +368,10 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
     if config.precision == "fp8":
         found = [b for b in found if b * config.seq_length % float8.MULTIPLE == 0]
     if not found:
-        raise UsageError(f"no --batch-size has tokens in multiples of {float8.MULTIPLE}, as "
-                         "--precision fp8 takes them",
-                         found=f"{config.seq_length:,} tokens per sample (--seq-length), "
-                               f"{share} samples per process and step")
+        raise UsageError(
+            f"no --batch-size has tokens in multiples of {float8.MULTIPLE}, as "
+            "--precision fp8 takes them",
+            found=f"{config.seq_length:,} tokens per sample (--seq-length), "
+            f"{share} samples per process and step",
+        )
     return [b for b in found if b * config.seq_length <= enough] or found[:1]

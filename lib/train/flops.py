@@ -12,13 +12,36 @@ from lib.models.tensors import COMPUTE_DTYPES
 
 # Dense bf16/fp16 tensor-core peaks without sparsity, summed in float32, in FLOP/s, from the
 # vendors' data sheets. The names are words of what the driver calls a GPU.
-_PEAKS = {"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12,
-          "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12,
-          "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
-          "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
-          "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
-          "RTX PRO 6000": 503.8e12, "RTX 6000 Ada": 364e12, "RTX A6000": 155e12,
-          "RTX 5090": 209.5e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+_PEAKS = {
+    "GB300": 2500e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX PRO 6000": 503.8e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 155e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 _MIG = re.compile(r"\bMIG (\d)g\b")  # a part of a GPU, in sevenths
 _SIZE = {"cuda": 8192, "cpu": 1024}  # of products that are timed: large enough to reach the peak
 _PLANNED_FOR = "H100"
@@ -60,8 +83,10 @@ def causal(model: nn.Module, seq_length: int) -> float:
 
 def described(model: nn.Module, seq_length: int) -> str:
     """Say what a token takes, by both counts."""
-    return f"{per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of " \
-           f"attention, {causal(model, seq_length) / 1e9:.4g} with its causal half"
+    return (
+        f"{per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of "
+        f"attention, {causal(model, seq_length) / 1e9:.4g} with its causal half"
+    )
 
 
 def _attention(model: nn.Module, seq_length: int) -> float:

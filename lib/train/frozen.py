@@ -34,45 +34,66 @@ def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Fr
     """
     identity = checkpoint.commit()["identity"]
     if name is None:
-        begun = {"model_dir": journal.read_config(experiment).get("model_dir", ""),
-                 "identity": identity}
+        begun = {
+            "model_dir": journal.read_config(experiment).get("model_dir", ""),
+            "identity": identity,
+        }
         try:
             name = earlier.model_of(experiment, begun, None, cache_dir(experiment))
         except ArtifactError as error:
             raise ArtifactError(error.problem, hint=_HINT) from None
         if name is None:
-            raise ArtifactError(f"nothing says where the model lies that {experiment.root} was "
-                                "begun with", hint=_HINT)
+            raise ArtifactError(
+                f"nothing says where the model lies that {experiment.root} was begun with",
+                hint=_HINT,
+            )
     found = directory.find(name, cache_dir(experiment))
     before = stamps.take(directory.list_files(found))
     if (now := directory.fingerprint(found)) != identity["inputs"]["model"]:
-        raise UsageError(f"{found} is not the model that the adapters were trained beside",
-                         expected=f"a fingerprint of {identity['inputs']['model']}", found=now,
-                         hint=_HINT)
+        raise UsageError(
+            f"{found} is not the model that the adapters were trained beside",
+            expected=f"a fingerprint of {identity['inputs']['model']}",
+            found=now,
+            hint=_HINT,
+        )
     return Frozen(found, before)
 
 
-def require_whole(base: Path, experiment: Experiment, checkpoint: Checkpoint, progress: bool,
-                  ) -> None:
+def require_whole(
+    base: Path, experiment: Experiment, checkpoint: Checkpoint, progress: bool
+) -> None:
     """Raise ArtifactError unless the weights are those that the run has read, every byte.
 
     Where the run has noted no digests, those count that the directory has.
     """
     content = manifest.read_if_any(base) or {}
     noted = checkpoint.record().get("base") or {
-        entry["path"]: entry["digest"] for entry in content.get("files", [])
-        if entry["path"].endswith(".safetensors")}
+        entry["path"]: entry["digest"]
+        for entry in content.get("files", [])
+        if entry["path"].endswith(".safetensors")
+    }
     if odd := [name for name in noted if Path(name).name != name]:
-        raise ArtifactError(f"{checkpoint.path} is not one that stage 04 wrote",
-                            found=f"the base in its train state: {', '.join(odd)}")
-    files = [{"path": name, "digest": digest,
-              "bytes": (base / name).stat().st_size if (base / name).is_file() else 0}
-             for name, digest in noted.items()]
-    remedy = directory.remedy(base, "--overwrite") if content.get("kind") == directory.KIND \
+        raise ArtifactError(
+            f"{checkpoint.path} is not one that stage 04 wrote",
+            found=f"the base in its train state: {', '.join(odd)}",
+        )
+    files = [
+        {
+            "path": name,
+            "digest": digest,
+            "bytes": (base / name).stat().st_size if (base / name).is_file() else 0,
+        }
+        for name, digest in noted.items()
+    ]
+    remedy = (
+        directory.remedy(base, "--overwrite")
+        if content.get("kind") == directory.KIND
         else {"hint": f"copy it again from where it came from; {_HINT}"}
+    )
     if cache_dir(experiment).is_dir():
-        verified.require(base, {"files": files}, "the base", cache_dir(experiment),
-                         progress=progress, **remedy)
+        verified.require(
+            base, {"files": files}, "the base", cache_dir(experiment), progress=progress, **remedy
+        )
     else:
         manifest.check(base, {"files": files}, "the base", deep=True, **remedy)
 

@@ -73,8 +73,10 @@ class Inputs:
     @property
     def recomputed(self) -> str:
         """Return the --activation-checkpointing that the run was begun with, "" where unknown."""
-        found = [self.begun.get(part, {}).get("activation_checkpointing")
-                 for part in ("settled", "options")]
+        found = [
+            self.begun.get(part, {}).get("activation_checkpointing")
+            for part in ("settled", "options")
+        ]
         return next((kind for kind in found if kind in recompute.KINDS), "")
 
     def require_unchanged(self) -> None:
@@ -82,8 +84,9 @@ class Inputs:
         stamps.require_same(self.model_stamps, f"the model {self.model_dir}", "the run started")
 
 
-def find_inputs(config: Config, experiment: Experiment, made: Path | None,
-                begun: dict[str, Any]) -> Inputs:
+def find_inputs(
+    config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any]
+) -> Inputs:
     """Find and check model and dataset without importing torch.
 
     made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
@@ -93,35 +96,62 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     problems = Problems()
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
-    corpora = [] if config.streaming else \
-        problems.collect(lambda: mixture.open_corpora(config.dataset_name))
-    shards = problems.collect(lambda: _open_shards(config, begun)) \
-        if config.streaming else None
+    corpora = (
+        []
+        if config.streaming
+        else problems.collect(lambda: mixture.open_corpora(config.dataset_name))
+    )
+    shards = problems.collect(lambda: _open_shards(config, begun)) if config.streaming else None
     identity = _identity(begun, named)
     adapter = problems.collect(lambda: lora_from.find(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
     if faults := chat_files.find_faults(model_dir):
-        raise ArtifactError(f"the model {model_dir} is damaged", found="\n".join(faults),
-                            **directory.remedy(model_dir, "--overwrite"))
+        raise ArtifactError(
+            f"the model {model_dir} is damaged",
+            found="\n".join(faults),
+            **directory.remedy(model_dir, "--overwrite"),
+        )
     of_named = [named.path.parent.parent / experiment.model.name] if named else []
-    begun_with = chats.kept_template([experiment.model, *of_named],
-                                     identity.get("inputs", {}).get(earlier.TEMPLATE))
+    begun_with = chats.kept_template(
+        [experiment.model, *of_named], identity.get("inputs", {}).get(earlier.TEMPLATE)
+    )
     source = chats.find_template(config, model_dir, corpora, begun_with)
-    fingerprints = {"model": directory.fingerprint(model_dir),
-                    "tokenizer": encode.tokenizer_fingerprint(model_dir),
-                    **(_shards_identity(config, shards) if shards
-                       else {"dataset": mixture.fingerprint(corpora)}),
-                    **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {}),
-                    **lora_from.fingerprint(config, adapter, identity)}
+    fingerprints = {
+        "model": directory.fingerprint(model_dir),
+        "tokenizer": encode.tokenizer_fingerprint(model_dir),
+        **(
+            _shards_identity(config, shards)
+            if shards
+            else {"dataset": mixture.fingerprint(corpora)}
+        ),
+        **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {}),
+        **lora_from.fingerprint(config, adapter, identity),
+    }
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
-    return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
-                  model_stamps, stop_request, source, adapter=adapter)
+    return Inputs(
+        model_dir,
+        corpora,
+        fingerprints,
+        begun,
+        named,
+        scratch,
+        shards,
+        model_stamps,
+        stop_request,
+        source,
+        adapter=adapter,
+    )
 
 
-def _find_model(config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any],
-                named: Checkpoint | None) -> Path:
+def _find_model(
+    config: Config,
+    experiment: Experiment,
+    made: Path | None,
+    begun: dict[str, Any],
+    named: Checkpoint | None,
+) -> Path:
     """Return the model of --model-size or -m, that of the run, or the only one; and log which."""
     if made:
         directory.tell(made, f", {config.model_size} from scratch")
@@ -131,8 +161,9 @@ def _find_model(config: Config, experiment: Experiment, made: Path | None, begun
     name = earlier.model_of(experiment, begun, named, config.cache_dir)
     if config.from_scratch and name is None:
         checks.require_shape(config)
-    return directory.find(name, config.cache_dir,
-                          f", with which {experiment.root} was begun" if name else "")
+    return directory.find(
+        name, config.cache_dir, f", with which {experiment.root} was begun" if name else ""
+    )
 
 
 def settle(config: Config, inputs: Inputs) -> Config:
@@ -147,8 +178,10 @@ def settle(config: Config, inputs: Inputs) -> Config:
             config = config.settled(KEPT, **{name: value})
     if config.lr is None:
         why = "from scratch" if inputs.scratch else "a model with weights"
-        config = config.settled("adapters" if config.lora_rank else why, lr=checks.DEFAULT_LRS[
-            inputs.scratch] * (checks.LORA_LR if config.lora_rank else 1))
+        config = config.settled(
+            "adapters" if config.lora_rank else why,
+            lr=checks.DEFAULT_LRS[inputs.scratch] * (checks.LORA_LR if config.lora_rank else 1),
+        )
     if config.min_lr is None:
         config = config.settled("a tenth of --lr", min_lr=config.lr / 10)
     checks.require_falling(config, config.lr)
@@ -172,8 +205,12 @@ def keep_global_batch(config: Config, inputs: Inputs) -> Config:
     """
     batch = _identity(inputs.begun, inputs.named).get("options", {}).get("global_batch_size")
     is_auto = config.batch_size == AUTO
-    if not batch or config.global_batch_size or config.prepare_only \
-            or (config.resume_with_changes and not is_auto):
+    if (
+        not batch
+        or config.global_batch_size
+        or config.prepare_only
+        or (config.resume_with_changes and not is_auto)
+    ):
         return config
     kept = config.settled(KEPT, global_batch_size=batch, grad_accum_steps=None)
     asked = plan.divide(config, 0, plan.launched_size())
@@ -183,32 +220,41 @@ def keep_global_batch(config: Config, inputs: Inputs) -> Config:
     try:
         divided = plan.divide(kept, 0, plan.launched_size())
     except UsageError as error:
-        raise UsageError(f"{begun} cannot be divided", expected=error.expected,
-                         hint="take another number of ranks or another --batch-size; "
-                              "--resume-with-changes with --max-steps goes on with the step that "
-                              "the options make") from error
+        raise UsageError(
+            f"{begun} cannot be divided",
+            expected=error.expected,
+            hint="take another number of ranks or another --batch-size; "
+            "--resume-with-changes with --max-steps goes on with the step that "
+            "the options make",
+        ) from error
     if config.batch_size is None:  # on a GPU it is divided otherwise, which is said there
         return kept
-    log.info(f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
-             f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
-             f"make it {asked.global_batch:,}")
+    log.info(
+        f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
+        f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
+        f"make it {asked.global_batch:,}"
+    )
     return kept
 
 
 def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     """Tell whether this very run has already reached its end, and say so; takes milliseconds."""
-    checkpoint = None if config.overwrite or inputs.named or config.prepare_only \
+    checkpoint = (
+        None
+        if config.overwrite or inputs.named or config.prepare_only
         else earlier.newest(experiment)
+    )
     if checkpoint is None:
         return False
     facts = checkpoint.commit()
     planned = Plan.of(config, inputs.fingerprints, facts["samples_per_epoch"])
-    if checkpoint.step < planned.total_steps or \
-            differences(facts["identity"], planned.identity()):
+    if checkpoint.step < planned.total_steps or differences(facts["identity"], planned.identity()):
         return False
     earlier.mark_complete(experiment, checkpoint.step)
-    log.info(f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
-             f"--num-epochs or --max-steps to go on\n{plan.next_command(config, experiment)}")
+    log.info(
+        f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
+        f"--num-epochs or --max-steps to go on\n{plan.next_command(config, experiment)}"
+    )
     return True
 
 
@@ -222,21 +268,25 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
         if config.adapts:
-            raise UsageError(f"--lora-rank trains adapters beside a model that has weights, and "
-                             f"those of {model_dir} would be drawn from the seed",
-                             expected="-m with a model that was trained before",
-                             hint="without --lora-rank, the whole model is trained")
+            raise UsageError(
+                f"--lora-rank trains adapters beside a model that has weights, and "
+                f"those of {model_dir} would be drawn from the seed",
+                expected="-m with a model that was trained before",
+                hint="without --lora-rank, the whole model is trained",
+            )
         return True
     if has_begun and not config.adapts:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
         error = ArtifactError(
-            f"the model {model_dir} has no weights" if not directory.has_weights(model_dir) else
-            f"the weights of the model {model_dir} are not whole",
+            f"the model {model_dir} has no weights"
+            if not directory.has_weights(model_dir)
+            else f"the weights of the model {model_dir} are not whole",
             found=units.join_lines(missing, 5),
             expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
             hint="copy the missing files to it; with --from-scratch, training would begin with "
-                 "random weights")
+            "random weights",
+        )
         if not (config.prepare_only or config.plan_gpus):
             raise error
         log.warn("training would end here: " + error.render().removeprefix("error: "))
@@ -258,10 +308,12 @@ def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
 
 
 def _shards_identity(config: Config, found: RawShards) -> dict[str, str]:
-    """Return what a run that resumes must share of the shards: each rank goes on in its own part.
-    """
-    shared = {"dataset": found.fingerprint, "text field": text_field(config),
-              "ranks": str(plan.degrees(config).dp_size(plan.launched_size()))}
+    """Return what a resumed run must share of the shards: each rank continues in its own part."""
+    shared = {
+        "dataset": found.fingerprint,
+        "text field": text_field(config),
+        "ranks": str(plan.degrees(config).dp_size(plan.launched_size())),
+    }
     return {**shared, "commit": found.commit} if found.commit else shared
 
 
@@ -271,8 +323,9 @@ def text_field(config: Config) -> str:
 
 
 @contextmanager
-def model_from_scratch(config: Config, experiment: Experiment, has_begun: bool,
-                       ) -> Iterator[Path | None]:
+def model_from_scratch(
+    config: Config, experiment: Experiment, has_begun: bool
+) -> Iterator[Path | None]:
     """Make the directory of the model for the while; None without --model-size.
 
     It stays in the cache, but for a dry run. Where no tokenizer is given, one is trained on the
@@ -284,25 +337,41 @@ def model_from_scratch(config: Config, experiment: Experiment, has_begun: bool,
         return
     has_own = has_begun and (experiment.model / directory.CONFIG).is_file()
     copy_from = config.tokenizer or (experiment.model if has_own else None)
-    train_on = () if copy_from or config.streaming else tuple(
-        corpus.dataset.path for corpus in mixture.open_corpora(config.dataset_name))
+    train_on = (
+        ()
+        if copy_from or config.streaming
+        else tuple(corpus.dataset.path for corpus in mixture.open_corpora(config.dataset_name))
+    )
     design = Design(config.model_size, None, config.vocab_size, train_on, copy_from)
     content = design.identity(design.choose_name())
-    target = paths.scratch_root(config.cache_dir) / \
-        f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
+    target = (
+        paths.scratch_root(config.cache_dir)
+        / f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
+    )
     if config.dry_run and not target.exists():
         with tempfile.TemporaryDirectory() as folder:
             _make(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
             yield Path(folder) / target.name
         return
-    build.once(target, KIND, content, lambda: _make(design, target, content, config),
-               lambda made: manifest.check(target, made, "the model from scratch", deep=True,
-                                           run=commands.remade(target)))
+    build.once(
+        target,
+        KIND,
+        content,
+        lambda: _make(design, target, content, config),
+        lambda made: manifest.check(
+            target, made, "the model from scratch", deep=True, run=commands.remade(target)
+        ),
+    )
     yield target
 
 
-def _make(design: Design, target: Path, content: dict[str, Any], config: Config,
-          limit: int = tokenizer.SAMPLE_BYTES) -> None:
+def _make(
+    design: Design,
+    target: Path,
+    content: dict[str, Any],
+    config: Config,
+    limit: int = tokenizer.SAMPLE_BYTES,
+) -> None:
     """Make the directory. limit: bytes of text to train a tokenizer on at most."""
     from lib.models import check
 
@@ -310,12 +379,16 @@ def _make(design: Design, target: Path, content: dict[str, Any], config: Config,
     with publish.Build(target, KIND, content, overwrite=False) as building:
         design.make_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
         design.write_beside_tokenizer(building.dir, vocabulary)
-        facts = check.examine_build(building, weights=False,
-                                    name=f"--model-size {config.model_size}")
+        facts = check.examine_build(
+            building, weights=False, name=f"--model-size {config.model_size}"
+        )
         design.require_same(content, design.choose_name())
-        files = [manifest.file_entry(building.dir, path, "sha256")
-                 for path in building.files()]
-        building.publish(stage="04_train_fsdp.py", options=config.recorded(), files=files,
-                         summary={"source": "scratch", "parameters": facts.parameters})
+        files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
+        building.publish(
+            stage="04_train_fsdp.py",
+            options=config.recorded(),
+            files=files,
+            summary={"source": "scratch", "parameters": facts.parameters},
+        )
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
     log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

@@ -32,8 +32,16 @@ class Journal:
         self._event_may_fail = log.Tolerated(experiment.events.name)
         self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
 
-    def config(self, resolved: dict[str, Any], settled: dict[str, Any], identity: dict[str, Any],
-               model_dir: Path, launch: str, run: str, launched_by: list[str]) -> None:
+    def config(
+        self,
+        resolved: dict[str, Any],
+        settled: dict[str, Any],
+        identity: dict[str, Any],
+        model_dir: Path,
+        launch: str,
+        run: str,
+        launched_by: list[str],
+    ) -> None:
         """Write config.yaml: resolved options, versions, argv and the commit of the code.
 
         settled: what was chosen where the options leave it open.
@@ -42,10 +50,18 @@ class Journal:
         """
         if not self._active:
             return
-        content = {"launch": launch, "run": run, "launched_by": launched_by, "options": resolved,
-                   "settled": settled, "model_dir": str(model_dir), "identity": identity,
-                   "versions": manifest.versions(), "argv": commands.redacted_argv(sys.argv),
-                   "git_commit": git_commit()}
+        content = {
+            "launch": launch,
+            "run": run,
+            "launched_by": launched_by,
+            "options": resolved,
+            "settled": settled,
+            "model_dir": str(model_dir),
+            "identity": identity,
+            "versions": manifest.versions(),
+            "argv": commands.redacted_argv(sys.argv),
+            "git_commit": git_commit(),
+        }
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
     def state(self, status: str, **facts: Any) -> None:
@@ -61,8 +77,13 @@ class Journal:
             if status == "running" and self._is_over:
                 return
             checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
-            content = {"status": status, **_progress(facts), **facts, "checkpoints": checkpoints,
-                       "updated": now()}
+            content = {
+                "status": status,
+                **_progress(facts),
+                **facts,
+                "checkpoints": checkpoints,
+                "updated": now(),
+            }
             try:
                 manifest.write_json(self.experiment.state, content)
             except OSError:
@@ -122,18 +143,27 @@ def _is_sound(content: dict[str, Any]) -> bool:
     if isinstance(identity, dict):
         parts += [identity.get("options", {}), identity.get("inputs", {})]
     marks = [content.get(key, "0") for key in ("run", "launch")]  # parts of names of directories
-    return all(isinstance(part, dict) for part in parts) \
-        and isinstance(content.get("model_dir", ""), str) \
-        and isinstance(content.get("launched_by", []), list) \
+    return (
+        all(isinstance(part, dict) for part in parts)
+        and isinstance(content.get("model_dir", ""), str)
+        and isinstance(content.get("launched_by", []), list)
         and all(isinstance(mark, str) and _MARK.fullmatch(mark) for mark in marks)
+    )
 
 
 def git_commit() -> str:
     """Return the commit of the code, `+` behind it when files differ from it; empty if unknown."""
+
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True,
-                              text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
         return done.stdout.strip()
+
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+" if changed else "")

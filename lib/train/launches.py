@@ -54,8 +54,9 @@ def act_once(config: Config) -> Config:
     words = ["--overwrite"] * config.overwrite + ["--resume never"] * (config.resume == "never")
     if words:
         log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
-    return replace(config, overwrite=False,
-                   resume="auto" if config.resume == "never" else config.resume)
+    return replace(
+        config, overwrite=False, resume="auto" if config.resume == "never" else config.resume
+    )
 
 
 def _is_of(known: list[str]) -> bool:

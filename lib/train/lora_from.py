@@ -28,8 +28,9 @@ def find(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None
     return peft_adapter.read(directory)
 
 
-def fingerprint(config: Config, adapter: PeftAdapter | None, identity: dict[str, Any],
-                ) -> dict[str, str]:
+def fingerprint(
+    config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
+) -> dict[str, str]:
     """Return what the identity of a run holds of the adapter that it begins with."""
     if config.lora_from is None:
         return {}
@@ -50,8 +51,11 @@ def settle(config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
         if typed == default != own[name]:
             kept[name] = own[name]
         elif typed not in (default, own[name]) and name != "lora_dropout":  # of training alone
-            problems.add(f"{declared.flag(name)} {typed} is not that of {config.lora_from}",
-                         found=str(own[name]), hint="leave it out: an adapter keeps what it has")
+            problems.add(
+                f"{declared.flag(name)} {typed} is not that of {config.lora_from}",
+                found=str(own[name]),
+                hint="leave it out: an adapter keeps what it has",
+            )
     problems.raise_if_any()
     return config.settled(_WHY, **kept)
 
@@ -59,8 +63,13 @@ def settle(config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
 def _options(adapter: PeftAdapter | None, identity: dict[str, Any]) -> dict[str, Any]:
     """Return the options of the adapter, or where that is gone, of the run that holds it."""
     if adapter is None:
-        return {name: identity["options"].get(name, getattr(DEFAULTS, name))
-                for name in _OF_ADAPTER}
-    return {"lora_rank": adapter.rank, "lora_alpha": adapter.alpha,
-            "lora_targets": adapter.targets, "lora_rslora": adapter.rslora,
-            "lora_dropout": adapter.dropout}
+        return {
+            name: identity["options"].get(name, getattr(DEFAULTS, name)) for name in _OF_ADAPTER
+        }
+    return {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_targets": adapter.targets,
+        "lora_rslora": adapter.rslora,
+        "lora_dropout": adapter.dropout,
+    }

@@ -126,8 +126,9 @@ class Profiler:
     the range of `nsys profile --capture-range=cudaProfilerApi` instead: CUDA lets one tool listen.
     """
 
-    def __init__(self, span: tuple[int, int] | None, directory: Path, rank: int,
-                 device: torch.device) -> None:
+    def __init__(
+        self, span: tuple[int, int] | None, directory: Path, rank: int, device: torch.device
+    ) -> None:
         self._first, self._last = span or (0, 0)
         self._stem = directory / f"rank_{rank:05d}.steps_{self._first}-{self._last}"
         self._on_gpu = device.type == "cuda"
@@ -136,8 +137,7 @@ class Profiler:
         self._may_fail = log.Tolerated(str(directory), OSError, RuntimeError)
 
     def has_passed(self, step: int) -> bool:
-        """Tell whether a run that goes on after `step` begins too late, and recorded nothing yet.
-        """
+        """Return whether a run resumed after `step` starts too late with nothing recorded yet."""
         return 0 < self._first <= step and not Path(f"{self._stem}.txt").exists()
 
     def before(self, step: int) -> None:
@@ -172,7 +172,8 @@ class Profiler:
         recording.export_chrome_trace(f"{self._stem}.json.gz")
         order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
         Path(f"{self._stem}.txt").write_text(
-            recording.key_averages().table(sort_by=order, row_limit=_ROWS), encoding="utf-8")
+            recording.key_averages().table(sort_by=order, row_limit=_ROWS), encoding="utf-8"
+        )
         if self._on_gpu:
             snapshot(Path(f"{self._stem}.memory.pickle"))
         log.info(f"profile: {self._stem}.json.gz and .txt")
@@ -256,8 +257,16 @@ class Meters:
     the model had memory. memory_peak: the most since then.
     """
 
-    def __init__(self, config: Config, experiment: Experiment, layout: ParallelLayout,
-                 flops: float, peak: float, memory_before: float, step: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        experiment: Experiment,
+        layout: ParallelLayout,
+        flops: float,
+        peak: float,
+        memory_before: float,
+        step: int,
+    ) -> None:
         """step: where the run goes on."""
         self._layout, self.flops, self.peak = layout, flops, peak
         self.memory_before, self.memory_peak = memory_before, 0.0
@@ -265,12 +274,15 @@ class Meters:
         self.profiler = Profiler(config.profile, experiment.profile, layout.rank, layout.device)
         if config.profile and self.profiler.has_passed(step) and layout.rank == 0:
             first, last = config.profile
-            log.warn(f"--profile {first}:{last} records nothing: the run goes on after step "
-                     f"{step:,}")
+            log.warn(
+                f"--profile {first}:{last} records nothing: the run goes on after step {step:,}"
+            )
         rank_log = experiment.rank_log(layout.rank)
         self.watchdog = Watchdog(
-            config.watchdog_minutes, rank_log.with_suffix(".stacks.txt"),
-            lambda: flight_recorder.dump(rank_log.with_suffix(".collectives.json")))
+            config.watchdog_minutes,
+            rank_log.with_suffix(".stacks.txt"),
+            lambda: flight_recorder.dump(rank_log.with_suffix(".collectives.json")),
+        )
 
     def __enter__(self) -> Meters:
         # From now on all ranks collect garbage in the same steps: left alone, each would stop the

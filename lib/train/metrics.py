@@ -64,8 +64,9 @@ class Metrics:
         ended = time.time() if ended is None else ended
         self.curve.add(figures)
         with self._rows_may_fail:
-            self._rows.write(_line({"step": figures["step"], "time": journal.now(ended),
-                                    **figures}))
+            self._rows.write(
+                _line({"step": figures["step"], "time": journal.now(ended), **figures})
+            )
         if self._board is not None:
             with self._board_may_fail:
                 self._board.write(figures, ended)
@@ -104,31 +105,40 @@ class Board:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._session = \
-            event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._event, self._summary, self._session = (
+            event_pb2.Event,
+            summary_pb2.Summary,
+            event_pb2.SessionLog,
+        )
         # Files are read in the order of their names, as TensorBoard's own writer gives them.
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self._file = AppendedFile(directory / name, is_text=False)
         self._records = RecordWriter(self._file)
-        self._next: list[Any] = [
-            self._event(wall_time=time.time(), file_version="brain.Event:2")]
+        self._next: list[Any] = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
 
     def begin(self, step: int) -> None:
         """Go on after a step: what this and earlier files say of later ones is void."""
-        self._next.append(self._event(
-            wall_time=time.time(), step=step + 1,
-            session_log=self._session(status=self._session.START)))
+        self._next.append(
+            self._event(
+                wall_time=time.time(),
+                step=step + 1,
+                session_log=self._session(status=self._session.START),
+            )
+        )
 
     def write(self, figures: dict[str, Any], ended: float) -> None:
         """Append the numbers of a row; OSError when they have to wait for the next one.
 
         ended: see Metrics.write.
         """
-        numbers = [self._summary.Value(tag=key, simple_value=value)
-                   for key, value in figures.items()
-                   if isinstance(value, (int, float)) and key != "step"]
-        row = self._event(wall_time=ended, step=figures["step"],
-                          summary=self._summary(value=numbers))
+        numbers = [
+            self._summary.Value(tag=key, simple_value=value)
+            for key, value in figures.items()
+            if isinstance(value, (int, float)) and key != "step"
+        ]
+        row = self._event(
+            wall_time=ended, step=figures["step"], summary=self._summary(value=numbers)
+        )
         events, self._next = [*self._next, row], []
         lost: OSError | None = None
         for event in events:
@@ -148,8 +158,10 @@ def training(rows: list[dict[str, Any]]) -> str:
     """Return the first and the last training loss in words."""
     first, last = rows[0], rows[-1]
     since = f", the mean since step {rows[-2]['step']:,}" if len(rows) > 1 else ""
-    return f"{first['train/loss']:.4f} at step {first['step']:,} → {mean_loss(last):.4f} at step " \
-           f"{last['step']:,}{since}"
+    return (
+        f"{first['train/loss']:.4f} at step {first['step']:,} → {mean_loss(last):.4f} at step "
+        f"{last['step']:,}{since}"
+    )
 
 
 def last_validation(rows: list[dict[str, Any]]) -> str:
@@ -173,7 +185,7 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
             if row["step"] <= step:
                 kept.append(row)
                 ends_at = end
-    if kept != rows[:len(kept)]:  # not in the order of steps, as no run of ours writes them
+    if kept != rows[: len(kept)]:  # not in the order of steps, as no run of ours writes them
         manifest.write_text(path, "".join(_line(row).decode() for row in kept))
     elif ends_at < end:
         with path.open("r+b") as file:
@@ -184,8 +196,10 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
 
 def _line(figures: dict[str, Any]) -> bytes:
     """Return a line of metrics.jsonl; JSON knows no NaN, so what is not finite becomes null."""
-    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-             for key, value in figures.items()}
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in figures.items()
+    }
     return json.dumps(plain).encode() + b"\n"
 
 
@@ -203,5 +217,11 @@ def _run_of_wandb(experiment: Experiment) -> Any:
     import wandb
 
     name = experiment.root.name
-    return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
-                      id=name, resume="allow")
+    return wandb.init(
+        mode="offline",
+        dir=str(experiment.root),
+        project="pretraining",
+        name=name,
+        id=name,
+        resume="allow",
+    )

@@ -32,8 +32,9 @@ from lib.train.model_files import require_same_on_all_nodes
 _SEQ_LENGTH = 1024
 
 
-def build_model(config: Config, experiment: Experiment, inputs: Inputs,
-                ) -> tuple[Config, PreTrainedModel]:
+def build_model(
+    config: Config, experiment: Experiment, inputs: Inputs
+) -> tuple[Config, PreTrainedModel]:
     """Return the model on the meta device, and the options with what it and the hardware decide.
 
     All is checked that can be before the long work begins. Raises UsageError or ArtifactError when
@@ -41,26 +42,38 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     be used.
     """
     if config.precision is None:
-        config = config.settled("hardware", precision="bf16" if config.plan_gpus
-                                else precision.default())
+        config = config.settled(
+            "hardware", precision="bf16" if config.plan_gpus else precision.default()
+        )
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     if config.attention == "flash":
-        config = replace(config, attention="auto" if config.plan_gpus else
-                         attention.flash_or_auto(config.precision, shape))
-    model = architecture.build_on_meta(inputs.model_dir, attention.choose(
-        config.attention, config.packing, config.precision, shape), config.trust_remote_code)
+        config = replace(
+            config,
+            attention="auto"
+            if config.plan_gpus
+            else attention.flash_or_auto(config.precision, shape),
+        )
+    model = architecture.build_on_meta(
+        inputs.model_dir,
+        attention.choose(config.attention, config.packing, config.precision, shape),
+        config.trust_remote_code,
+    )
     experts.use_own_function(model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.seq_length is None:
         config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
     elif longest and config.seq_length > longest:
-        raise UsageError(f"--seq-length {config.seq_length} is longer than the model allows",
-                         expected=f"at most {longest} (max_position_embeddings in config.json)")
+        raise UsageError(
+            f"--seq-length {config.seq_length} is longer than the model allows",
+            expected=f"at most {longest} (max_position_embeddings in config.json)",
+        )
     if config.precision == "fp8":
         precision.require_float8(config)
     elif config.fp8_recipe != "tensorwise":
-        raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
-                         found=f"--precision {config.precision}")
+        raise UsageError(
+            f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
+            found=f"--precision {config.precision}",
+        )
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
     for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
@@ -69,8 +82,9 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
         precision.warn_if_emulated(config.precision)
         batch = plan.divide(config, 0, plan.launched_size()).global_batch
-        earlier.require_free_name(config, experiment, inputs.begun,
-                                  config.identity(inputs.fingerprints, batch))
+        earlier.require_free_name(
+            config, experiment, inputs.begun, config.identity(inputs.fingerprints, batch)
+        )
         _require_writable(experiment.root)
     return config, model
 
@@ -86,21 +100,29 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
             raise UsageError(
                 f"--optimizer {config.optimizer} cannot be shared by {shard_size} ranks",
                 found=f"parameters of {' × '.join(map(str, cut[0]))}, of which ranks share the "
-                      f"rows of each expert: blocks of {block} numbers would be cut",
-                hint="--shard-size N with no more ranks than experts, or --optimizer adamw")
+                f"rows of each expert: blocks of {block} numbers would be cut",
+                hint="--shard-size N with no more ranks than experts, or --optimizer adamw",
+            )
 
 
 def _require_writable(directory: Path) -> None:
     """Raise UsageError when a directory can be neither written to nor made."""
     there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{directory} cannot be written",
-                         found=f"{there} is {'read-only' if there.is_dir() else 'a file'}",
-                         hint="--save-dir DIR names another place")
+        raise UsageError(
+            f"{directory} cannot be written",
+            found=f"{there} is {'read-only' if there.is_dir() else 'a file'}",
+            hint="--save-dir DIR names another place",
+        )
 
 
-def shard(config: Config, inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout,
-          compiler: Compiler | None) -> None:
+def shard(
+    config: Config,
+    inputs: Inputs,
+    model: PreTrainedModel,
+    layout: ParallelLayout,
+    compiler: Compiler | None,
+) -> None:
     """Shard the model and give it memory, without content but for what is frozen.
 
     No checkpoint holds that. Raises UsageError when its files have changed since it was planned.
@@ -109,9 +131,18 @@ def shard(config: Config, inputs: Inputs, model: PreTrainedModel, layout: Parall
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
     for said in adapters.adapt(model, _asked(config, before_plans=False), placement).said:
         log.info(said)
-    log.info("sharded: " + parallelize.parallelize(
-        model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
-        bool(config.keep_gathered)))
+    log.info(
+        "sharded: "
+        + parallelize.parallelize(
+            model,
+            layout.fsdp,
+            config.precision,
+            config.activation_checkpointing,
+            compiler,
+            offload,
+            bool(config.keep_gathered),
+        )
+    )
     parallelize.materialise(model, layout.device, offload)
     if is_frozen(model):
         _load_frozen(inputs, model, layout)
@@ -128,8 +159,10 @@ def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout)
     began = time.monotonic()
     load_pretrained(model, inputs.model_dir)
     inputs.require_unchanged()
-    log.info(f"frozen weights: read from {inputs.model_dir} in "
-             f"{units.duration(time.monotonic() - began)}")
+    log.info(
+        f"frozen weights: read from {inputs.model_dir} in "
+        f"{units.duration(time.monotonic() - began)}"
+    )
 
 
 def update_device(config: Config, layout: ParallelLayout) -> torch.device:
@@ -155,8 +188,10 @@ def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: Para
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
     if not is_frozen(model):
-        log.info(f"weights: {units.count(model.num_parameters())} parameters "
-                 f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}")
+        log.info(
+            f"weights: {units.count(model.num_parameters())} parameters "
+            f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}"
+        )
     torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks
 
 
@@ -164,15 +199,19 @@ def weights_of(config: Config, inputs: Inputs) -> str:
     """Return where the first weights come from, in words."""
     if inputs.scratch:
         return f"drawn from seed {config.seed}"
-    return f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from " \
-           f"{inputs.model_dir}"
+    return (
+        f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from "
+        f"{inputs.model_dir}"
+    )
 
 
 def settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Decide how the model attends, and say so."""
     attention.ask_no_device(model, config.packing, config.seq_length)
-    log.info("attention: " + attention_kernel.settle(model, config.packing,
-                                                     config.precision, layout.device))
+    log.info(
+        "attention: "
+        + attention_kernel.settle(model, config.packing, config.precision, layout.device)
+    )
 
 
 def try_experts(model: PreTrainedModel, layout: ParallelLayout) -> None:

@@ -32,18 +32,33 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return inputs
-    content, reads_weights = _model_content(inputs.model_dir), bool(config.lora_rank) or not (
-        inputs.scratch or inputs.begun or inputs.named)
-    files = [entry for entry in content["files"]
-             if reads_weights or not entry["path"].endswith(".safetensors")]
+    content, reads_weights = (
+        _model_content(inputs.model_dir),
+        bool(config.lora_rank) or not (inputs.scratch or inputs.begun or inputs.named),
+    )
+    files = [
+        entry
+        for entry in content["files"]
+        if reads_weights or not entry["path"].endswith(".safetensors")
+    ]
     if reads_weights and not files and not config.lora_rank:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
     remedy = _remedy(inputs.model_dir, content)
-    verified.require(inputs.model_dir, content | {"files": files}, "the model", config.cache_dir,
-                     workers=config.num_workers, progress=not config.no_progress,
-                     always=config.prepare_only, **remedy)
-    return replace(inputs, base=_digests(config, inputs.model_dir, content)) \
-        if config.lora_rank else inputs
+    verified.require(
+        inputs.model_dir,
+        content | {"files": files},
+        "the model",
+        config.cache_dir,
+        workers=config.num_workers,
+        progress=not config.no_progress,
+        always=config.prepare_only,
+        **remedy,
+    )
+    return (
+        replace(inputs, base=_digests(config, inputs.model_dir, content))
+        if config.lora_rank
+        else inputs
+    )
 
 
 def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
@@ -56,8 +71,12 @@ def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     if kind:
         return {"run": commands.remade(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):
-        return {"hint": "on a machine with a network, fetch it anew:", "run": commands.script(
-            "03_download_model.py", "--model-name", f"{cached[1]}/{cached[2]}")}
+        return {
+            "hint": "on a machine with a network, fetch it anew:",
+            "run": commands.script(
+                "03_download_model.py", "--model-name", f"{cached[1]}/{cached[2]}"
+            ),
+        }
     return {"hint": "copy it again from where it came from; -m NAME names another directory"}
 
 
@@ -71,9 +90,15 @@ def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[s
     known = {entry["path"]: entry["digest"] for entry in content["files"]}
     names = directory.weight_files(model_dir)
     if unknown := [name for name in names if name not in known]:
-        known |= verified.digests(model_dir, unknown, config.cache_dir, what="the model",
-                                  workers=config.num_workers, progress=not config.no_progress,
-                                  always=config.prepare_only)
+        known |= verified.digests(
+            model_dir,
+            unknown,
+            config.cache_dir,
+            what="the model",
+            workers=config.num_workers,
+            progress=not config.no_progress,
+            always=config.prepare_only,
+        )
     return {name: known[name] for name in names}
 
 
@@ -83,8 +108,12 @@ def require_begun_base(experiment: Experiment, inputs: Inputs) -> None:
     Before anything is written to its directory, which would remember them.
     """
     checkpoint = earlier.newest(experiment) or inputs.named
-    if checkpoint is None or not inputs.base or not (inputs.begun or inputs.named) or \
-            checkpoint.commit()["identity"]["inputs"].get("model") != inputs.fingerprints["model"]:
+    if (
+        checkpoint is None
+        or not inputs.base
+        or not (inputs.begun or inputs.named)
+        or checkpoint.commit()["identity"]["inputs"].get("model") != inputs.fingerprints["model"]
+    ):
         return
     try:
         record = checkpoint.record()
@@ -100,15 +129,21 @@ def require_same_base(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> 
     """
     for name, digest in record.get("base", {}).items():
         path, now = inputs.model_dir / name, inputs.base.get(name, "")
-        is_same = now == digest if now.partition(":")[0] == digest.partition(":")[0] \
+        is_same = (
+            now == digest
+            if now.partition(":")[0] == digest.partition(":")[0]
             else path.is_file() and hashing.matches(path, digest)
+        )
         if not is_same:
             remedy = _remedy(inputs.model_dir, _model_content(inputs.model_dir))
             raise ArtifactError(
                 f"{path} is not the file that the adapters of {checkpoint} were trained beside",
-                expected=digest, found=now or "no such file",
+                expected=digest,
+                found=now or "no such file",
                 hint="its bytes have changed, though it is of the same model: "
-                     + remedy.get("hint", "make it anew:"), run=remedy.get("run", ""))
+                + remedy.get("hint", "make it anew:"),
+                run=remedy.get("run", ""),
+            )
 
 
 def require_same_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:
@@ -119,18 +154,30 @@ def require_same_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:
     found = gather(inputs.base, layout.control)
     for rank, base in enumerate(found):
         if base and base != found[0]:
-            wrong = sorted(name for name in base.keys() | found[0].keys()
-                           if base.get(name) != found[0].get(name))
-            raise ArtifactError(f"the model {inputs.model_dir} holds other bytes on the node of "
-                                f"rank {rank} than on that of rank 0", found=", ".join(wrong),
-                                hint="copy it anew to one of them")
+            wrong = sorted(
+                name
+                for name in base.keys() | found[0].keys()
+                if base.get(name) != found[0].get(name)
+            )
+            raise ArtifactError(
+                f"the model {inputs.model_dir} holds other bytes on the node of "
+                f"rank {rank} than on that of rank 0",
+                found=", ".join(wrong),
+                hint="copy it anew to one of them",
+            )
 
 
 def _model_content(model_dir: Path) -> dict[str, Any]:
     """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
     if content := manifest.read_if_any(model_dir):
         return content
-    blobs = {path.name: path.resolve() for path in directory.list_files(model_dir)
-             if path.is_symlink()}
-    return {"files": [{"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
-                      for name, blob in blobs.items() if _SHA256.fullmatch(blob.name)]}
+    blobs = {
+        path.name: path.resolve() for path in directory.list_files(model_dir) if path.is_symlink()
+    }
+    return {
+        "files": [
+            {"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
+            for name, blob in blobs.items()
+            if _SHA256.fullmatch(blob.name)
+        ]
+    }

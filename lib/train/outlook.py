@@ -52,14 +52,19 @@ def rows(plan: Plan, work: Work, hardware: Hardware) -> dict[str, str]:
     if work.parameters < _TIMED_FROM:
         return found
     a_pass = plan.division.micro_batch * plan.config.seq_length
-    small = f", longer with only {a_pass:,} tokens in a pass" \
-        if a_pass < _FULL_PASS[hardware.kind] else ""
+    small = (
+        f", longer with only {a_pass:,} tokens in a pass"
+        if a_pass < _FULL_PASS[hardware.kind]
+        else ""
+    )
     later = f"; measured after {MEASURED} steps" if plan.total_steps > MEASURED else ""
-    return {"time": f"about {_time(plan, work, hardware)}, estimated at "
-                    f"{100 * _MFU[hardware.kind]:.0f} % of {hardware.peak / 1e12:.3g} TFLOP/s on "
-                    f"{units.counted(hardware.ranks, hardware.kind)} ({hardware.source})"
-                    f"{small}{later}",
-            **found}
+    return {
+        "time": f"about {_time(plan, work, hardware)}, estimated at "
+        f"{100 * _MFU[hardware.kind]:.0f} % of {hardware.peak / 1e12:.3g} TFLOP/s on "
+        f"{units.counted(hardware.ranks, hardware.kind)} ({hardware.source})"
+        f"{small}{later}",
+        **found,
+    }
 
 
 def step_seconds(plan: Plan, work: Work, hardware: Hardware) -> float | None:
@@ -70,8 +75,11 @@ def step_seconds(plan: Plan, work: Work, hardware: Hardware) -> float | None:
 def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
     """Return what is unusual about the tokens per step, and what to give instead; else None."""
     tokens, steps = plan.tokens_per_step, plan.total_steps
-    usual = next(usual for below, usual in _PRE_TRAINING if work.parameters < below) \
-        if work.scratch else _TRAINING_ON
+    usual = (
+        next(usual for below, usual in _PRE_TRAINING if work.parameters < below)
+        if work.scratch
+        else _TRAINING_ON
+    )
     fewest, most = (usual, _MOST) if work.scratch else (_FEWEST_TRAINING_ON, _MANY)
     few = tokens * _MARGIN < fewest and steps >= _LONG
     if work.parameters < _WARNS_FROM or not (few or tokens > _MOST):
@@ -79,17 +87,22 @@ def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
     batch = _batch_of(usual if few else _MANY, plan)
     then = max(1, steps * plan.division.global_batch // batch)
     also = f" --max-steps {then}" if plan.config.max_steps else ""
-    time = f"; the time stays at about {_time(plan, work, hardware)} by the estimate" \
-        if work.parameters >= _TIMED_FROM else ""
+    time = (
+        f"; the time stays at about {_time(plan, work, hardware)} by the estimate"
+        if work.parameters >= _TIMED_FROM
+        else ""
+    )
     what = "pre-training" if work.scratch else "fine-tuning and continued pre-training"
-    return f"{tokens:,} tokens per step are {'few' if few else 'many'} for a model of " \
-           f"{units.count(work.parameters)} parameters\n" \
-           f"  published: {units.count(fewest)} to {units.count(most)} in {what} " \
-           f"(docs/planning.md)\n" \
-           f"  now:       {_length(plan, steps)}\n" \
-           f"  instead:   --global-batch-size {batch}{also} for " \
-           f"{batch * plan.config.seq_length:,} tokens per step: {_length(plan, then)} with as " \
-           f"many tokens in all{time}"
+    return (
+        f"{tokens:,} tokens per step are {'few' if few else 'many'} for a model of "
+        f"{units.count(work.parameters)} parameters\n"
+        f"  published: {units.count(fewest)} to {units.count(most)} in {what} "
+        f"(docs/planning.md)\n"
+        f"  now:       {_length(plan, steps)}\n"
+        f"  instead:   --global-batch-size {batch}{also} for "
+        f"{batch * plan.config.seq_length:,} tokens per step: {_length(plan, then)} with as "
+        f"many tokens in all{time}"
+    )
 
 
 def _batch_of(tokens: int, plan: Plan) -> int:
@@ -104,8 +117,9 @@ def _time(plan: Plan, work: Work, hardware: Hardware) -> str:
 
 
 def _step(plan: Plan, work: Work, hardware: Hardware) -> float:
-    return plan.tokens_per_step * work.flops \
-        / (hardware.ranks * hardware.peak * _MFU[hardware.kind])
+    return (
+        plan.tokens_per_step * work.flops / (hardware.ranks * hardware.peak * _MFU[hardware.kind])
+    )
 
 
 def _length(plan: Plan, steps: int) -> str:
@@ -128,6 +142,8 @@ def _checkpoints(plan: Plan, work: Work) -> str:
     said = f"{count:,} of {units.size(work.checkpoint)}"
     if not config.ckpt_keep or count <= most:
         return said + (f", {units.size(count * work.checkpoint)} in all" if count > 1 else "")
-    return f"{said}: {units.size(count * work.checkpoint)} written in all, at most " \
-           f"{units.size(most * work.checkpoint)} at once in {most:,} " \
-           f"({', '.join(kind for kind, some in kinds.items() if some)})"
+    return (
+        f"{said}: {units.size(count * work.checkpoint)} written in all, at most "
+        f"{units.size(most * work.checkpoint)} at once in {most:,} "
+        f"({', '.join(kind for kind, some in kinds.items() if some)})"
+    )

@@ -30,23 +30,38 @@ from lib.train.plan import Plan
 _MASTER_BYTES = 4  # of a parameter, in a checkpoint
 
 
-def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, work: Work,
-              hardware: Hardware) -> None:
+def show_head(
+    plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, work: Work, hardware: Hardware
+) -> None:
     """Print what the run is, at its start."""
     config = plan.config
-    log.info(f"experiment {config.save_dir / config.experiment_name}: "
-             f"{_model_of(config, inputs)}, {size_of(model)}")
+    log.info(
+        f"experiment {config.save_dir / config.experiment_name}: "
+        f"{_model_of(config, inputs)}, {size_of(model)}"
+    )
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
-    no_split = "none with --streaming" if data.samples is None else \
-        "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    log.table({"dataset": inputs.datasets, "validation": held_out or no_split,
-               **_settled(config), **data.describe(plan), **outlook.rows(plan, work, hardware)})
+    no_split = (
+        "none with --streaming"
+        if data.samples is None
+        else "none that fills a sample (stage 02 makes a split with --validation-percent)"
+    )
+    log.table(
+        {
+            "dataset": inputs.datasets,
+            "validation": held_out or no_split,
+            **_settled(config),
+            **data.describe(plan),
+            **outlook.rows(plan, work, hardware),
+        }
+    )
     _tell_doubts(plan, work, hardware, bool(data.held_out))
     if config.deterministic:
         cost = determinism.measure_cost(capacity.device(), config.precision)
         log.info(f"deterministic: {cost}")
-    log.info(f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
-             + flops.described(model, config.seq_length))
+    log.info(
+        f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
+        + flops.described(model, config.seq_length)
+    )
 
 
 def hardware_of(config: Config, layout: ParallelLayout) -> Hardware:
@@ -63,25 +78,30 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     work, problems = work_of(config, inputs, model), Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.frozen_in(model)}"
-    log.table({"model": f"{_model_of(config, inputs)} ({model.config.model_type}, "
-                        f"{size_of(model)})",
-               "weights": weights_of(config, inputs), "dataset": inputs.datasets,
-               "precision": f"{masters}, {config.precision} compute", **_settled(config),
-               **_ranks(config)})
+    log.table(
+        {
+            "model": f"{_model_of(config, inputs)} ({model.config.model_type}, {size_of(model)})",
+            "weights": weights_of(config, inputs),
+            "dataset": inputs.datasets,
+            "precision": f"{masters}, {config.precision} compute",
+            **_settled(config),
+            **_ranks(config),
+        }
+    )
     data, samples = _data(config, inputs)
     asked = fitting.planned(config, inputs, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
         if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
         asked[ranks] = given = fitting.limit(given, samples, ranks)
-        plan = problems.collect(partial(
-            Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
+        plan = problems.collect(partial(Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
         if data:
-            problems.collect(partial(checks.require_room, config, plan.total_steps,
-                                     has_begun=bool(inputs.begun)))
+            problems.collect(
+                partial(checks.require_room, config, plan.total_steps, has_begun=bool(inputs.begun))
+            )
         _tell(config, plan, data, work, _hardware(config, ranks))
     if config.plan_gpus:
         _plan_memory(config, model, asked, data.most_documents if data else None)
@@ -108,18 +128,25 @@ def _ranks(config: Config) -> dict[str, str]:
     """Say why the plan is for one rank, when it is."""
     if config.plan_gpus or "WORLD_SIZE" in os.environ:
         return {}
-    return {"ranks": "1, as this command was started; torchrun starts more, and --plan-gpus N "
-                     "plans for N GPUs"}
+    return {
+        "ranks": "1, as this command was started; torchrun starts more, and --plan-gpus N "
+        "plans for N GPUs"
+    }
 
 
-def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: Hardware,
-          ) -> None:
+def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: Hardware) -> None:
     """Print the numbers of a plan. data: None when its samples are an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
-            round(work.checkpoint), hardware.ranks, config.plan_mtbf_hours, config.plan_write_gbps,
-            config.ckpt_async, config.plan_step_seconds, outlook.step_seconds(plan, work, hardware))
+            round(work.checkpoint),
+            hardware.ranks,
+            config.plan_mtbf_hours,
+            config.plan_write_gbps,
+            config.ckpt_async,
+            config.plan_step_seconds,
+            outlook.step_seconds(plan, work, hardware),
+        )
     log.table(numbers | outlook.rows(plan, work, hardware))
     _tell_doubts(plan, work, hardware, bool(data.held_out) if data else work.validates)
 
@@ -127,9 +154,11 @@ def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: H
 def _tell_doubts(plan: Plan, work: Work, hardware: Hardware, has_validation: bool) -> None:
     """Warn of options that are odd for a run of this length and a model of this size."""
     config = plan.config
-    doubts = [outlook.advice(plan, work, hardware),
-              checks.rate_doubt(config.lr, work.parameters, work.scratch, bool(config.lora_rank)),
-              *checks.doubts(config, plan.total_steps, has_validation)]
+    doubts = [
+        outlook.advice(plan, work, hardware),
+        checks.rate_doubt(config.lr, work.parameters, work.scratch, bool(config.lora_rank)),
+        *checks.doubts(config, plan.total_steps, has_validation),
+    ]
     for doubt in filter(None, doubts):
         if log.rank() == 0:
             log.warn(doubt)
@@ -140,27 +169,41 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     if inputs.shards:
         return Data(shards_of_rank(config, inputs.shards), []), None
     policies = [chats.policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
-    targets = [store.directory(config.cache_dir, corpus.dataset,
-                               store.identity(corpus.dataset, inputs.model_dir, policy))
-               for corpus, policy in zip(inputs.corpora, policies, strict=True)]
+    targets = [
+        store.directory(
+            config.cache_dir,
+            corpus.dataset,
+            store.identity(corpus.dataset, inputs.model_dir, policy),
+        )
+        for corpus, policy in zip(inputs.corpora, policies, strict=True)
+    ]
     if missing := [str(target) for target in targets if not target.exists()]:
         tokens = sum(
-            preparation.estimated_tokens(corpus.dataset, inputs.model_dir, policy) if policy
+            preparation.estimated_tokens(corpus.dataset, inputs.model_dir, policy)
+            if policy
             else encode.estimated_tokens(corpus.dataset, inputs.model_dir)
-            for corpus, policy in zip(inputs.corpora, policies, strict=True))
-        log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
-                 f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
-                 "text, and so is all that follows from their number")
+            for corpus, policy in zip(inputs.corpora, policies, strict=True)
+        )
+        log.info(
+            f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
+            f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
+            "text, and so is all that follows from their number"
+        )
         # Of packs the last one need not be full.
-        return None, -(-tokens // config.seq_length) if config.packing == "documents" \
-            else tokens // config.seq_length
+        return None, -(
+            -tokens // config.seq_length
+        ) if config.packing == "documents" else tokens // config.seq_length
     stores = [store.open_store(target, config.token_reads) for target in targets]
     if config.packing == "documents" and not all(
-            packing.directory(tokens, config.seq_length).exists() for tokens in stores):
-        log.info("  the documents are not packed yet: the run does it first, or --prepare-only; "
-                 "the samples are estimated as if nothing had to be padded")
-        return None, sum(len(tokens.splits["train"].tokens) for tokens in stores) \
-            // config.seq_length
+        packing.directory(tokens, config.seq_length).exists() for tokens in stores
+    ):
+        log.info(
+            "  the documents are not packed yet: the run does it first, or --prepare-only; "
+            "the samples are estimated as if nothing had to be padded"
+        )
+        return None, sum(
+            len(tokens.splits["train"].tokens) for tokens in stores
+        ) // config.seq_length
     data = mix(config, inputs, stores)
     return data, data.samples
 
@@ -171,20 +214,24 @@ def _hardware(config: Config, ranks: int) -> Hardware:
         if config.plan_gpu_tflops:
             return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
         peak, name = flops.usual_gpu(config.precision)
-        return Hardware(ranks, peak, f"data sheet of the {name}; --plan-gpu-tflops for others",
-                        "GPU")
+        return Hardware(
+            ranks, peak, f"data sheet of the {name}; --plan-gpu-tflops for others", "GPU"
+        )
     on_gpu = torch.cuda.is_available()
     peak, where = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
     return Hardware(ranks, peak, where, "GPU" if on_gpu else "rank")
 
 
-def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config],
-                 most_documents: int | None) -> None:
+def _plan_memory(
+    config: Config, model: PreTrainedModel, asked: dict[int, Config], most_documents: int | None
+) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
         has = config.plan_gpu_memory
-        cases = [plans.memory_case(given, model, ranks, True, most_documents)
-                 for ranks, given in asked.items()]
+        cases = [
+            plans.memory_case(given, model, ranks, True, most_documents)
+            for ranks, given in asked.items()
+        ]
         memory.tell(model, cases, has, not config.no_progress)
     except UsageError:
         raise
@@ -195,16 +242,24 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
 def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     """Return what an estimate of the run must know of the model."""
     saved = model.num_parameters(only_trainable=True)
-    return Work(model.num_parameters(), flops.per_token(model, config.seq_length),
-                saved * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
-                inputs.scratch,
-                any("validation" in corpus.dataset.splits for corpus in inputs.corpora))
+    return Work(
+        model.num_parameters(),
+        flops.per_token(model, config.seq_length),
+        saved * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
+        inputs.scratch,
+        any("validation" in corpus.dataset.splits for corpus in inputs.corpora),
+    )
 
 
 def _model_of(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
     if not config.model_size:
         return str(inputs.model_dir)
-    tokenizer = f"the tokenizer of {config.tokenizer}" if config.tokenizer else \
-        "a token for each byte" if config.streaming else "a tokenizer trained on the dataset"
+    tokenizer = (
+        f"the tokenizer of {config.tokenizer}"
+        if config.tokenizer
+        else "a token for each byte"
+        if config.streaming
+        else "a tokenizer trained on the dataset"
+    )
     return f"{config.model_size} from scratch with {tokenizer}"

@@ -38,15 +38,22 @@ class Plan:
     total_steps: int
 
     @classmethod
-    def of(cls, config: Config, inputs: dict[str, str], samples: int | None, rank: int = 0,
-           ranks: int | None = None) -> Plan:
+    def of(
+        cls,
+        config: Config,
+        inputs: dict[str, str],
+        samples: int | None,
+        rank: int = 0,
+        ranks: int | None = None,
+    ) -> Plan:
         """Return the plan of a run; UsageError when the batch cannot be divided or data is short.
 
         ranks: None for those of this launch.
         """
         division = divide(config, rank, ranks or launched_size())
-        return cls(config, inputs, division, samples,
-                   total_steps(config, samples, division.global_batch))
+        return cls(
+            config, inputs, division, samples, total_steps(config, samples, division.global_batch)
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -56,8 +63,11 @@ class Plan:
     def schedule(self) -> Schedule:
         """Return the learning rate as a function of the step."""
         config = self.config
-        warmup = config.warmup_steps if config.warmup_steps is not None \
+        warmup = (
+            config.warmup_steps
+            if config.warmup_steps is not None
             else schedule.default_warmup(self.total_steps)
+        )
         return Schedule(config.lr_scheduler, config.lr, config.min_lr, warmup, self.total_steps)
 
     def identity(self) -> dict[str, Any]:
@@ -74,36 +84,50 @@ class Plan:
         mine = self.identity()
         mine["options"] |= self.config.having(Role.ALIKE) | {
             "ckpt_local_dir": bool(self.config.ckpt_local_dir),
-            "steps": self.total_steps, "batch_size": self.division.micro_batch}
+            "steps": self.total_steps,
+            "batch_size": self.division.micro_batch,
+        }
         mine["inputs"] = mine["inputs"] | {"samples": self.samples}
         for rank, other in enumerate(gather(mine, layout.control)):
             if found := differences(other, mine):
-                raise UsageError(f"ranks {rank} and {layout.rank} were not started alike",
-                                 found="\n".join(
-                                     each.in_words(f"on rank {rank}", f"on rank {layout.rank}")
-                                     for each in found),
-                                 expected="the same command, dataset and model on every node")
+                raise UsageError(
+                    f"ranks {rank} and {layout.rank} were not started alike",
+                    found="\n".join(
+                        each.in_words(f"on rank {rank}", f"on rank {layout.rank}") for each in found
+                    ),
+                    expected="the same command, dataset and model on every node",
+                )
 
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with how it comes about."""
         d, samples_needed = self.division, self.total_steps * self.division.global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
-        warmup = f"{units.counted(self.schedule.warmup, 'step')} up to {self.schedule.peak:g}" \
-            if self.schedule.warmup else f"{self.schedule.peak:g} without warm-up"
-        rows = {"tokens/step": product(d, self.config.seq_length), "epoch": "of unknown length",
-                "steps": f"{self.total_steps:,} ({tokens})",
-                "learning rate": f"{self.schedule.kind}, {warmup}{down}"}
+        warmup = (
+            f"{units.counted(self.schedule.warmup, 'step')} up to {self.schedule.peak:g}"
+            if self.schedule.warmup
+            else f"{self.schedule.peak:g} without warm-up"
+        )
+        rows = {
+            "tokens/step": product(d, self.config.seq_length),
+            "epoch": "of unknown length",
+            "steps": f"{self.total_steps:,} ({tokens})",
+            "learning rate": f"{self.schedule.kind}, {warmup}{down}",
+        }
         if self.samples is None:
             return rows
         asked, passes = epochs(self.config), samples_needed / self.samples
         left_out = asked * self.samples - samples_needed if asked else 0
-        a_pass = f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of " \
-                 f"{d.global_batch}"
+        a_pass = (
+            f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of "
+            f"{d.global_batch}"
+        )
         rows |= {"epoch": a_pass, "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})"}
         if own := self.config.steps_per_epoch:
-            rows |= {"epoch": f"{units.counted(own, 'step')}; a pass over the data is {a_pass}",
-                     "steps": f"{self.total_steps:,} ({passes:.2f} passes over the data, {tokens})"}
+            rows |= {
+                "epoch": f"{units.counted(own, 'step')}; a pass over the data is {a_pass}",
+                "steps": f"{self.total_steps:,} ({passes:.2f} passes over the data, {tokens})",
+            }
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
         return rows
@@ -111,8 +135,10 @@ class Plan:
 
 def product(d: Division, seq_length: int) -> str:
     """Return the tokens of a step with the factors they come from."""
-    return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} " \
-           f"tokens × {d.accumulation} accumulation × {units.counted(d.dp_size, 'rank')}"
+    return (
+        f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} "
+        f"tokens × {d.accumulation} accumulation × {units.counted(d.dp_size, 'rank')}"
+    )
 
 
 def launched_size() -> int:
@@ -138,9 +164,11 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
     per_pass = batch * dp_size
     accumulation, rest = divmod(config.global_batch_size, per_pass)
     if rest or not accumulation:
-        raise UsageError(f"--global-batch-size {config.global_batch_size} cannot be divided",
-                         expected=f"a multiple of {per_pass} = {batch} per process "
-                                  f"(--batch-size) × {dp_size} ranks")
+        raise UsageError(
+            f"--global-batch-size {config.global_batch_size} cannot be divided",
+            expected=f"a multiple of {per_pass} = {batch} per process "
+            f"(--batch-size) × {dp_size} ranks",
+        )
     return Division(batch, accumulation, dp_rank, dp_size)
 
 
@@ -165,15 +193,22 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
     if samples is not None and (asked := epochs(config)):
         limits.append(asked * samples // global_batch)
     if samples == 0 or min(limits) == 0:
-        raise UsageError("the dataset is too small for one step",
-                         found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",
-                         expected="more text, a smaller --seq-length or --global-batch-size, "
-                                  "or more --num-epochs")
+        raise UsageError(
+            "the dataset is too small for one step",
+            found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",
+            expected="more text, a smaller --seq-length or --global-batch-size, "
+            "or more --num-epochs",
+        )
     return min(limits)
 
 
-def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool,
-                most_documents: int | None = None) -> Case:
+def memory_case(
+    config: Config,
+    model: PreTrainedModel,
+    ranks: int,
+    on_gpu: bool,
+    most_documents: int | None = None,
+) -> Case:
     """Return what decides the memory of a run on `ranks` devices.
 
     most_documents: in a sample, where they are packed, with its padding. None: as many as packs
@@ -188,23 +223,44 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
     batch = _samples(config)
-    recompute = "none" if config.activation_checkpointing == AUTO \
-        else config.activation_checkpointing
+    recompute = (
+        "none" if config.activation_checkpointing == AUTO else config.activation_checkpointing
+    )
     a_pass = batch * degrees(config).dp_size(ranks)
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     if most_documents is None:
         most_documents = packing.usual_limit(config.seq_length) + 1
     elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
-    by_kernel = is_packed and on_gpu and (config.attention == "flash_attention_2" or (
-        config.attention in ("auto", "varlen")
-        and not attention.lacks_varlen(config.precision, model.config, elsewhere)))
+    by_kernel = (
+        is_packed
+        and on_gpu
+        and (
+            config.attention == "flash_attention_2"
+            or (
+                config.attention in ("auto", "varlen")
+                and not attention.lacks_varlen(config.precision, model.config, elsewhere)
+            )
+        )
+    )
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
     is_compiled = compiling.is_wanted(config.compile, torch.device("cuda" if on_gpu else "cpu"))
-    return Case(ranks, shard_size, batch, config.seq_length, config.precision, recompute,
-                per_step > a_pass, offload, bool(config.keep_gathered), by_mask,
-                most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu,
-                compiled=is_compiled)
+    return Case(
+        ranks,
+        shard_size,
+        batch,
+        config.seq_length,
+        config.precision,
+        recompute,
+        per_step > a_pass,
+        offload,
+        bool(config.keep_gathered),
+        by_mask,
+        most_documents * by_kernel,
+        optimizer=config.optimizer,
+        on_gpu=on_gpu,
+        compiled=is_compiled,
+    )
 
 
 def next_command(config: Config, experiment: Experiment) -> str:
@@ -212,5 +268,6 @@ def next_command(config: Config, experiment: Experiment) -> str:
     save_dir = experiment.root.parent
     where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
     trust = ["--trust-remote-code"] if config.trust_remote_code else []
-    return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where,
-                                      *trust)
+    return "next: " + commands.script(
+        "05_export_checkpoint.py", "-e", experiment.root.name, *where, *trust
+    )

@@ -49,8 +49,7 @@ class Curve:
             if len(self.held_out) == _MOST_POINTS:
                 self.held_out = self.held_out[1::2]
             self.held_out.append((tokens, row["eval/loss"]))
-        point = Point(tokens, row["train/learning_rate"], row["train/loss"],
-                      console.mean_loss(row))
+        point = Point(tokens, row["train/learning_rate"], row["train/loss"], console.mean_loss(row))
         if 0 < self._open < self._rows_each:
             self.points[-1] = _merged(self.points[-1], point, self._open)
             self._open += 1
@@ -87,21 +86,33 @@ class Curve:
                 temporary.unlink(missing_ok=True)
 
 
-def _draw(figure: Any, points: list[Point], held_out: list[tuple[int, float]], caption: str,
-          ) -> None:
+def _draw(
+    figure: Any, points: list[Point], held_out: list[tuple[int, float]], caption: str
+) -> None:
     left = figure.subplots()
     tokens, rates, losses, means = zip(*points, strict=True)
     right = left.twinx()
     right.plot(tokens, rates, color="0.75", linewidth=1)
     right.set_ylabel("learning rate", color="0.5")
     right.set_ylim(bottom=0)
-    left.plot(tokens, losses, color="tab:blue", linewidth=0.6, alpha=0.35,
-              label="training, single steps")
-    left.plot(tokens, means, color="tab:blue", linewidth=1.2,
-              label="training, mean since the point before")
+    left.plot(
+        tokens, losses, color="tab:blue", linewidth=0.6, alpha=0.35, label="training, single steps"
+    )
+    left.plot(
+        tokens,
+        means,
+        color="tab:blue",
+        linewidth=1.2,
+        label="training, mean since the point before",
+    )
     if held_out:
-        left.plot(*zip(*held_out, strict=True), color="tab:orange", marker="o", markersize=4,
-                  label="validation")
+        left.plot(
+            *zip(*held_out, strict=True),
+            color="tab:orange",
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
     left.set_zorder(right.get_zorder() + 1)
     left.patch.set_visible(False)
     left.set_xlabel("tokens")

@@ -52,20 +52,31 @@ def require_float8(config: Config) -> None:
     if config.plan_gpus:
         pass
     elif not torch.cuda.is_available():
-        problems.add("--precision fp8 needs a GPU", expected=_FLOAT8_GPUS,
-                     hint="--dry-run --plan-gpus N plans for other machines than this one")
+        problems.add(
+            "--precision fp8 needs a GPU",
+            expected=_FLOAT8_GPUS,
+            hint="--dry-run --plan-gpus N plans for other machines than this one",
+        )
     elif torch.cuda.get_device_capability() < _FLOAT8_FROM:
-        problems.add("--precision fp8 needs a GPU that computes in 8-bit floats",
-                     found=torch.cuda.get_device_name(), expected=_FLOAT8_GPUS,
-                     run=commands.as_typed("--precision", "bf16"))
+        problems.add(
+            "--precision fp8 needs a GPU that computes in 8-bit floats",
+            found=torch.cuda.get_device_name(),
+            expected=_FLOAT8_GPUS,
+            run=commands.as_typed("--precision", "bf16"),
+        )
     elif config.compile is False:
-        problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
-                     "several passes over memory", run=commands.as_typed("--compile", "on"))
+        problems.add(
+            "--precision fp8 without --compile is slower than bf16: each cast would be "
+            "several passes over memory",
+            run=commands.as_typed("--compile", "on"),
+        )
     batch, length = config.batch_size, config.seq_length
     if batch not in (None, AUTO) and batch * length % float8.MULTIPLE:
-        problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
-                     found=f"{batch * length:,} in a pass = {batch} per process (--batch-size) × "
-                           f"{length:,} (--seq-length)")
+        problems.add(
+            f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
+            found=f"{batch * length:,} in a pass = {batch} per process (--batch-size) × "
+            f"{length:,} (--seq-length)",
+        )
     problems.raise_if_any()
 
 
@@ -73,10 +84,16 @@ def warn_if_emulated(precision: str) -> None:
     """Tell a person who asks for an emulated dtype what it costs here."""
     if log.rank() == 0 and is_emulated(precision):
         device = "GPU" if torch.cuda.is_available() else "processor"
-        cost = "" if torch.cuda.is_available() else \
-            f": a matrix product takes about {_slowdown(precision):.0f} times as long as in fp32"
-        log.warn(f"this {device} only emulates {precision}{cost}; --precision {default()} is the "
-                 "default here")
+        cost = (
+            ""
+            if torch.cuda.is_available()
+            else f": a matrix product takes about {_slowdown(precision):.0f} times as long "
+            "as in fp32"
+        )
+        log.warn(
+            f"this {device} only emulates {precision}{cost}; --precision {default()} is the "
+            "default here"
+        )
 
 
 def _slowdown(precision: str) -> float:

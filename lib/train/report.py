@@ -36,20 +36,35 @@ class Report:
     nobody waits for the figures, neither the host for the device nor the device for the host.
     """
 
-    def __init__(self, experiment: Experiment, journal: Journal, state: TrainState,
-                 stream: DataStream, meters: Meters, estimate: MemoryEstimate) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        journal: Journal,
+        state: TrainState,
+        stream: DataStream,
+        meters: Meters,
+        estimate: MemoryEstimate,
+    ) -> None:
         self._experiment, self.journal, self._state = experiment, journal, state
         self._stream, self._meters, self._estimate = stream, meters, estimate
         self._plan, self._layout = state.plan, state.layout
         config, rank, steps = self._plan.config, self._layout.rank, self._plan.total_steps
         # What a reader of loss.png alone must know.
-        self._caption = f"{experiment.root.name}: {state.model.config.model_type}, " \
-                        f"{self._layout.ranks} × {self._layout.device.type}"
+        self._caption = (
+            f"{experiment.root.name}: {state.model.config.model_type}, "
+            f"{self._layout.ranks} × {self._layout.device.type}"
+        )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
         self._lines, self._pace = console.Lines(steps), Pace()
-        self._bar = Progress("training", steps, "step", done=state.step, times=False,
-                             enabled=not config.no_progress and sys.stderr.isatty())
+        self._bar = Progress(
+            "training",
+            steps,
+            "step",
+            done=state.step,
+            times=False,
+            enabled=not config.no_progress and sys.stderr.isatty(),
+        )
         self._said: dict[str, str] = {}
         self._captured: CapturedRow | None = None
         self._is_over = False
@@ -61,10 +76,10 @@ class Report:
         log.show_times(True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 *_: object) -> None:
-        """Note in state.json that the run failed, if it did before its last save, and flush files.
-        """
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        """Write to state.json that the run failed, unless it saved its end, and flush files."""
         if self._captured is not None:
             self._rescue(self._captured)
         if error is not None and not self._is_over:
@@ -80,8 +95,10 @@ class Report:
             with suppress(Exception):  # the error that ends the run says more
                 self.write_captured()
         else:
-            log.to_file(f"step {captured.step:,} has no row: the ranks had not exchanged their "
-                        "figures before the error")
+            log.to_file(
+                f"step {captured.step:,} has no row: the ranks had not exchanged their "
+                "figures before the error"
+            )
 
     def is_due(self, step: int) -> bool:
         """Tell whether a step's figures are logged: the first, each --log-freq-th, the last."""
@@ -93,8 +110,15 @@ class Report:
         The row before must have been written.
         """
         assert self._captured is None, "the row before is not written yet"
-        self._captured = capture_row(self._state, self._stream, self._meters, window, grad_norm,
-                                     learning_rate, self._speeds())
+        self._captured = capture_row(
+            self._state,
+            self._stream,
+            self._meters,
+            window,
+            grad_norm,
+            learning_rate,
+            self._speeds(),
+        )
 
     def add(self, figures: dict[str, float]) -> None:
         """Add figures of a validation to the row that was captured."""
@@ -124,8 +148,10 @@ class Report:
         self._row(figures, ended)
         symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:
-            why = f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, " \
-                  f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
+            why = (
+                f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, "
+                f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
+            )
             self.journal.event("skip_step", step, steps=skipped.steps, reason=why)
             log.warn(f"{skipped.steps} of the last steps left the weights as they were: {why}")
 
@@ -145,10 +171,12 @@ class Report:
             torch.cuda.synchronize()  # once: until here the host may be ahead
         seconds = self._pace.seconds_per_step or 0.0
         saves = self._plan.config.ckpt_freq * seconds
-        log.info(f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
-                 f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the {left:,} steps left take "
-                 f"{units.duration(left * seconds)}, with a checkpoint every "
-                 f"{units.duration(saves)}")
+        log.info(
+            f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
+            f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the {left:,} steps left take "
+            f"{units.duration(left * seconds)}, with a checkpoint every "
+            f"{units.duration(saves)}"
+        )
 
     def _speeds(self) -> dict[str, float]:
         """Return the speed of the launch, and at that speed the seconds until the end, if any."""
@@ -156,16 +184,22 @@ class Report:
             return {}
         speed = self._plan.tokens_per_step / seconds
         left = self._plan.total_steps - self._state.step
-        return {"perf/run_tokens_per_sec": speed} | ({"perf/eta_sec": left * seconds} if left
-                                                     else {})
+        return {"perf/run_tokens_per_sec": speed} | (
+            {"perf/eta_sec": left * seconds} if left else {}
+        )
 
     def _launch(self) -> str:
         """Return in words what this launch did, and how fast."""
         seconds, steps = self._pace.seconds_per_step, self._pace.steps
-        speed = f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first" \
-            if seconds else ""
-        return f"this launch: {steps:,} step{'s' * (steps != 1)} in " \
-               f"{units.duration(time.monotonic() - self._began)}{speed}"
+        speed = (
+            f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first"
+            if seconds
+            else ""
+        )
+        return (
+            f"this launch: {steps:,} step{'s' * (steps != 1)} in "
+            f"{units.duration(time.monotonic() - self._began)}{speed}"
+        )
 
     def _row(self, row: dict[str, Any], ended: float) -> None:
         """Write a row: of rank 0 everywhere, of another rank in its log."""
@@ -183,8 +217,10 @@ class Report:
 
     def validated(self, step: int, loss: float, began: float) -> None:
         """Print a validation loss. began: by time.monotonic()."""
-        log.info(f"step {step:,}: validation loss {loss:.4f}, in "
-                 f"{units.duration(time.monotonic() - began)}")
+        log.info(
+            f"step {step:,}: validation loss {loss:.4f}, in "
+            f"{units.duration(time.monotonic() - began)}"
+        )
         self._tell_bar(validation=f"{loss:.3f}")
 
     def rewind(self) -> None:
@@ -202,18 +238,20 @@ class Report:
             if is_shared:
                 with self._plot_may_fail:
                     self._metrics.curve.draw(self._experiment.plot, self._caption)
+
         return tell
 
     def note_stop(self, reason: str) -> None:
-        """Note that the run stops after this step, which is saved; Preempted where steps are left.
-        """
+        """Note that the run stops after this saved step. Raises Preempted if steps are left."""
         step, has_ended = self._state.step, self._state.step == self._plan.total_steps
         self.note_state("complete" if has_ended else "preempted")
         self.journal.event("signal", step, signal=reason)
         if not has_ended:
             again = " without --overwrite" * self._plan.config.overwrite
-            raise Preempted(f"stopped by {reason} after step {step:,}, which is saved; run the "
-                            f"same command again{again} to go on")
+            raise Preempted(
+                f"stopped by {reason} after step {step:,}, which is saved; run the "
+                f"same command again{again} to go on"
+            )
 
     def note_state(self, status: str) -> None:
         """Write state.json."""
@@ -223,8 +261,13 @@ class Report:
     def _facts(self) -> dict[str, int | None]:
         """Return what state.json says of this step."""
         state = self._state
-        return {"step": state.step, "total_steps": self._plan.total_steps, "tokens": state.tokens,
-                "sample_cursor": state.position.samples, "samples": self._plan.samples}
+        return {
+            "step": state.step,
+            "total_steps": self._plan.total_steps,
+            "tokens": state.tokens,
+            "sample_cursor": state.position.samples,
+            "samples": self._plan.samples,
+        }
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
@@ -232,21 +275,29 @@ class Report:
         self._bar.close()
         self.journal.event("complete", self._state.step)
         if self._layout.rank == 0 and (rows := self._rows()):
-            log.info(f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
-                     f"{self._launch()}")
-            log.table({"training loss": metrics.training(rows),
-                       "validation loss": metrics.last_validation(rows),
-                       "memory": self._estimate.compared(self._meters.memory_peak,
-                                                         self._meters.memory_before),
-                       "plot": self._experiment.plot, "metrics": self._experiment.metrics})
+            log.info(
+                f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
+                f"{self._launch()}"
+            )
+            log.table(
+                {
+                    "training loss": metrics.training(rows),
+                    "validation loss": metrics.last_validation(rows),
+                    "memory": self._estimate.compared(
+                        self._meters.memory_peak, self._meters.memory_before
+                    ),
+                    "plot": self._experiment.plot,
+                    "metrics": self._experiment.metrics,
+                }
+            )
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""
-        return [row for row in records.logged_rows(self._experiment.metrics)
-                if "train/loss" in row]
+        return [row for row in records.logged_rows(self._experiment.metrics) if "train/loss" in row]
 
     def _tell_bar(self, **said: str) -> None:
         """Show the last words of each kind behind the bar."""
         self._said |= said
-        self._bar.tell(", ".join(f"{kind} {self._said[kind]}" for kind in _ON_BAR
-                                 if kind in self._said))
+        self._bar.tell(
+            ", ".join(f"{kind} {self._said[kind]}" for kind in _ON_BAR if kind in self._said)
+        )

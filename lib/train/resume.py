@@ -25,15 +25,21 @@ _NEWER = "--resume goes on from another one"
 _MOST_ROLLBACKS = 3  # of a run, however often it is started again
 
 
-def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment,
-           inputs: Inputs, journal: Journal) -> bool:
+def resume(
+    state: TrainState,
+    checkpointer: Checkpointer,
+    experiment: Experiment,
+    inputs: Inputs,
+    journal: Journal,
+) -> bool:
     """Load the checkpoint to go on from; False when there is none. All ranks must call this.
 
     One that --resume names is taken unless the run has gone on from it before.
     """
     control, plan, is_named, named = state.layout.control, state.plan, False, inputs.named
     if named is not None and not on_rank_0(
-            lambda: earlier.descends(earlier.newest(experiment), named), control):
+        lambda: earlier.descends(earlier.newest(experiment), named), control
+    ):
         search.require_intact(named, control)
         checkpoint, is_named = named, True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
@@ -43,7 +49,9 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
         return False
     changes = earlier.require_same(
         *earlier.with_samples(checkpoint.commit(), plan.identity(), plan.samples),
-        checkpoint.path, plan.config.resume_with_changes)
+        checkpoint.path,
+        plan.config.resume_with_changes,
+    )
     if is_frozen(state.model) and not any(each.name == "model" for each in changes):
         on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)
     began = time.monotonic()
@@ -57,20 +65,34 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
     if is_named:
         is_own = checkpoint.path.parent == experiment.checkpoints.resolve()
         checkpointer.supersede(checkpoint.step if is_own else -1, _NEWER, tier_step=-1)
-    journal.event("resume", state.step, path=str(checkpoint.path), ranks=state.layout.ranks,
-                  **({"changes": [*map(str, changes)]} if changes else {}))
-    log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
-             f"{state.step:,} of {plan.total_steps:,}, {state.tokens:,} tokens seen")
+    journal.event(
+        "resume",
+        state.step,
+        path=str(checkpoint.path),
+        ranks=state.layout.ranks,
+        **({"changes": [*map(str, changes)]} if changes else {}),
+    )
+    log.info(
+        f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
+        f"{state.step:,} of {plan.total_steps:,}, {state.tokens:,} tokens seen"
+    )
     for change in changes:
         log.warn(f"--resume-with-changes: {change}")
     if record["total_steps"] != plan.total_steps:
-        log.info(f"the end moves from step {record['total_steps']:,} to {plan.total_steps:,}: "
-                 "the learning-rate schedule is stretched over all of it")
+        log.info(
+            f"the end moves from step {record['total_steps']:,} to {plan.total_steps:,}: "
+            "the learning-rate schedule is stretched over all of it"
+        )
     return True
 
 
-def roll_back(state: TrainState, checkpointer: Checkpointer, experiment: Experiment,
-              report: Report, divergence: Divergence) -> None:
+def roll_back(
+    state: TrainState,
+    checkpointer: Checkpointer,
+    experiment: Experiment,
+    report: Report,
+    divergence: Divergence,
+) -> None:
     """Go back to the newest checkpoint before the last bad steps, and pass over the data since.
 
     The run goes on with the data after the divergence, whether or not the run has taken another
@@ -97,7 +119,9 @@ def roll_back(state: TrainState, checkpointer: Checkpointer, experiment: Experim
     except ArtifactError as error:  # at worst a resume goes back to there, and then here again
         log.warn(error.render().removeprefix("error: "))
     report.journal.event("rollback", state.step, diverged_at=diverged_at, bad_steps=bad)
-    log.warn(f"{bad} bad steps in a row: back from step {diverged_at} to {checkpoint.path}; the "
-             f"data of the steps between is passed over (rollback {rollbacks} of at most "
-             f"{_MOST_ROLLBACKS})")
+    log.warn(
+        f"{bad} bad steps in a row: back from step {diverged_at} to {checkpoint.path}; the "
+        f"data of the steps between is passed over (rollback {rollbacks} of at most "
+        f"{_MOST_ROLLBACKS})"
+    )
     report.rewind()

@@ -50,9 +50,15 @@ class Divergence(NamedTuple):
     bad_steps: int
 
 
-def capture_row(state: TrainState, stream: DataStream, meters: Meters, window: LossWindow,
-                grad_norm: torch.Tensor, learning_rate: float, speeds: dict[str, float],
-                ) -> CapturedRow:
+def capture_row(
+    state: TrainState,
+    stream: DataStream,
+    meters: Meters,
+    window: LossWindow,
+    grad_norm: torch.Tensor,
+    learning_rate: float,
+    speeds: dict[str, float],
+) -> CapturedRow:
     """Return the row of the last step without waiting for the device, which may be behind.
 
     speeds: of the launch.
@@ -64,13 +70,26 @@ def capture_row(state: TrainState, stream: DataStream, meters: Meters, window: L
     if state.layout.device.type == "cuda":
         done = torch.cuda.Event()
         done.record()  # behind all that is read once it has come
-    return CapturedRow(state.step, stream.epoch(state.position), learning_rate, state.tokens,
-                       state.position, loss, norm_and_skipped, speeds, times, meters.memory(), {},
-                       time.time(), done)
+    return CapturedRow(
+        state.step,
+        stream.epoch(state.position),
+        learning_rate,
+        state.tokens,
+        state.position,
+        loss,
+        norm_and_skipped,
+        speeds,
+        times,
+        meters.memory(),
+        {},
+        time.time(),
+        done,
+    )
 
 
-def read_row(captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream,
-             meters: Meters) -> tuple[dict[str, Any], Skipped]:
+def read_row(
+    captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream, meters: Meters
+) -> tuple[dict[str, Any], Skipped]:
     """Return the figures of a row, as docs/artifacts.md defines its keys, and what was skipped.
 
     Waits until the device has done the step. The mean loss and all speeds are over the steps since
@@ -86,17 +105,26 @@ def read_row(captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: 
     per_second = plan.tokens_per_step / (times["time/total"] / 1000)
     per_device = per_second / layout.ranks
     labels = captured.loss.tokens_per_step
-    return {"step": captured.step, "epoch": captured.epoch,
-            "train/loss": loss, "train/loss_mean": mean_loss,
-            "train/grad_norm": grad_norm, "train/learning_rate": captured.learning_rate,
-            "train/tokens_seen": captured.tokens,
-            "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
-            "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
-            "perf/tflops": per_device * meters.flops / 1e12,
-            "perf/mfu": per_device * meters.flops / meters.peak,
-            **captured.speeds, **times, **stream.costs(times), **captured.memory,
-            **_compare_ranks(table[:, 2].tolist(), table[:, 3].tolist()),
-            **captured.validation}, Skipped(*map(int, counts))
+    return {
+        "step": captured.step,
+        "epoch": captured.epoch,
+        "train/loss": loss,
+        "train/loss_mean": mean_loss,
+        "train/grad_norm": grad_norm,
+        "train/learning_rate": captured.learning_rate,
+        "train/tokens_seen": captured.tokens,
+        "perf/tokens_per_sec": per_second,
+        "perf/tokens_per_sec_per_device": per_device,
+        "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
+        "perf/tflops": per_device * meters.flops / 1e12,
+        "perf/mfu": per_device * meters.flops / meters.peak,
+        **captured.speeds,
+        **times,
+        **stream.costs(times),
+        **captured.memory,
+        **_compare_ranks(table[:, 2].tolist(), table[:, 3].tolist()),
+        **captured.validation,
+    }, Skipped(*map(int, counts))
 
 
 def _compare_ranks(alone: list[float], peaks: list[float]) -> dict[str, float]:
@@ -107,5 +135,9 @@ def _compare_ranks(alone: list[float], peaks: list[float]) -> dict[str, float]:
     """
     slowest = max(range(len(alone)), key=alone.__getitem__)
     usual = max(statistics.median(alone), 1e-9)
-    return {"perf/slowest_rank": slowest, "perf/slowest_ratio": alone[slowest] / usual,
-            "memory/max_peak_gib": max(peaks), "memory/max_peak_rank": peaks.index(max(peaks))}
+    return {
+        "perf/slowest_rank": slowest,
+        "perf/slowest_ratio": alone[slowest] / usual,
+        "memory/max_peak_gib": max(peaks),
+        "memory/max_peak_rank": peaks.index(max(peaks)),
+    }

@@ -66,20 +66,29 @@ class TrainState:
         logged = self.figures if self.figures.get("step") == self.step else {}
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         record: TrainRecord = {
-            "step": self.step, "tokens": self.tokens, "samples": self.position.samples,
-            "seed": self.plan.config.seed, "total_steps": self.plan.total_steps,
-            "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
-            "resumed_path": self.resumed_path, "world_size": self.layout.ranks,
-            "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
-            "bad_steps": self.guard.in_a_row, "rollbacks": self.rollbacks,
-            "loss_scale": self.guard.state(), "model_files": self.model_files,
-            "optimizer_steps": registry.steps_taken(self.optimizer)}
+            "step": self.step,
+            "tokens": self.tokens,
+            "samples": self.position.samples,
+            "seed": self.plan.config.seed,
+            "total_steps": self.plan.total_steps,
+            "samples_per_epoch": self.plan.samples,
+            "resumed_from": self.resumed_from,
+            "resumed_path": self.resumed_path,
+            "world_size": self.layout.ranks,
+            "loss": logged.get("train/loss"),
+            "eval_loss": logged.get("eval/loss"),
+            "bad_steps": self.guard.in_a_row,
+            "rollbacks": self.rollbacks,
+            "loss_scale": self.guard.state(),
+            "model_files": self.model_files,
+            "optimizer_steps": registry.steps_taken(self.optimizer),
+        }
         if self.base:
             record["base"] = self.base
         if self.position.cursor:
             each = gather(self.position.cursor._asdict(), self.layout.control)
             # The ranks that read the same data stand at the same cursor.
-            record["cursors"] = each[::len(each) // self.plan.division.dp_size]
+            record["cursors"] = each[:: len(each) // self.plan.division.dp_size]
         if is_frozen(self.model) and (logits := probe.measure(self.model, self.layout)):
             record["probe"] = {"precision": self.plan.config.precision, "logits": logits}
         return record
@@ -91,8 +100,11 @@ class TrainState:
         if cursors := record.get("cursors"):
             division = self.plan.division
             # Read by other ranks than now, they are of no use: --resume-with-changes begins anew.
-            self.position = Position(record["samples"], Cursor(**cursors[division.dp_rank])) \
-                if len(cursors) == division.dp_size else BEGINNING
+            self.position = (
+                Position(record["samples"], Cursor(**cursors[division.dp_rank]))
+                if len(cursors) == division.dp_size
+                else BEGINNING
+            )
         self.rollbacks = record["rollbacks"]
         self.guard.restore(record["loss_scale"])
         registry.set_steps_taken(self.optimizer, record["optimizer_steps"])

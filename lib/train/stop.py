@@ -17,7 +17,10 @@ from lib.parallel.layout import ParallelLayout
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OUT_OF_TIME, _STOP_FILE, _ALONE = 1001, 1002, 1003
 _REASONS = {number.value: number.name for number in _SIGNALS} | {
-    _OUT_OF_TIME: "--max-minutes", _STOP_FILE: "the stop file", _ALONE: "the end of its launcher"}
+    _OUT_OF_TIME: "--max-minutes",
+    _STOP_FILE: "the stop file",
+    _ALONE: "the end of its launcher",
+}
 _LOOK_EVERY_S = 2.0  # for the stop file, which may lie on a slow file system
 
 
@@ -54,8 +57,9 @@ class StopRequest:
             if self._file.exists():
                 self.reason = self.reason or _STOP_FILE
         self._agreed = torch.tensor([self.reason], dtype=torch.int32)
-        self._pending = dist.all_reduce(self._agreed, dist.ReduceOp.MAX, self._layout.control,
-                                        async_op=True)
+        self._pending = dist.all_reduce(
+            self._agreed, dist.ReduceOp.MAX, self._layout.control, async_op=True
+        )
 
     def agreed(self) -> str:
         """Return the reason on which all ranks agreed, or an empty string."""

@@ -32,18 +32,19 @@ def explained(config: Config, experiment: Experiment) -> Iterator[None]:
         raise
 
 
-def explanation(error: BaseException, config: Config, experiment: Experiment,
-                ) -> StageError | None:
+def explanation(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
     """Return what to do about an error, None for one that explains itself or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return _out_of_memory(text, config, experiment)
     if "does not have a deterministic implementation" in text:
-        return UsageError("--deterministic on cannot train this model", found=text.splitlines()[0],
-                          expected="operations that give the same bits each time",
-                          run=commands.as_typed("--deterministic", "off"))
-    if isinstance(error, dist.DistError) or \
-            re.search(r"Connection (closed|reset) by peer", text):
+        return UsageError(
+            "--deterministic on cannot train this model",
+            found=text.splitlines()[0],
+            expected="operations that give the same bits each time",
+            run=commands.as_typed("--deterministic", "off"),
+        )
+    if isinstance(error, dist.DistError) or re.search(r"Connection (closed|reset) by peer", text):
         return meeting.without_launcher() if launcher.is_gone() else _lost_rank(text)
     return None
 
@@ -54,23 +55,34 @@ def require_finite(loss: float, step: int, config: Config) -> None:
     What follows could not be better: the weights stay as they are in such a step.
     """
     if step == 1 and not math.isfinite(loss):
-        how = "--precision bf16 or fp32: the values overflow float16" \
-            if config.precision == "fp16" else \
-            "whole weights (03_download_model.py --verify), or --from-scratch to draw others"
-        raise UsageError(f"the loss of the first step is {loss}", expected=how,
-                         found="no step was taken yet, so it comes from the weights or from the "
-                               f"precision, not from the learning rate; {_MORE}")
+        how = (
+            "--precision bf16 or fp32: the values overflow float16"
+            if config.precision == "fp16"
+            else "whole weights (03_download_model.py --verify), or --from-scratch to draw others"
+        )
+        raise UsageError(
+            f"the loss of the first step is {loss}",
+            expected=how,
+            found="no step was taken yet, so it comes from the weights or from the "
+            f"precision, not from the learning rate; {_MORE}",
+        )
 
 
-def diverged(step: int, in_a_row: int, rollbacks: int, config: Config, experiment: Experiment,
-             ) -> UsageError:
+def diverged(
+    step: int, in_a_row: int, rollbacks: int, config: Config, experiment: Experiment
+) -> UsageError:
     """Return the error of a run that no earlier checkpoint has helped or can help."""
-    tried = f", after {rollbacks} rollbacks" if rollbacks else \
-        ", and there is no checkpoint from before"
-    return UsageError(f"training has diverged: {in_a_row} bad steps in a row{tried}",
-                      found=f"nothing was learned since step {step - in_a_row}",
-                      hint=f"a lower learning rate, under another name; {_MORE}",
-                      run=_calmer(config, experiment))
+    tried = (
+        f", after {rollbacks} rollbacks"
+        if rollbacks
+        else ", and there is no checkpoint from before"
+    )
+    return UsageError(
+        f"training has diverged: {in_a_row} bad steps in a row{tried}",
+        found=f"nothing was learned since step {step - in_a_row}",
+        hint=f"a lower learning rate, under another name; {_MORE}",
+        run=_calmer(config, experiment),
+    )
 
 
 def _calmer(config: Config, experiment: Experiment) -> str:
@@ -81,8 +93,14 @@ def _calmer(config: Config, experiment: Experiment) -> str:
     if (checkpoint := earlier.newest(experiment)) is None:
         return commands.as_typed(*rates, drop=dropped)
     end = journal.read_state(experiment).get("total_steps") or config.step_limit
-    return commands.as_typed(*rates, "--resume", checkpoint.path, "--resume-with-changes",
-                             *["--max-steps", end] * bool(end), drop=dropped)
+    return commands.as_typed(
+        *rates,
+        "--resume",
+        checkpoint.path,
+        "--resume-with-changes",
+        *["--max-steps", end] * bool(end),
+        drop=dropped,
+    )
 
 
 def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageError:
@@ -93,22 +111,32 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
     now, kinds = config.activation_checkpointing, recompute.KINDS
-    if more := kinds[kinds.index(now) + 1:] if now in kinds else kinds[1:]:
+    if more := kinds[kinds.index(now) + 1 :] if now in kinds else kinds[1:]:
         knobs.append(f"--activation-checkpointing {more[0]}")
     if (config.batch_size or 1) > 1:
         knobs.append("a smaller --batch-size with --global-batch-size as it is")
     knobs += ["a smaller --seq-length", "more ranks to shard over"]
     if not config.cpu_offload and torch.cuda.is_available():
         knobs.append("--cpu-offload on")
-    return UsageError("out of memory", found=text.splitlines()[0],
-                      expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
-                      run=commands.as_typed("--dry-run", "--plan-gpus", launched_size()))
+    return UsageError(
+        "out of memory",
+        found=text.splitlines()[0],
+        expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
+        run=commands.as_typed("--dry-run", "--plan-gpus", launched_size()),
+    )
 
 
 def _lost_rank(text: str) -> StageError:
     timed_out = "timeout" in text.lower() or "timed out" in text.lower()
-    problem = "a collective timed out: some rank stopped, or the network between nodes does not " \
-              "work" if timed_out else "the connection to another rank broke: it failed first"
-    return StageError(problem, found=text.splitlines()[0][:300],
-                      expected="the cause in that rank's log (logs/rank_*.log, the one that ends "
-                               "first)", hint=_MORE, run=commands.as_typed())
+    problem = (
+        "a collective timed out: some rank stopped, or the network between nodes does not work"
+        if timed_out
+        else "the connection to another rank broke: it failed first"
+    )
+    return StageError(
+        problem,
+        found=text.splitlines()[0][:300],
+        expected="the cause in that rank's log (logs/rank_*.log, the one that ends first)",
+        hint=_MORE,
+        run=commands.as_typed(),
+    )

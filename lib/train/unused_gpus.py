@@ -22,6 +22,11 @@ def note(device: str, cpu_offload: bool = False) -> None:
     gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < ranks < gpus:
         command = commands.on_ranks(gpus)
-        log.info(f"uses {ranks} of the {units.counted(gpus, 'GPU')} of this machine"
-                 + (f"; all of them: {command}" if command else
-                    f"; --nproc-per-node {gpus} uses all of them"))
+        log.info(
+            f"uses {ranks} of the {units.counted(gpus, 'GPU')} of this machine"
+            + (
+                f"; all of them: {command}"
+                if command
+                else f"; --nproc-per-node {gpus} uses all of them"
+            )
+        )

@@ -34,8 +34,9 @@ class Watchdog:
     stacks: the file that tells where every thread stood. last_word: called before the end.
     """
 
-    def __init__(self, minutes: float, stacks: Path,
-                 last_word: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, minutes: float, stacks: Path, last_word: Callable[[], None] = lambda: None
+    ) -> None:
         self._seconds, self._stacks, self._last_word = minutes * 60, stacks, last_word
         self.enter("first step")
         if minutes:
@@ -57,15 +58,18 @@ class Watchdog:
             time.sleep(_LOOK_EVERY_S)
 
     def _end(self, section: str, limit: float) -> None:
-        text = f"watchdog: the {section} has not ended for {limit / 60:g} minutes; the stacks of " \
-               f"all threads are in {self._stacks}; the same command resumes"
+        text = (
+            f"watchdog: the {section} has not ended for {limit / 60:g} minutes; the stacks of "
+            f"all threads are in {self._stacks}; the same command resumes"
+        )
         launcher.end_at_once(
             EXIT_BUG,
             lambda: launcher.record_failure("Watchdog", EXIT_BUG, text),
             lambda: os.write(2, f"[rank={log.rank()}] error: {text}\n".encode()),
             self._write_stacks,
             self._last_word,
-            lambda: log.error(text))
+            lambda: log.error(text),
+        )
 
     def _write_stacks(self) -> None:
         try:

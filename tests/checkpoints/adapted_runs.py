@@ -45,10 +45,17 @@ def adapted_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> PreTra
     return model
 
 
-def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str = "adamw",
-                     strength: float = 0.05, record: dict[str, Any] | None = None,
-                     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
-                     **options: Any) -> Checkpoint:
+def save_adapted_run(
+    root: Path,
+    model_dir: Path,
+    lora: Lora,
+    *,
+    optimizer: str = "adamw",
+    strength: float = 0.05,
+    record: dict[str, Any] | None = None,
+    change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
+    **options: Any,
+) -> Checkpoint:
     """Leave under `root/exp` what a run leaves that has trained adapters, at step 1.
 
     change: made to what is saved, and not to what the trainer computed.
@@ -57,8 +64,11 @@ def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str 
     experiment.model.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         shutil.copyfile(model_dir / name, experiment.model / name)
-    experiment.config.write_text(yaml.safe_dump({
-        "model_dir": str(model_dir), "options": {"cache_dir": str(root / ".cache")}}))
+    experiment.config.write_text(
+        yaml.safe_dump(
+            {"model_dir": str(model_dir), "options": {"cache_dir": str(root / ".cache")}}
+        )
+    )
     model = adapted_model(model_dir, lora, strength)
     attention.settle_rope(model, "concat", options.get("seq_length", 32))
     states = registry.build(optimizer, model, 0.0, (0.9, 0.95), 0.0)  # only its moments count
@@ -66,14 +76,31 @@ def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str 
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 1e-3)
     states.step()
-    identity = {"options": {
-        "seq_length": 32, "packing": "concat", "lr": 1e-3, "precision": lora.precision,
-        "lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets,
-        "lora_rslora": lora.rslora, "lora_dropout": lora.dropout, **options},
-        "inputs": {"model": directory.fingerprint(model_dir)}}
-    content = {"step": 1, "tokens": 640, "loss": 1.5, "optimizer_steps": 1, "probe": {
-        "precision": lora.precision, "logits": probe.measure(model, LAYOUT)}, **(record or {})}
+    identity = {
+        "options": {
+            "seq_length": 32,
+            "packing": "concat",
+            "lr": 1e-3,
+            "precision": lora.precision,
+            "lora_rank": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_targets": lora.targets,
+            "lora_rslora": lora.rslora,
+            "lora_dropout": lora.dropout,
+            **options,
+        },
+        "inputs": {"model": directory.fingerprint(model_dir)},
+    }
+    content = {
+        "step": 1,
+        "tokens": 640,
+        "loss": 1.5,
+        "optimizer_steps": 1,
+        "probe": {"precision": lora.precision, "logits": probe.measure(model, LAYOUT)},
+        **(record or {}),
+    }
     tensors = contents.name_tensors(model, registry.named_states(model, states))
     change(tensors)
-    return write(experiment.checkpoints, capture(tensors, content, identity, LAYOUT.device),
-                 dist.group.WORLD)
+    return write(
+        experiment.checkpoints, capture(tensors, content, identity, LAYOUT.device), dist.group.WORLD
+    )

@@ -21,9 +21,15 @@ from tests.conftest import ROOT
 from tests.models.two_ranks import shard
 
 
-def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
-             facts: dict[str, Any] | None = None,
-             added: dict[str, torch.Tensor] | None = None) -> Checkpoint:
+def save_run(
+    root: Path,
+    model_dir: Path,
+    *,
+    step: int = 1,
+    world_size: int = 1,
+    facts: dict[str, Any] | None = None,
+    added: dict[str, torch.Tensor] | None = None,
+) -> Checkpoint:
     """Leave under `root/exp` what a run of that model leaves that has not changed its weights.
 
     added: parameters of an adapter.
@@ -42,8 +48,11 @@ def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
     tensors |= {contents.MODEL + name: tensor for name, tensor in (added or {}).items()}
-    return write(experiment.checkpoints, capture(tensors, record, identity, torch.device("cpu")),
-                 dist.group.WORLD)
+    return write(
+        experiment.checkpoints,
+        capture(tensors, record, identity, torch.device("cpu")),
+        dist.group.WORLD,
+    )
 
 
 def run_stage_05(*arguments: object) -> None:

@@ -30,8 +30,7 @@ from tests.models.two_ranks import TOKENS
 pytestmark = pytest.mark.usefixtures("group")
 
 
-def make_run(root: Path, family: str = "llama_tied", lora: Lora | None = None,
-             **more: Any) -> Path:
+def make_run(root: Path, family: str = "llama_tied", lora: Lora | None = None, **more: Any) -> Path:
     """Leave a run with adapters under a directory; return that."""
     make_checkpoint(root / "model", FAMILIES[family]())
     save_adapted_run(root, root / "model", lora or Lora(4, 8.0), **more)
@@ -50,10 +49,15 @@ def export(root: Path, *arguments: object) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_every_precision_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                                precision: str) -> None:
-    make_run(tmp_path, "llama", Lora(4, 8.0, precision=precision, rslora=True),
-             optimizer="adamw8bit" if precision == "bf16" else "adamw")
+def test_every_precision_passes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str
+) -> None:
+    make_run(
+        tmp_path,
+        "llama",
+        Lora(4, 8.0, precision=precision, rslora=True),
+        optimizer="adamw8bit" if precision == "bf16" else "adamw",
+    )
     caplog.set_level(logging.INFO, "pipeline")
     for dtype in ("bf16", "fp16", "fp32"):
         caplog.clear()
@@ -64,8 +68,13 @@ def test_every_precision_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long samples have other ones in some kinds of RoPE, in the few tokens of the probe too."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
-            "short_factor": [1.1, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.1, 1.2, 1.3, 1.4],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
     save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export(tmp_path, "--adapter")
@@ -80,6 +89,7 @@ def broken_fold(change: Callable[[Tensor, Tensor, str], Tensor]) -> Callable[...
 
     def broken(self: Lora, model: Any, name: str, tensor: Tensor, added: Any) -> Tensor:
         return change(tensor.float(), fold(self, model, name, tensor, added).float(), name)
+
     return broken
 
 
@@ -87,14 +97,15 @@ BROKEN = {
     "an adapter missing": lambda w, new, name: w if "1.mlp.down_proj" in name else new,
     "alpha forgotten": lambda w, new, _: w + (new - w) / 2,
     "the scale twice": lambda w, new, _: w + (new - w) * 2,
-    "rows of B lost": lambda w, new, _: torch.cat([new[:len(w) // 8], w[len(w) // 8:]]),
+    "rows of B lost": lambda w, new, _: torch.cat([new[: len(w) // 8], w[len(w) // 8 :]]),
     "A and B swapped": lambda w, new, _: w + (new - w).flatten().flip(0).view(w.shape),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_merged_wrongly_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 what: str) -> None:
+def test_what_is_merged_wrongly_is_not_published(
+    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
     with pytest.raises(ArtifactError, match="does not compute what was trained") as caught:
         export(run)
@@ -105,8 +116,9 @@ def test_the_base_is_found_verified_and_named(run: Path) -> None:
     content = bytearray((run / "model" / "model.safetensors").read_bytes())
     digest = hashing.bytes_digest(bytes(content))
     shutil.rmtree(run / "exp")
-    save_adapted_run(run, run / "model", Lora(4, 8.0),
-                     record={"base": {"model.safetensors": digest}})
+    save_adapted_run(
+        run, run / "model", Lora(4, 8.0), record={"base": {"model.safetensors": digest}}
+    )
     (run / "model").rename(run / "elsewhere")
     with pytest.raises(ArtifactError, match="is gone") as gone:
         export(run)
@@ -129,19 +141,38 @@ def test_an_adapter_is_what_peft_writes(tmp_path: Path) -> None:
     (tmp_path / "exp" / "model" / "tokenizer.json").write_text("{}")
     export(tmp_path, "--adapter")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md",
-        "manifest.json"}
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "README.md",
+        "manifest.json",
+    }
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config == {
-        "alpha_pattern": {}, "base_model_name_or_path": "model", "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
-        "lora_alpha": 6.5, "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA",
-        "r": 4, "rank_pattern": {}, "revision": None, "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": True}
+        "alpha_pattern": {},
+        "base_model_name_or_path": "model",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": 6.5,
+        "lora_dropout": 0.1,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 4,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": True,
+    }
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"].shape \
-        == (16, 4)
+    assert tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"].shape == (
+        16,
+        4,
+    )
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     before = (tmp_path / "out" / "manifest.json").read_bytes()
     export(tmp_path, "--adapter")  # already done
@@ -162,8 +193,9 @@ def test_names_of_bases_and_targets(tmp_path: Path) -> None:
     written = {"kind": "model/1", "stage": "", "identity": {}, "files": [], "summary": {}}
     for path, name in ((prepared, "org/a"), (tmp_path / "scratch-tiny", "scratch-tiny")):
         manifest.write_json(path / "manifest.json", written | {"options": {"model_name": name}})
-    assert [adapter_files.name_of(path) for path in (
-        prepared, cached, tmp_path / "scratch-tiny")] == ["org/a", "org/a--b", "scratch-tiny"]
+    assert [
+        adapter_files.name_of(path) for path in (prepared, cached, tmp_path / "scratch-tiny")
+    ] == ["org/a", "org/a--b", "scratch-tiny"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES["qwen2_moe"]())
     first = "model.layers.0.mlp.shared_expert.down_proj"
@@ -174,6 +206,7 @@ def test_names_of_bases_and_targets(tmp_path: Path) -> None:
 
 def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
     """Return what leaves of each B, and what else begins so, some rows alone."""
+
     def change(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name.startswith(kinds) and name.endswith(".lora_B.weight"):
@@ -181,6 +214,7 @@ def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None
                 held = local[kept].clone()
                 local.zero_()
                 local[kept] = held
+
     return change
 
 
@@ -197,8 +231,12 @@ _NOT_WHOLE = r"lacks a part of its adapters|does not compute what was trained"
 @pytest.mark.parametrize("what", LOST)
 def test_an_adapter_of_which_a_part_is_lost_is_not_published(tmp_path: Path, what: str) -> None:
     kept, kinds, says = LOST[what]
-    make_run(tmp_path, lora=Lora(4, 8.0, targets="down_proj"), change=without_rows(kept, *kinds),
-             optimizer="adamw" if "slice" in what else "adamw8bit")
+    make_run(
+        tmp_path,
+        lora=Lora(4, 8.0, targets="down_proj"),
+        change=without_rows(kept, *kinds),
+        optimizer="adamw" if "slice" in what else "adamw8bit",
+    )
     for arguments in ((), ("--adapter",)):
         with pytest.raises(ArtifactError, match=_NOT_WHOLE) as caught:
             export(tmp_path, *arguments)
@@ -211,9 +249,14 @@ def test_what_was_not_trained_is_no_loss(tmp_path: Path) -> None:
     make_run(tmp_path, strength=0.0, change=none, lr=0)
     export(tmp_path, "--adapter")
     shutil.rmtree(tmp_path / "exp")
-    save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), strength=0.0,
-                     change=without_rows(slice(0, 0), "model.", "optimizer."),
-                     record={"optimizer_steps": 0})
+    save_adapted_run(
+        tmp_path,
+        tmp_path / "model",
+        Lora(4, 8.0),
+        strength=0.0,
+        change=without_rows(slice(0, 0), "model.", "optimizer."),
+        record={"optimizer_steps": 0},
+    )
     export(tmp_path, "--adapter", "--overwrite")
 
 
@@ -232,30 +275,44 @@ def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable
             change(content)
             save_file(content, out / name)
         return entries
+
     return broken
 
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 BROKEN_ADAPTERS = {
-    "an adapter missing": (TENSORS, lambda t: [t.pop(f"{LAYER}{x}.weight") for x in "AB"],
-                           "other tensors than PEFT"),
-    "B transposed": (TENSORS, lambda t: t.update({f"{LAYER}B.weight": t[f"{LAYER}B.weight"].t()
-                                                  .contiguous()}), "other tensors than PEFT"),
-    "other names": (TENSORS, lambda t: t.update({f"x.{LAYER}B.weight": t.pop(f"{LAYER}B.weight")}),
-                    "other tensors than PEFT"),
+    "an adapter missing": (
+        TENSORS,
+        lambda t: [t.pop(f"{LAYER}{x}.weight") for x in "AB"],
+        "other tensors than PEFT",
+    ),
+    "B transposed": (
+        TENSORS,
+        lambda t: t.update({f"{LAYER}B.weight": t[f"{LAYER}B.weight"].t().contiguous()}),
+        "other tensors than PEFT",
+    ),
+    "other names": (
+        TENSORS,
+        lambda t: t.update({f"x.{LAYER}B.weight": t.pop(f"{LAYER}B.weight")}),
+        "other tensors than PEFT",
+    ),
     "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "does not compute"),
     "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "does not compute"),
     "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "does not compute"),
     "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "does not compute"),
-    "a target missing": (CONFIG, lambda c: c["target_modules"].remove("down_proj"),
-                         "other tensors than PEFT"),
+    "a target missing": (
+        CONFIG,
+        lambda c: c["target_modules"].remove("down_proj"),
+        "other tensors than PEFT",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN_ADAPTERS)
-def test_an_adapter_written_wrongly_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     what: str) -> None:
+def test_an_adapter_written_wrongly_is_not_published(
+    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     name, change, says = BROKEN_ADAPTERS[what]
     monkeypatch.setattr(adapter_files, "write", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
@@ -271,20 +328,29 @@ def test_adapters_are_only_of_a_run_that_has_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_and_the_merged_model_compute_what_the_trainer_did(tmp_path: Path, family: str,
-                                                                ) -> None:
-    lora = Lora(4, 6.0, targets="attention" if family == "mixtral" else "all-linear",
-                rslora=family in ("llama", "gpt2"))
+def test_peft_and_the_merged_model_compute_what_the_trainer_did(
+    tmp_path: Path, family: str
+) -> None:
+    lora = Lora(
+        4,
+        6.0,
+        targets="attention" if family == "mixtral" else "all-linear",
+        rslora=family in ("llama", "gpt2"),
+    )
     make_run(tmp_path, family, lora)
     export(tmp_path, "--adapter")
-    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "merged",
-                 "--dtype", "fp32")
-    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-                    .eval() for name in ("model", "merged"))
+    run_stage_05(
+        "-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "merged", "--dtype", "fp32"
+    )
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        for name in ("model", "merged")
+    )
     trained = adapted_model(tmp_path / "model", lora).eval()
     with torch.no_grad():
-        without, by_merged, expected = (model(input_ids=TOKENS).logits
-                                        for model in (base, merged, trained))
+        without, by_merged, expected = (
+            model(input_ids=TOKENS).logits for model in (base, merged, trained)
+        )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", UserWarning)  # missing keys are a warning to PEFT
         by_peft = PeftModel.from_pretrained(base, tmp_path / "out").eval()(input_ids=TOKENS).logits

@@ -7,11 +7,18 @@ import pytest
 from lib.checkpoints import card
 
 
-@pytest.mark.parametrize(("base", "says", "loads"), [
-    ("", "\nA causal language model, exported from step 1,000 of", "from_pretrained(\"<this dir"),
-    ("org/name", "\nLoRA adapters of a causal language model", 'from_pretrained("org/name")'),
-    ("name", "\nLoRA adapters of a causal language model", '"<directory of name>"'),
-])
+@pytest.mark.parametrize(
+    ("base", "says", "loads"),
+    [
+        (
+            "",
+            "\nA causal language model, exported from step 1,000 of",
+            'from_pretrained("<this dir',
+        ),
+        ("org/name", "\nLoRA adapters of a causal language model", 'from_pretrained("org/name")'),
+        ("name", "\nLoRA adapters of a causal language model", '"<directory of name>"'),
+    ],
+)
 def test_the_sentences_and_the_code_of_a_card(base: str, says: str, loads: str) -> None:
     text = card.text("x", "llama", "float32", 7, {"steps": 1000}, chats=True, adapter_of=base)
     assert says in text and loads in text and "A a " not in text

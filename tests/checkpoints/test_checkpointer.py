@@ -19,12 +19,14 @@ from lib.train.journal import Journal
 
 
 def test_all_that_follows_a_save_is_done_in_its_thread(
-        tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deleting, noting and drawing; a run that begins the next save waits for it, and no step does.
-    """
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delete, note and draw in the background: only a run's next save waits, no step does."""
     experiment, seen = Experiment(tmp_path, "exp"), []
-    prune, layout = commit.prune, SimpleNamespace(rank=0, device=torch.device("cpu"),
-                                                  control=group, saving=group)
+    prune, layout = (
+        commit.prune,
+        SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group),
+    )
 
     def slowly(*rules: object) -> list[int]:
         time.sleep(0.2)
@@ -34,11 +36,23 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     monkeypatch.setattr(commit, "prune", slowly)
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer, longest = torch.optim.SGD([weight]), 0.0
-    checkpointer = Checkpointer(experiment.checkpoints, layout, {}, total_steps=9, every=1, keep=2,
-                                room=lambda: 1e9, note=Journal(experiment, 0).event)
+    checkpointer = Checkpointer(
+        experiment.checkpoints,
+        layout,
+        {},
+        total_steps=9,
+        every=1,
+        keep=2,
+        room=lambda: 1e9,
+        note=Journal(experiment, 0).event,
+    )
     for step in range(1, 5):
-        state = SimpleNamespace(step=step, optimizer=optimizer, tensors=lambda: {"model.x": weight},
-                                state_dict=lambda step=step: {"step": step})
+        state = SimpleNamespace(
+            step=step,
+            optimizer=optimizer,
+            tensors=lambda: {"model.x": weight},
+            state_dict=lambda step=step: {"step": step},
+        )
         checkpointer.save(state, after=lambda is_shared: seen.append("after" * is_shared))
         while len(seen) < 2 * step - 1:
             began = time.monotonic()
@@ -50,5 +64,10 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     assert [c.step for c in commit.scan(experiment.checkpoints)] == [4, 3] and longest < 0.1
     events = [json.loads(line) for line in experiment.events.open()]
     assert [(e["event"], e.get("steps")) for e in events] == [
-        ("save", None), ("save", None), ("save", None), ("prune", [1]), ("save", None),
-        ("prune", [2])]
+        ("save", None),
+        ("save", None),
+        ("save", None),
+        ("prune", [1]),
+        ("save", None),
+        ("prune", [2]),
+    ]

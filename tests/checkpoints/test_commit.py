@@ -24,10 +24,11 @@ def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
     (attempt / commit.TENSORS).mkdir()
     (attempt / commit.TENSORS / "data").write_bytes(bytes(range(100)))
     (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
-    files = [manifest.file_entry(attempt, attempt / name)
-             for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)]
-    return commit.commit(attempt, step, files, {"options": {}}, 2,
-                         {"tokens": 5} | facts)
+    files = [
+        manifest.file_entry(attempt, attempt / name)
+        for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)
+    ]
+    return commit.commit(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
 
 
 def test_committed_is_valid_and_newest_first(tmp_path: Path):
@@ -112,7 +113,11 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
     commit.clean(tmp_path)
     assert commit.prune(tmp_path, keep=2) == [3, 2]
     assert {p.name for p in tmp_path.iterdir()} == {
-        *mine, "step_00000001", "step_00000004", "step_00000005"}
+        *mine,
+        "step_00000001",
+        "step_00000004",
+        "step_00000005",
+    }
     assert all((tmp_path / name / commit.COMMIT).is_file() for name in mine)
 
 
@@ -128,7 +133,7 @@ def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
             commit.discard([tmp_path / "step_00000001"])
             os._exit(0)
         killed = bool(os.waitpid(pid, 0)[1])
-        assert [c.step for c in commit.scan(tmp_path) if not c.problems()] == [2, 1][:1 + (at < 2)]
+        assert [c.step for c in commit.scan(tmp_path) if not c.problems()] == [2, 1][: 1 + (at < 2)]
         assert not [c for c in commit.scan(tmp_path) if c.problems()]
         commit.clean(tmp_path)
         assert {p.name for p in tmp_path.iterdir()} <= {"step_00000001", "step_00000002"}

@@ -32,8 +32,10 @@ def content(directory: Path) -> dict[str, tuple[str, dict[str, str], torch.Tenso
     found = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {key: (path.name, file.metadata(), file.get_tensor(key))
-                      for key in file.keys()}  # noqa: SIM118 (no mapping)
+            found |= {
+                key: (path.name, file.metadata(), file.get_tensor(key))
+                for key in file.keys()  # noqa: SIM118 (no mapping)
+            }
     return found
 
 
@@ -65,7 +67,8 @@ def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
         assert ours["metadata"] == theirs["metadata"]
         assert ours["weight_map"] == {key: file for key, (file, _, _) in content(out).items()}
     assert settings(out / "generation_config.json") == settings(
-        reference / "generation_config.json")
+        reference / "generation_config.json"
+    )
     assert config_of(out) == config_of(reference)
 
 
@@ -75,8 +78,9 @@ class Factors:
     def owns(self, name: str) -> bool:
         return name.endswith(".factor")
 
-    def fold(self, _: object, name: str, tensor: torch.Tensor, added: dict[str, torch.Tensor],
-             ) -> torch.Tensor:
+    def fold(
+        self, _: object, name: str, tensor: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         factor = added.get(name.replace(".weight", ".factor"))
         return tensor if factor is None else tensor * factor[:, None]
 
@@ -85,8 +89,9 @@ def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
     model, layer = build_on_meta(tmp_path / "model"), "model.layers.1.mlp.down_proj"
     rows = model.get_submodule(layer).out_features
-    checkpoint = save_run(tmp_path, tmp_path / "model",
-                          added={f"{layer}.factor": torch.arange(float(rows))})
+    checkpoint = save_run(
+        tmp_path, tmp_path / "model", added={f"{layer}.factor": torch.arange(float(rows))}
+    )
     planned = export.plan(model, torch.float32, 1 << 30)
     (out := tmp_path / "out").mkdir()
     with pytest.raises(ArtifactError, match="holds more than") as caught:
@@ -107,10 +112,21 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     make_checkpoint(tmp_path / "model", FAMILIES[family]())
     save_run(tmp_path, tmp_path / "model")
     size = 5 * 10**9 if dtype == "float32" else 40_000
-    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "out", "--dtype", dtype,
-                 "--max-shard-size", size)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype)) \
-        .save_pretrained(tmp_path / "reference", max_shard_size=size)
+    run_stage_05(
+        "-e",
+        "exp",
+        "--save-dir",
+        tmp_path,
+        "--out",
+        tmp_path / "out",
+        "--dtype",
+        dtype,
+        "--max-shard-size",
+        size,
+    )
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=getattr(torch, dtype)
+    ).save_pretrained(tmp_path / "reference", max_shard_size=size)
     # The experts of one module tensor count as one there, so that files grow beyond the limit.
     assert_same_model(tmp_path / "out", tmp_path / "reference", same_files=family != "mixtral")
     assert all(p.stat().st_size < size + 4096 for p in (tmp_path / "out").glob("*.safetensors"))
@@ -118,7 +134,8 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     assert config["dtype"] == dtype
     whole = manifest.read(tmp_path / "out", "export/1", "the export")
     assert {entry["path"] for entry in whole["files"]} | {"manifest.json"} == {
-        path.name for path in (tmp_path / "out").iterdir()}
+        path.name for path in (tmp_path / "out").iterdir()
+    }
     assert manifest.damages(tmp_path / "out", whole, deep=True) == []
     assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
 
@@ -133,15 +150,24 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_card_tells_how_it_was_trained(run: Path) -> None:
     (run / "exp" / "config.yaml").write_text(
-        "options:\n  dataset_name: [/secret/place/corpus=0.7, other=0.3]\n")
+        "options:\n  dataset_name: [/secret/place/corpus=0.7, other=0.3]\n"
+    )
     (run / "exp" / "metrics.jsonl").write_text(
-        '{"step": 1, "train/loss": 9.0, "eval/loss": 1.25}\n{"step": 2, "eval/loss": 0.5}\n{"st')
+        '{"step": 1, "train/loss": 9.0, "eval/loss": 1.25}\n{"step": 2, "eval/loss": 0.5}\n{"st'
+    )
     run_stage_05("-e", "exp", "--save-dir", run)
     text = (run / "exp" / "export" / "step_00000001" / "README.md").read_text()
-    for row in ("steps | 1", "tokens seen | 640", "final training loss | 1.5000",
-                "data | corpus=0.7, other=0.3", "validation loss | 1.2500 (at step 1)",
-                "digest of dataset | d1e5",
-                "architecture | LlamaForCausalLM", "dtype | bfloat16", "seed | 7"):
+    for row in (
+        "steps | 1",
+        "tokens seen | 640",
+        "final training loss | 1.5000",
+        "data | corpus=0.7, other=0.3",
+        "validation loss | 1.2500 (at step 1)",
+        "digest of dataset | d1e5",
+        "architecture | LlamaForCausalLM",
+        "dtype | bfloat16",
+        "seed | 7",
+    ):
         assert f"| {row} |" in text
     assert text.startswith("---\nlibrary_name: transformers\n") and "secret" not in text
 
@@ -157,8 +183,9 @@ def test_best_is_what_the_run_recorded(run: Path) -> None:
     assert json.loads((run / "out" / "manifest.json").read_text())["summary"]["step"] == 1
 
 
-def test_a_checkpoint_deleted_while_it_is_exported(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   ) -> None:
+def test_a_checkpoint_deleted_while_it_is_exported(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once its files are open the export goes on; before, it says so and leaves nothing."""
     folder = run / "exp" / "checkpoints" / "step_00000001"
     original = PieceReader.read
@@ -166,14 +193,20 @@ def test_a_checkpoint_deleted_while_it_is_exported(run: Path, monkeypatch: pytes
     def prune_first(self: PieceReader, names: list[str]) -> list[torch.Tensor]:
         shutil.rmtree(folder, ignore_errors=True)
         return original(self, names)
+
     with monkeypatch.context() as patch:
         patch.setattr(PieceReader, "read", prune_first)
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out", "--dtype", "float32")
     assert content(run / "out").keys() == content(run / "model").keys()
     save_run(run, run / "model")
     problems = commit.Checkpoint.content_problems
-    monkeypatch.setattr(commit.Checkpoint, "content_problems", lambda self, *a, **k: (
-        problems(self, *a, **k), shutil.rmtree(folder, ignore_errors=True))[0])
+    monkeypatch.setattr(
+        commit.Checkpoint,
+        "content_problems",
+        lambda self, *a, **k: (problems(self, *a, **k), shutil.rmtree(folder, ignore_errors=True))[
+            0
+        ],
+    )
     with pytest.raises(ArtifactError, match="deleted meanwhile"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
     assert not list(run.glob("later*"))
@@ -200,8 +233,9 @@ def test_another_model_in_the_checkpoint_is_told(run: Path) -> None:
     assert not list(run.glob("out*"))
 
 
-def test_what_does_not_read_back_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                                  ) -> None:
+def test_what_does_not_read_back_is_not_published(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TensorFile, "reads_back", lambda self: False)
     with pytest.raises(ArtifactError, match="does not read back"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
@@ -211,6 +245,7 @@ def test_what_does_not_read_back_is_not_published(run: Path, monkeypatch: pytest
 def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr("lib.checkpoints.tensor_file.os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
@@ -230,16 +265,19 @@ def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
     with safe_open(tmp_path / "t.safetensors", "pt") as read:
         assert all(torch.equal(read.get_tensor(key), t) for key, t in tensors.items())
     assert file.manifest_entry() == {
-        "path": "t.safetensors", "bytes": (tmp_path / "t.safetensors").stat().st_size,
-        "digest": hashing.file_digest(tmp_path / "t.safetensors", "sha256")}
+        "path": "t.safetensors",
+        "bytes": (tmp_path / "t.safetensors").stat().st_size,
+        "digest": hashing.file_digest(tmp_path / "t.safetensors", "sha256"),
+    }
     damaged = bytearray((tmp_path / "t.safetensors").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "t.safetensors").write_bytes(damaged)
     assert not file.reads_back()
 
 
-def test_a_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                             ) -> None:
+def test_a_file_system_without_direct_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lib.checkpoints.tensor_file._DIRECT", 0)
     test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
 
@@ -247,12 +285,14 @@ def test_a_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
     """Return a function that writes the export with some largest size of a file."""
+
     def write(size: int) -> list[dict[str, Any]]:
         model = build_on_meta(run / "exp" / "model")
         planned = export.plan(model, torch.float32, size)
         checkpoint = commit.scan(run / "exp" / "checkpoints")[0]
         (run / "files").mkdir()
         return export.write(model, checkpoint, planned, run / "files", lambda count: None)
+
     return write
 
 
@@ -265,6 +305,7 @@ def test_a_tensor_larger_than_a_file_may_be(run: Path, writes: Callable[..., Any
 def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     """And so are lines that a power cut has left."""
     (tmp_path / "m").write_bytes(
-        b'{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n\0\0\xff\xfe\n{"step": 3, "x"')
+        b'{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n\0\0\xff\xfe\n{"step": 3, "x"'
+    )
     assert card.recorded(tmp_path / "m", "x") == {2: 3.0}
     assert card.recorded(tmp_path / "none", "x") == {}

@@ -26,8 +26,11 @@ def trained() -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     """Return tensors with an optimizer that changes one of them, and gradients to do it with."""
     weight = nn.Parameter(torch.arange(12.0).view(3, 4))
     weight.grad = torch.ones_like(weight)
-    tensors = {"model.weight": weight, "buffer.seen": torch.zeros(3, dtype=torch.int64),
-               "optimizer.exp_avg.weight": torch.full((3, 4), 0.5, dtype=torch.bfloat16)}
+    tensors = {
+        "model.weight": weight,
+        "buffer.seen": torch.zeros(3, dtype=torch.int64),
+        "optimizer.exp_avg.weight": torch.full((3, 4), 0.5, dtype=torch.bfloat16),
+    }
     return tensors, torch.optim.SGD([weight], lr=1.0)
 
 
@@ -39,6 +42,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(pairs: list[tuple[Tensor, Tensor]]) -> None:
         time.sleep(SLOWNESS)
         copy(pairs)
+
     monkeypatch.setattr(host_copies, "_copy", late)
 
 
@@ -75,6 +79,7 @@ def test_who_writes_waits_too(trained, slow):
 def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch):
     def broken(_: object) -> None:
         raise RuntimeError("no memory")
+
     tensors, optimizer = trained
     monkeypatch.setattr(host_copies, "_copy", broken)
     copies, before = HostCopies(optimizer), tensors["model.weight"].detach().clone()
@@ -90,8 +95,12 @@ def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.Mo
     locked: list[int] = []
     driver = SimpleNamespace(cudaHostRegister=lambda _, size, __: locked.append(size) or 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    shapes = {"a": (torch.Size([1000, 9]), torch.float32), "b": (torch.Size([]), torch.int64),
-              "c": (torch.Size([0, 4]), torch.float32), "d": (torch.Size([77]), torch.uint8)}
+    shapes = {
+        "a": (torch.Size([1000, 9]), torch.float32),
+        "b": (torch.Size([]), torch.int64),
+        "c": (torch.Size([0, 4]), torch.float32),
+        "d": (torch.Size([77]), torch.uint8),
+    }
     memory = HostMemory(shapes, locked=True)
     exact = sum(t.nbytes for t in memory.tensors.values())
     assert exact == 36_000 + 8 + 77 and len(locked) == 1 and exact <= locked[0] < exact + 4 * 512
@@ -102,27 +111,44 @@ def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.Mo
     assert all(bool((t == ord(name)).all()) for name, t in memory.tensors.items())
 
 
-@pytest.mark.parametrize(("code", "room", "why"), [
-    (2, 1e9, "does not page-lock"), (0, 100.0, "0.1 KiB of host memory is needed")])
+@pytest.mark.parametrize(
+    ("code", "room", "why"),
+    [(2, 1e9, "does not page-lock"), (0, 100.0, "0.1 KiB of host memory is needed")],
+)
 def test_without_room_or_locks_a_save_is_written_before_the_next_step(
-        trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture, code: int, room: float, why: str):
+    trained,
+    group: dist.ProcessGroup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    room: float,
+    why: str,
+):
     tensors, optimizer = trained
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
-        cudaHostRegister=lambda *_: code))
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: code)
+    )
     monkeypatch.setattr(host_copies, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
     saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, room=lambda: room)
     for step in (1, 2):
-        saving.save(SimpleNamespace(step=step, optimizer=optimizer, tensors=lambda: tensors,
-                                    state_dict=lambda step=step: {"step": step}))
+        saving.save(
+            SimpleNamespace(
+                step=step,
+                optimizer=optimizer,
+                tensors=lambda: tensors,
+                state_dict=lambda step=step: {"step": step},
+            )
+        )
         assert next(c.step for c in commit.scan(tmp_path)) == step  # without another `poll`
     said = caplog.text
     assert re.search(why, said) and said.count("written before the next step") == 1
 
 
 def test_memory_that_another_rank_refuses_is_given_back(
-        trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     tensors, optimizer = trained
     made: list[weakref.ref[HostMemory]] = []
 
@@ -130,12 +156,17 @@ def test_memory_that_another_rank_refuses_is_given_back(
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)
             made.append(weakref.ref(self))
+
     monkeypatch.setattr(host_copies, "HostMemory", Seen)
     monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    saving = checkpointer.Checkpointer(tmp_path, layout, {}, total_steps=3, every=1,
-                                       room=lambda: 1e9)
-    saving.save(SimpleNamespace(step=1, optimizer=optimizer, tensors=lambda: tensors,
-                                state_dict=lambda: {"step": 1}))
+    saving = checkpointer.Checkpointer(
+        tmp_path, layout, {}, total_steps=3, every=1, room=lambda: 1e9
+    )
+    saving.save(
+        SimpleNamespace(
+            step=1, optimizer=optimizer, tensors=lambda: tensors, state_dict=lambda: {"step": 1}
+        )
+    )
     gc.collect()
     assert len(made) == 1 and made[0]() is None

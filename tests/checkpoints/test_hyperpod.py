@@ -23,9 +23,7 @@ from tests.conftest import free_port
 from tests.hyperpod_service import service
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
-from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import (
-    InMemoryStorageError,
-)
+from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import InMemoryStorageError
 
 CPU = torch.device("cpu")
 IDENTITY: dict[str, Any] = {"options": {"seed": 0}, "inputs": {"model": "m"}}
@@ -67,12 +65,23 @@ def save(tier: HyperPodTier, *steps: int) -> None:
     for step in steps:
         model, optimizer = state_of(step)
         torch.manual_seed(step)
-        tier.write(Snapshot(step, tensors_of(model, optimizer), random_states(CPU), {
-            "step": step, "tokens": 10 * step}, IDENTITY))
+        tier.write(
+            Snapshot(
+                step,
+                tensors_of(model, optimizer),
+                random_states(CPU),
+                {"step": step, "tokens": 10 * step},
+                IDENTITY,
+            )
+        )
 
 
-def newest(tier: HyperPodTier, after: int = 0, before: int | None = None,
-           identity: dict[str, Any] = IDENTITY) -> tuple[int, Left]:
+def newest(
+    tier: HyperPodTier,
+    after: int = 0,
+    before: int | None = None,
+    identity: dict[str, Any] = IDENTITY,
+) -> tuple[int, Left]:
     """Load the newest; return its step (0: there is none), and what was left and why.
 
     Fails where any of what was loaded is not of that step.
@@ -138,23 +147,40 @@ def a_pickle(client: Any) -> None:
 
 
 def a_checksum_of_the_service(client: Any) -> None:
-    client._make_request("POST", client.CHECKPOINT_PATH.format(
-        namespace=client.namespace, rank=0, step=6), data=b"other", headers={
-            "Shard-Meta": '{"checksum": "AAAA", "algorithm": "xxh3_128"}'})
+    client._make_request(
+        "POST",
+        client.CHECKPOINT_PATH.format(namespace=client.namespace, rank=0, step=6),
+        data=b"other",
+        headers={"Shard-Meta": '{"checksum": "AAAA", "algorithm": "xxh3_128"}'},
+    )
 
 
 def no_checksum(client: Any) -> None:
-    client._make_request("POST", client.CHECKPOINT_PATH.format(
-        namespace=client.namespace, rank=0, step=6), data=client.get_checkpoint(6, rank=0))
+    client._make_request(
+        "POST",
+        client.CHECKPOINT_PATH.format(namespace=client.namespace, rank=0, step=6),
+        data=client.get_checkpoint(6, rank=0),
+    )
 
 
 def a_lost_part(client: Any) -> None:
     client.delete_checkpoint(6, rank=0)
 
 
-@pytest.mark.parametrize("harm", [
-    a_bit, a_bit_of_the_commit, all_of_another_step, a_part_of_another_step,
-    a_part_that_ends_early, a_pickle, a_checksum_of_the_service, no_checksum, a_lost_part])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        a_bit,
+        a_bit_of_the_commit,
+        all_of_another_step,
+        a_part_of_another_step,
+        a_part_that_ends_early,
+        a_pickle,
+        a_checksum_of_the_service,
+        no_checksum,
+        a_lost_part,
+    ],
+)
 def test_what_is_not_as_written_is_left_and_told(address: str, harm: Callable[[Any], None]) -> None:
     tier = tier_at(address)
     save(tier, 4, 6)
@@ -182,8 +208,9 @@ def test_steps_of_a_course_that_was_left_do_not_come_back(address: str) -> None:
     assert newest(tier) == (3, [])
 
 
-def test_a_save_that_fails_leaves_the_one_before(address: str,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_one_before(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = tier_at(address)
     save(tier, 2, 4)
     put = tier._client.put_checkpoint
@@ -192,6 +219,7 @@ def test_a_save_that_fails_leaves_the_one_before(address: str,
         if rank == COMMIT:
             raise InMemoryStorageError("full")
         put(step, data, rank=rank, timeout=timeout)
+
     with monkeypatch.context() as patch:
         patch.setattr(tier._client, "put_checkpoint", full)
         for step in (6, 8, 10):
@@ -259,7 +287,8 @@ def test_no_proxy_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "amzn_sagemaker_checkpointing.config.in_memory_client", None)
     with pytest.raises(UsageError) as caught:
         tier_at(hyperpod.CLUSTER)

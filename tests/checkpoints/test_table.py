@@ -17,13 +17,18 @@ def save(checkpoints: Path, step: int) -> Path:
     (attempt / commit.TENSORS).mkdir()
     (attempt / commit.TENSORS / "data").write_bytes(bytes(1000 + step))
     files = [manifest.file_entry(attempt, attempt / commit.TENSORS / "data")]
-    return commit.commit(attempt, step, files, {}, 1, {"tokens": step * 1024, "loss": 2.5,
-                                                       "eval_loss": None}).path
+    return commit.commit(
+        attempt, step, files, {}, 1, {"tokens": step * 1024, "loss": 2.5, "eval_loss": None}
+    ).path
 
 
 def table(action: str, directory: Path, code: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "lib.checkpoints", action, directory], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "lib.checkpoints", action, directory],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 

@@ -23,13 +23,22 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def python(tmp_path: Path, environment: dict[str, str]) -> Python:
     """Return python(code, *argv, expect=0, env=None): runs code as a script would run."""
-    def run(code: str, *argv: object, expect: int | None = 0,
-            env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], cwd=tmp_path,
-                              env=environment | (env or {}), capture_output=True, text=True,
-                              timeout=120)
+
+    def run(
+        code: str, *argv: object, expect: int | None = 0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, argv)],
+            cwd=tmp_path,
+            env=environment | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         if expect is not None:
-            assert done.returncode == expect, \
+            assert done.returncode == expect, (
                 f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            )
         return done
+
     return run

@@ -35,37 +35,45 @@ def typed(monkeypatch: pytest.MonkeyPatch):
     def type_(*words: str) -> None:
         monkeypatch.setattr(sys, "argv", list(words))
         monkeypatch.setattr(sys, "orig_argv", ["python9", *words])
+
     return type_
 
 
-@pytest.mark.parametrize("words, expected", [
-    (["04.py", "-e", "a b"], "04.py -e 'a b' --overwrite"),
-    (["04.py", "-d", "a", "-d", "b=0.5", "-e", "x"], "04.py -e x --overwrite"),
-    (["04.py", "--dataset_name=a", "-e", "x"], "04.py -e x --overwrite"),
-    (["04.py", "--dataset_name", "a", "-e", "x"], "04.py -e x --overwrite"),
-    (["03.py", "--token", "hf_1"], '03.py --token "$HF_TOKEN" --overwrite'),
-    (["03.py", "--token=hf_1"], '03.py --token="$HF_TOKEN" --overwrite'),
-    (["lib.checkpoints", "list"], "-m lib.checkpoints list --overwrite"),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["04.py", "-e", "a b"], "04.py -e 'a b' --overwrite"),
+        (["04.py", "-d", "a", "-d", "b=0.5", "-e", "x"], "04.py -e x --overwrite"),
+        (["04.py", "--dataset_name=a", "-e", "x"], "04.py -e x --overwrite"),
+        (["04.py", "--dataset_name", "a", "-e", "x"], "04.py -e x --overwrite"),
+        (["03.py", "--token", "hf_1"], '03.py --token "$HF_TOKEN" --overwrite'),
+        (["03.py", "--token=hf_1"], '03.py --token="$HF_TOKEN" --overwrite'),
+        (["lib.checkpoints", "list"], "-m lib.checkpoints list --overwrite"),
+    ],
+)
 def test_the_same_command_with_a_change(typed, words: list[str], expected: str) -> None:
     typed(*words)
     command = commands.as_typed("--overwrite", drop=("-d", "--dataset-name"))
     assert command == f"{commands._python()} {expected}"
 
 
-@pytest.mark.parametrize("given", ["-m", "--model-name", "--model_name", "--hf-model",
-                                   "--model_name_or_path"])
+@pytest.mark.parametrize(
+    "given", ["-m", "--model-name", "--model_name", "--hf-model", "--model_name_or_path"]
+)
 def test_an_option_is_replaced_under_any_of_its_names(typed, given: str) -> None:
     for words in ([given, "old"], [f"{given}=old"]):
         typed("04.py", "-e", "old", *words)
         assert commands.replaced(("-m", "--model-name"), "old", "new").endswith(
-            f"04.py -e old {' '.join(words).replace('old', 'new')}")
+            f"04.py -e old {' '.join(words).replace('old', 'new')}"
+        )
     typed("04.py", given, "old", "-e", "x")
     assert commands.as_typed(drop=["-m", "--model-name"]).endswith("04.py -e x")
 
 
-@pytest.mark.parametrize("script", [
-    "04_train_fsdp.py", "./04_train_fsdp.py", "launch/kubernetes.py", str(ROOT / "01_x.py")])
+@pytest.mark.parametrize(
+    "script",
+    ["04_train_fsdp.py", "./04_train_fsdp.py", "launch/kubernetes.py", str(ROOT / "01_x.py")],
+)
 def test_scripts_are_named_from_where_the_person_stands(typed, monkeypatch, script: str) -> None:
     monkeypatch.chdir(ROOT)
     typed(script)
@@ -93,8 +101,10 @@ def test_what_is_printed_is_run_by_a_shell(tmp_path: Path, ranks: int) -> None:
     start = [sys.executable, *(torchrun if ranks else []), "a script.py", "-e", "it's", "-d", "x"]
 
     def output(command: list[str]) -> list[str]:
-        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True,
-                              check=True).stdout.splitlines()
+        return subprocess.run(
+            command, cwd=tmp_path, text=True, capture_output=True, check=True
+        ).stdout.splitlines()
+
     printed = [line for line in output(start) if line[:1] not in "[{"]
     assert ("torchrun --nproc-per-node" in printed[0]) == bool(ranks)
     shell = printed[0] if not ranks else shlex.quote(sys.executable) + " " + printed[0]
@@ -107,22 +117,39 @@ def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ[commands.LAUNCHED_AS]
 
 
-@pytest.mark.parametrize("torchrun, expected", [
-    (["torchrun", "--standalone", "--nproc-per-node", "2", "04_train_fsdp.py", "-e", "x"], "2"),
-    (["torchrun", "--nproc_per_node=gpu", "sub/04_train_fsdp.py", "-e", "x"], "gpu"),
-    (["python", "-m", "torch.distributed.run", "--nproc-per-node=8", "04_train_fsdp.py", "-e", "x"],
-     "8"),
-    (["torchrun", "04_train_fsdp.py", "-e", "x"], ""),                    # one rank
-    (["torchrun", "--nproc-per-node", "1", "04_train_fsdp.py", "-e", "x"], ""),
-    (["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "04_train_fsdp.py", "-e", "x"], ""),
-    (["torchrun", "--nproc-per-node", "8", "other.py"], ""), ([], "")])
-def test_for_several_ranks_here_the_launcher_is_named(typed, monkeypatch, torchrun: list[str],
-                                                      expected: str) -> None:
+@pytest.mark.parametrize(
+    "torchrun, expected",
+    [
+        (["torchrun", "--standalone", "--nproc-per-node", "2", "04_train_fsdp.py", "-e", "x"], "2"),
+        (["torchrun", "--nproc_per_node=gpu", "sub/04_train_fsdp.py", "-e", "x"], "gpu"),
+        (
+            [
+                "python",
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=8",
+                "04_train_fsdp.py",
+                "-e",
+                "x",
+            ],
+            "8",
+        ),
+        (["torchrun", "04_train_fsdp.py", "-e", "x"], ""),  # one rank
+        (["torchrun", "--nproc-per-node", "1", "04_train_fsdp.py", "-e", "x"], ""),
+        (["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "04_train_fsdp.py", "-e", "x"], ""),
+        (["torchrun", "--nproc-per-node", "8", "other.py"], ""),
+        ([], ""),
+    ],
+)
+def test_for_several_ranks_here_the_launcher_is_named(
+    typed, monkeypatch, torchrun: list[str], expected: str
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHON", sys.executable)
     typed("04_train_fsdp.py")
-    assert commands._launched(torchrun) == ([
-        "launch/single_node.sh", "--nproc-per-node", expected, "--", "-e", "x"] if expected else [])
+    assert commands._launched(torchrun) == (
+        ["launch/single_node.sh", "--nproc-per-node", expected, "--", "-e", "x"] if expected else []
+    )
     monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # which the launcher would take
     if expected:
         assert commands._launched(torchrun)[:2] == ["env", f"PYTHON={sys.executable}"]

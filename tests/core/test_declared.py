@@ -34,8 +34,9 @@ def parsed(*argv: str) -> Wanted:
 
 def test_fields_are_options_and_what_is_parsed_is_the_object() -> None:
     assert parsed("--job-name", "x") == Wanted(job_name="x")
-    assert parsed("--job_name=x", "--nodes", "3", "--is-fast", "--follow", "off") == \
-        Wanted(job_name="x", nodes=3, is_fast=True, follow=False)
+    assert parsed("--job_name=x", "--nodes", "3", "--is-fast", "--follow", "off") == Wanted(
+        job_name="x", nodes=3, is_fast=True, follow=False
+    )
     for argv, says in (((), "--job-name"), (("--job-name", "x", "--nodes", "0"), "above 0")):
         with pytest.raises(UsageError, match=says):
             parsed(*argv)

@@ -26,10 +26,9 @@ def test_exit_codes_are_those_of_the_design() -> None:
 
 def test_render_labels_every_known_part_and_indents_its_lines() -> None:
     error = ArtifactError("it is not finished", found="one\ntwo", run="python stage.py")
-    assert error.render() == ("error: it is not finished\n"
-                              "  found:    one\n"
-                              "            two\n"
-                              "  run:      python stage.py")
+    assert error.render() == (
+        "error: it is not finished\n  found:    one\n            two\n  run:      python stage.py"
+    )
     assert UsageError("alone").render() == "error: alone"
 
 
@@ -51,19 +50,27 @@ def test_many_problems_are_told_at_once_with_their_parts() -> None:
     problems.add(ArtifactError("second"))
     with pytest.raises(UsageError) as caught:
         problems.raise_if_any()
-    assert caught.value.render() == ("error: 2 problems:\n"
-                                     "1. first\n"
-                                     "  expected: this\n"
-                                     "  found:    that\n"
-                                     "2. second")
+    assert caught.value.render() == (
+        "error: 2 problems:\n1. first\n  expected: this\n  found:    that\n2. second"
+    )
 
 
-@pytest.mark.parametrize(("number", "kind"), [
-    (errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EFBIG, DiskFullError),
-    (errno.EACCES, UsageError), (errno.EPERM, UsageError), (errno.EROFS, UsageError),
-    (errno.ENOTDIR, UsageError), (errno.EISDIR, UsageError), (errno.ENAMETOOLONG, UsageError),
-    (errno.ENOENT, type(None)), (errno.EIO, StageError),
-])
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, DiskFullError),
+        (errno.EDQUOT, DiskFullError),
+        (errno.EFBIG, DiskFullError),
+        (errno.EACCES, UsageError),
+        (errno.EPERM, UsageError),
+        (errno.EROFS, UsageError),
+        (errno.ENOTDIR, UsageError),
+        (errno.EISDIR, UsageError),
+        (errno.ENAMETOOLONG, UsageError),
+        (errno.ENOENT, type(None)),
+        (errno.EIO, StageError),
+    ],
+)
 def test_os_errors_that_a_person_can_cure(number: int, kind: type) -> None:
     told = from_os_error(OSError(number, "why", "/some/file"))
     assert type(told) is kind

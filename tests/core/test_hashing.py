@@ -9,8 +9,10 @@ import pytest
 from lib.core import hashing
 from lib.core.errors import ArtifactError
 
-ABC = {"sha256": "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-       "xxh3": "xxh3:06b05ab6733a618578af5f94892f3950"}
+ABC = {
+    "sha256": "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    "xxh3": "xxh3:06b05ab6733a618578af5f94892f3950",
+}
 
 
 @pytest.mark.parametrize("algorithm", ABC)
@@ -43,7 +45,8 @@ def test_fingerprint_ignores_the_order_of_keys_only() -> None:
 
 def test_without_xxhash_manifests_hold_sha256(python, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
-    done = python("""
+    done = python(
+        """
 import sys
 from pathlib import Path
 sys.modules["xxhash"] = None  # makes `import xxhash` fail
@@ -54,6 +57,9 @@ try:
     hashing.matches(Path("f"), sys.argv[2])
 except ArtifactError as error:
     print(error.render())
-""", ABC["sha256"], ABC["xxh3"])
+""",
+        ABC["sha256"],
+        ABC["xxh3"],
+    )
     assert done.stdout.startswith(f"{ABC['sha256']} True\n")
     assert "pip install xxhash" in done.stdout

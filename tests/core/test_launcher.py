@@ -23,8 +23,9 @@ def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "dataset x does not exist" in report
 
 
-def test_without_torchrun_or_room_it_is_no_further_error(tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_or_room_it_is_no_further_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     launcher.record_failure("UsageError", 2, "error: x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "error.json"))

@@ -41,8 +41,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def holder(path: Path) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], cwd=ROOT,
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -64,23 +65,34 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_machine(path: Path, beats: int = 0) -> None:
-    write(path, {"host": "elsewhere", "pid": 1, "born": "1", "machine": "another", "id": "x",
-                 "beats": beats})
+    write(
+        path,
+        {
+            "host": "elsewhere",
+            "pid": 1,
+            "born": "1",
+            "machine": "another",
+            "id": "x",
+            "beats": beats,
+        },
+    )
 
 
 def write(path: Path, record: dict) -> None:
     manifest.write_json(path, record)
 
 
-def test_a_second_one_is_refused_and_told_who_holds_it(path: Path, holder: subprocess.Popen,
-                                                       ) -> None:
+def test_a_second_one_is_refused_and_told_who_holds_it(
+    path: Path, holder: subprocess.Popen
+) -> None:
     with pytest.raises(UsageError, match="another process has") as caught:
         Lease(path, never)
     assert f"process {holder.pid} on" in caught.value.found
 
 
-def test_also_where_file_locks_do_not_work(path: Path, holder: subprocess.Popen,
-                                           no_kernel_locks: None) -> None:
+def test_also_where_file_locks_do_not_work(
+    path: Path, holder: subprocess.Popen, no_kernel_locks: None
+) -> None:
     with pytest.raises(UsageError, match="another process has"):
         Lease(path, never)
     os.kill(holder.pid, 19)  # SIGSTOP: it is still there
@@ -100,8 +112,9 @@ def test_a_killed_holder_is_followed_at_once(path: Path, holder: subprocess.Pope
 
 def test_the_same_pid_later_is_another_process(path: Path) -> None:
     Lease(path, never).release()
-    write(path, {"host": "h", "pid": os.getpid(), "born": "1", "id": "x",
-                 "machine": lease._machine()})
+    write(
+        path, {"host": "h", "pid": os.getpid(), "born": "1", "id": "x", "machine": lease._machine()}
+    )
     Lease(path, never).release()
 
 
@@ -128,8 +141,7 @@ def test_a_live_holder_elsewhere_is_respected(path: Path, fast: None) -> None:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch, no_kernel_locks: None, fast: None) -> threading.local:
-    """Let each thread be a node of its own (its attribute `name`), whose locks others do not see.
-    """
+    """Let each thread act as one node (its attribute `name`) whose locks others do not see."""
     here = threading.local()
     monkeypatch.setattr(lease, "_machine", lambda: here.name)
     return here
@@ -141,8 +153,11 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
     if left == "torn":
         path.write_text("{")
     elif left != "nothing":
-        write(path, {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
-              | ({"released": True} if left == "released" else {}))
+        write(
+            path,
+            {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
+            | ({"released": True} if left == "released" else {}),
+        )
     start, got, refused = threading.Barrier(8), [], []
 
     def take(number: int) -> None:
@@ -152,6 +167,7 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
             got.append(Lease(path, never))
         except lease.Held as held:
             refused.append(held)
+
     threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
@@ -163,10 +179,12 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
     assert not list(path.parent.iterdir())
 
 
-def test_without_hard_links(path: Path, nodes: threading.local, monkeypatch: pytest.MonkeyPatch,
-                            ) -> None:
+def test_without_hard_links(
+    path: Path, nodes: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
+
     monkeypatch.setattr(os, "link", refuse)
     nodes.name = "first"
     held = Lease(path, never)
@@ -185,7 +203,8 @@ def test_other_ranks_raise_what_the_first_one_was_refused_with() -> None:
 
 
 def test_who_comes_back_late_writes_nothing_into_the_record_of_another(
-        path: Path, fast: None) -> None:
+    path: Path, fast: None
+) -> None:
     """A process that slept through its own end keeps writing, but to what nobody reads."""
     told: list[str] = []
     held = Lease(path, told.append)

@@ -18,8 +18,15 @@ def artifact(tmp_path: Path) -> Path:
     (root / "a.bin").write_bytes(b"aaa")
     (root / "sub/b.bin").write_bytes(b"bbbb")
     files = [manifest.file_entry(root, root / name) for name in ("a.bin", "sub/b.bin")]
-    manifest.write(root, kind="thing/1", stage="00.py", identity={"options": {"x": 1}},
-                   options={"x": 1}, files=iter(files), summary={"rows": 2})
+    manifest.write(
+        root,
+        kind="thing/1",
+        stage="00.py",
+        identity={"options": {"x": 1}},
+        options={"x": 1},
+        files=iter(files),
+        summary={"rows": 2},
+    )
     return root
 
 
@@ -30,8 +37,10 @@ def read(root: Path) -> dict:
 def test_what_is_written_is_read(artifact: Path) -> None:
     content = read(artifact)
     assert content["summary"] == {"rows": 2} and content["identity"] == {"options": {"x": 1}}
-    assert [(entry["path"], entry["bytes"]) for entry in content["files"]] == \
-        [("a.bin", 3), ("sub/b.bin", 4)]
+    assert [(entry["path"], entry["bytes"]) for entry in content["files"]] == [
+        ("a.bin", 3),
+        ("sub/b.bin", 4),
+    ]
     assert content["versions"]["python"] and content["versions"]["torch"]
     assert content == manifest.read_if_any(artifact)
     assert sorted(path.name for path in artifact.iterdir()) == ["a.bin", "manifest.json", "sub"]

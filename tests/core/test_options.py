@@ -35,10 +35,12 @@ def parser() -> Parser:
 @pytest.fixture
 def with_yaml(parser: Parser, tmp_path: Path):
     """Return with_yaml(text, *argv): the options of a config file and a command line."""
+
     def parse(text: str, *argv: str) -> Options:
         config = tmp_path / "run.yaml"
         config.write_text(text)
         return parser.parse([*argv, "--config", str(config)])
+
     return parse
 
 
@@ -58,11 +60,13 @@ def test_command_line_beats_yaml_beats_default(with_yaml) -> None:
 
 
 def test_two_names_of_one_option_have_one_value(with_yaml) -> None:
-    for text, names in (("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
-                        ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
-                        ("lr: 1e-4\nlearning_rate: 2e-4", ("lr", "learning_rate")),
-                        ("lr: 1e-4\nmax_lr: null\nlearning_rate: 3e-4", ("lr", "learning_rate")),
-                        ("include: [a]\ninclude_: x", ())):
+    for text, names in (
+        ("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
+        ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
+        ("lr: 1e-4\nlearning_rate: 2e-4", ("lr", "learning_rate")),
+        ("lr: 1e-4\nmax_lr: null\nlearning_rate: 3e-4", ("lr", "learning_rate")),
+        ("include: [a]\ninclude_: x", ()),
+    ):
         with pytest.raises(UsageError) as caught:
             with_yaml(text)
         assert all(f"'{name}'" in caught.value.problem for name in names)
@@ -105,16 +109,23 @@ def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> N
 @pytest.mark.parametrize("name", ["lr", "src_dir", "num_dirs"])
 def test_a_value_that_reads_like_an_option_does_not_hide_the_yaml(with_yaml, name: str) -> None:
     got = with_yaml("lr: 0.5\nsrc_dir: of_yaml\nnum_dirs: 3\n", "-e", name)
-    assert (got.experiment_name, got.lr, got.src_dir, got.num_dirs) == \
-        (name, 0.5, Path("of_yaml"), 3)
+    assert (got.experiment_name, got.lr, got.src_dir, got.num_dirs) == (
+        name,
+        0.5,
+        Path("of_yaml"),
+        3,
+    )
 
 
-@pytest.mark.parametrize(("text", "argv", "expected"), [
-    ("include: ['*.py', '*.md']", (), ["*.py", "*.md"]),
-    ("include: '*.py'", (), ["*.py"]),
-    ("include: ['*.py', '*.md']", ("--include", "*.txt"), ["*.txt"]),
-    ("include: []", (), []),
-])
+@pytest.mark.parametrize(
+    ("text", "argv", "expected"),
+    [
+        ("include: ['*.py', '*.md']", (), ["*.py", "*.md"]),
+        ("include: '*.py'", (), ["*.py"]),
+        ("include: ['*.py', '*.md']", ("--include", "*.txt"), ["*.txt"]),
+        ("include: []", (), []),
+    ],
+)
 def test_repeatable_options_are_replaced_not_mixed(with_yaml, text, argv, expected) -> None:
     assert with_yaml(text, *argv).include == expected
 
@@ -128,19 +139,22 @@ def test_one_parse_leaves_nothing_for_the_next(parser: Parser, with_yaml) -> Non
     assert parser.parse([]).include == parser.parse([]).fields == []
 
 
-@pytest.mark.parametrize(("text", "name", "value"), [
-    ("lr: 1e-4", "lr", 1e-4),  # a string to YAML 1.1
-    ("lr: 0.0001", "lr", 1e-4),
-    ("cpu_offload: on", "cpu_offload", True),  # a boolean to YAML 1.1
-    ("cpu_offload: 'on'", "cpu_offload", True),
-    ("cpu_offload: false", "cpu_offload", False),
-    ("keep_source: true", "keep_source", True),
-    ("keep_source: false", "keep_source", False),
-    ("mode: symlink", "mode", "symlink"),
-    ("num_dirs:", "num_dirs", 20),  # null is silence
-    ("experiment_name: -e", "experiment_name", "-e"),
-    ("experiment_name: 2024-01-31", "experiment_name", "2024-01-31"),
-])
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("lr: 1e-4", "lr", 1e-4),  # a string to YAML 1.1
+        ("lr: 0.0001", "lr", 1e-4),
+        ("cpu_offload: on", "cpu_offload", True),  # a boolean to YAML 1.1
+        ("cpu_offload: 'on'", "cpu_offload", True),
+        ("cpu_offload: false", "cpu_offload", False),
+        ("keep_source: true", "keep_source", True),
+        ("keep_source: false", "keep_source", False),
+        ("mode: symlink", "mode", "symlink"),
+        ("num_dirs:", "num_dirs", 20),  # null is silence
+        ("experiment_name: -e", "experiment_name", "-e"),
+        ("experiment_name: 2024-01-31", "experiment_name", "2024-01-31"),
+    ],
+)
 def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
     got = getattr(with_yaml(text), name)
     assert got == value and type(got) is type(value)
@@ -148,38 +162,65 @@ def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
 
 def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> None:
     parser.add_argument("--profile", type=options.span, help="steps")
-    given = parser.parse(["-e", "one", "--lr", "1e-3", "--token", "x", "--dry-run", "--include",
-                          "a", "--include", "b", "--profile", "2:4"])
+    given = parser.parse(
+        [
+            "-e",
+            "one",
+            "--lr",
+            "1e-3",
+            "--token",
+            "x",
+            "--dry-run",
+            "--include",
+            "a",
+            "--include",
+            "b",
+            "--profile",
+            "2:4",
+        ]
+    )
     content = {"launch": "1", "options": options.resolved(given), "versions": {}, "argv": []}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     again = parser.parse(["--config", str(tmp_path / "config.yaml"), "-e", "two"])
-    assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == \
-        ("two", 1e-3, None, False, (2, 4))
+    assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == (
+        "two",
+        1e-3,
+        None,
+        False,
+        (2, 4),
+    )
     assert again.include == ["a", "b"] and again.src_dir == given.src_dir
 
 
-def test_options_that_are_no_more_are_left_out_of_a_record(parser: Parser, tmp_path: Path, capsys,
-                                                           ) -> None:
+def test_options_that_are_no_more_are_left_out_of_a_record(
+    parser: Parser, tmp_path: Path, capsys
+) -> None:
     log.setup()
     recorded = {"num_workers": 8, "lr": 0.5, "gone": 1, "also_gone": "x"}
     content = {"stage": Path(sys.argv[0]).name, "options": recorded, "versions": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert parser.parse(["--config", str(tmp_path / "manifest.json")]).lr == 0.5
-    assert "manifest.json holds also_gone, gone, which this version has no more" in \
-        capsys.readouterr().out
+    assert (
+        "manifest.json holds also_gone, gone, which this version has no more"
+        in capsys.readouterr().out
+    )
     (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a person's own typo is told
     with pytest.raises(UsageError, match="unknown key 'gone'"):
         parser.parse(["--config", str(tmp_path / "typed.yaml")])
 
 
-def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(parser: Parser,
-                                                                    tmp_path: Path) -> None:
+def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(
+    parser: Parser, tmp_path: Path
+) -> None:
     parser.add_argument("--save-dir", type=Path, help="place")
     (tmp_path / "c.yaml").write_text("save-dir: outputs\nexperiment-name: exp\n")
     config = ["--config", str(tmp_path / "c.yaml")]
-    for argv, where in ((["-e", "elsewhere/new"], ("elsewhere", "new")),
-                        (["-e", "again"], ("outputs", "again")), ([], ("outputs", "exp")),
-                        (["-e", "a/b", "--save-dir", "a"], ("a", "b"))):
+    for argv, where in (
+        (["-e", "elsewhere/new"], ("elsewhere", "new")),
+        (["-e", "again"], ("outputs", "again")),
+        ([], ("outputs", "exp")),
+        (["-e", "a/b", "--save-dir", "a"], ("a", "b")),
+    ):
         opts = parser.parse([*config, *argv])
         paths.settle(opts)
         assert (str(opts.save_dir), opts.experiment_name) == where
@@ -192,19 +233,22 @@ def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, m
         parser.parse(["--config", str(tmp_path / "manifest.json")])
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("num_dir: 3", r"run\.yaml: unknown key 'num_dir'; the nearest is --num-dirs"),
-    ("e: x", "unknown key 'e'"),
-    ("num_dirs: many", "run.yaml: --num-dirs: expected a whole number above 0, got 'many'"),
-    ("num_dirs: 0", "run.yaml: --num-dirs: expected a whole number above 0, got '0'"),
-    ("num_dirs: {a: 1}", "takes a plain value"),
-    ("num_dirs: [1, 2]", "takes one value"),
-    ("keep_source: 3", "takes true or false"),
-    ("mode: teleport", "run.yaml: --mode: invalid choice: 'teleport'"),
-    ("config: other.yaml", "takes a plain value"),
-    ("- a\n- b", "must hold `key: value` lines"),
-    ("a: [1", "is not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("num_dir: 3", r"run\.yaml: unknown key 'num_dir'; the nearest is --num-dirs"),
+        ("e: x", "unknown key 'e'"),
+        ("num_dirs: many", "run.yaml: --num-dirs: expected a whole number above 0, got 'many'"),
+        ("num_dirs: 0", "run.yaml: --num-dirs: expected a whole number above 0, got '0'"),
+        ("num_dirs: {a: 1}", "takes a plain value"),
+        ("num_dirs: [1, 2]", "takes one value"),
+        ("keep_source: 3", "takes true or false"),
+        ("mode: teleport", "run.yaml: --mode: invalid choice: 'teleport'"),
+        ("config: other.yaml", "takes a plain value"),
+        ("- a\n- b", "must hold `key: value` lines"),
+        ("a: [1", "is not valid YAML"),
+    ],
+)
 def test_a_bad_config_is_told(with_yaml, text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         with_yaml(text)
@@ -243,17 +287,20 @@ def test_a_config_that_is_no_text(parser: Parser, tmp_path: Path) -> None:
         parser.parse(["--config", str(tmp_path / "run.yaml")])
 
 
-@pytest.mark.parametrize(("argv", "told"), [
-    (["--num-dir", "3"], "unknown option --num-dir; the nearest is --num-dirs"),
-    (["--src_dri=x"], "unknown option --src-dri; the nearest is --src-dir"),
-    (["word"], "unexpected argument 'word'"),
-    (["--num-dirs", "-1"], "--num-dirs: expected a whole number above 0, got '-1'"),
-    (["--num-dirs", "1.5"], "--num-dirs: expected a whole number above 0, got '1.5'"),
-    (["--lr", "nan"], "--max-lr: expected a number above 0, got 'nan'"),
-    (["--lr", "inf"], "--max-lr: expected a number above 0, got 'inf'"),
-    (["--cpu-offload", "maybe"], "expected on or off, got 'maybe'"),
-    (["-e"], "expected one argument"),
-])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--num-dir", "3"], "unknown option --num-dir; the nearest is --num-dirs"),
+        (["--src_dri=x"], "unknown option --src-dri; the nearest is --src-dir"),
+        (["word"], "unexpected argument 'word'"),
+        (["--num-dirs", "-1"], "--num-dirs: expected a whole number above 0, got '-1'"),
+        (["--num-dirs", "1.5"], "--num-dirs: expected a whole number above 0, got '1.5'"),
+        (["--lr", "nan"], "--max-lr: expected a number above 0, got 'nan'"),
+        (["--lr", "inf"], "--max-lr: expected a number above 0, got 'inf'"),
+        (["--cpu-offload", "maybe"], "expected on or off, got 'maybe'"),
+        (["-e"], "expected one argument"),
+    ],
+)
 def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) -> None:
     with pytest.raises(UsageError, match=told) as caught:
         parser.parse(argv)
@@ -275,8 +322,10 @@ def test_names_that_mean_the_same_elsewhere_are_taken(parser: Parser, with_yaml)
 def test_what_to_type_for_other_names_is_told(parser: Parser, with_yaml) -> None:
     with pytest.raises(UsageError) as caught:
         parser.parse(["--run_name", "x"])
-    assert caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME (run_name is " \
-                                "the name in the Hugging Face Trainer)"
+    assert (
+        caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME (run_name is "
+        "the name in the Hugging Face Trainer)"
+    )
     with pytest.raises(UsageError, match=r"(?s)wandb_name.*-e NAME.*'banana'"):  # all at once
         with_yaml("wandb_name: x\nbanana: 2")
 
@@ -302,12 +351,27 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
     assert options.resolved(parser.parse([]))["token"] is None
     argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
     assert commands.redacted_argv(argv) == [
-        "s.py", "--token", "[redacted]", "--api_key=[redacted]", "--train-tokenizer", "dir",
-        "--token=[redacted]"]
+        "s.py",
+        "--token",
+        "[redacted]",
+        "--api_key=[redacted]",
+        "--train-tokenizer",
+        "dir",
+        "--token=[redacted]",
+    ]
 
 
-@pytest.mark.parametrize("option", ["--token-secret", "--token_secret", "--image-pull-secret",
-                                    "--secret-name", "--password-file", "--eos_token"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--token-secret",
+        "--token_secret",
+        "--image-pull-secret",
+        "--secret-name",
+        "--password-file",
+        "--eos_token",
+    ],
+)
 def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
     """Else a printed command that names one could not be typed."""
     for words in ([option, "hub"], [f"{option}=hub"]):
@@ -315,20 +379,36 @@ def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
         assert commands.shell("x", *words) == " ".join(["x", *words])
 
 
-@pytest.mark.parametrize("option", ["--token", "--hf-token", "--HF_TOKEN", "--hub_token",
-                                    "--client-secret", "--wandb-api-key", "--password"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--token",
+        "--hf-token",
+        "--HF_TOKEN",
+        "--hub_token",
+        "--client-secret",
+        "--wandb-api-key",
+        "--password",
+    ],
+)
 def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
     for words in ([option, "hf_1"], [f"{option}=hf_1"]):
         assert "hf_1" not in " ".join(commands.redacted_argv(words))
         assert commands.shell(*words).endswith('"$HF_TOKEN"')
 
 
-@pytest.mark.parametrize(("word", "shown"), [
-    ("HF_TOKEN=abc", "HF_TOKEN=[redacted]"),
-    ("--env=DB_PASSWORD=1=2", "--env=DB_PASSWORD=[redacted]"),
-    ("https://user:p@w@host/a@b", "https://[redacted]@host/a@b"), ("MODE=abc", "MODE=abc"),
-    ("--find-links=https://u:pw@host", "--find-links=https://[redacted]@host"),
-    ("my_token=0.5", "my_token=0.5"), ("https://host/a", "https://host/a")])
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("HF_TOKEN=abc", "HF_TOKEN=[redacted]"),
+        ("--env=DB_PASSWORD=1=2", "--env=DB_PASSWORD=[redacted]"),
+        ("https://user:p@w@host/a@b", "https://[redacted]@host/a@b"),
+        ("MODE=abc", "MODE=abc"),
+        ("--find-links=https://u:pw@host", "--find-links=https://[redacted]@host"),
+        ("my_token=0.5", "my_token=0.5"),
+        ("https://host/a", "https://host/a"),
+    ],
+)
 def test_secrets_in_variables_and_urls_are_not_shown(word: str, shown: str) -> None:
     assert commands.redacted_argv(["x", "--env", word]) == ["x", "--env", shown]
     assert commands.redacted_argv(["--add-bos-token", word]) == ["--add-bos-token", shown]
@@ -337,14 +417,20 @@ def test_secrets_in_variables_and_urls_are_not_shown(word: str, shown: str) -> N
     assert commands.shell("--env", "KEY_PASSWORD=x") == '--env KEY_PASSWORD="$KEY_PASSWORD"'
 
 
-@pytest.mark.parametrize(("names", "text", "expected"), [
-    (("bf16", "fp16", "fp32"), "bfloat16", "bf16"), (("bf16", "fp16", "fp32"), "bf16", "bf16"),
-    (("bf16", "fp16", "fp32"), "float32", "fp32"), (("bf16", "fp16", "fp32"), "FP16", "fp16"),
-    (("bfloat16", "float32", "float16"), "bf16", "bfloat16"),
-    (("bfloat16", "float32", "float16"), "fp32", "float32"),
-    (("bfloat16", "float32", "float16"), "float16", "float16"),
-    (("bf16",), "int8", "int8"), (("bf16",), "float16", "float16"),  # choices refuses them
-])
+@pytest.mark.parametrize(
+    ("names", "text", "expected"),
+    [
+        (("bf16", "fp16", "fp32"), "bfloat16", "bf16"),
+        (("bf16", "fp16", "fp32"), "bf16", "bf16"),
+        (("bf16", "fp16", "fp32"), "float32", "fp32"),
+        (("bf16", "fp16", "fp32"), "FP16", "fp16"),
+        (("bfloat16", "float32", "float16"), "bf16", "bfloat16"),
+        (("bfloat16", "float32", "float16"), "fp32", "float32"),
+        (("bfloat16", "float32", "float16"), "float16", "float16"),
+        (("bf16",), "int8", "int8"),
+        (("bf16",), "float16", "float16"),  # choices refuses them
+    ],
+)
 def test_a_dtype_has_two_names_and_one_value(names, text: str, expected: str) -> None:
     assert options.dtype(*names)(text) == expected
 

@@ -31,8 +31,12 @@ def make(target: Path, text: str = "new", x: object = 1, overwrite: bool = False
 
 def finish(build: Build, text: str) -> None:
     (build.dir / "f").write_text(text)
-    build.publish(stage="00.py", options={}, summary={},
-                  files=[manifest.file_entry(build.dir, build.dir / "f")])
+    build.publish(
+        stage="00.py",
+        options={},
+        summary={},
+        files=[manifest.file_entry(build.dir, build.dir / "f")],
+    )
 
 
 def names(directory: Path) -> list[str]:
@@ -76,12 +80,16 @@ def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
     changed = {"options": {"num_dirs": 2}, "inputs": {"source": "t"}}
     with pytest.raises(UsageError, match="other inputs or options") as caught:
         publish.is_done(target, KIND, changed, overwrite=False)
-    assert caught.value.found.splitlines() == ["source: s there, t now",
-                                               "--num-dirs: 1 there, 2 now"]
+    assert caught.value.found.splitlines() == [
+        "source: s there, t now",
+        "--num-dirs: 1 there, 2 now",
+    ]
     assert "--overwrite" in caught.value.run
-    for old, new, told in ((3e-4 / 10 * 10.1, 1e-4, "0.000303 there, 0.0001 now"),
-                           (0.0, 1, "0.0 there"),
-                           (0.1 + 0.2, 0.3000000000000001, "0.30000000000000004 there")):
+    for old, new, told in (
+        (3e-4 / 10 * 10.1, 1e-4, "0.000303 there, 0.0001 now"),
+        (0.0, 1, "0.0 there"),
+        (0.1 + 0.2, 0.3000000000000001, "0.30000000000000004 there"),
+    ):
         assert told in str(differences(old, new)[0])
     with pytest.raises(UsageError) as caught:
         publish.is_done(target, "thing/2", identity(), overwrite=False)
@@ -165,8 +173,9 @@ def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
-def test_overwrite_keeps_the_old_whole_until_it_is_replaced(tmp_path: Path, monkeypatch, swap: bool,
-                                                            ) -> None:
+def test_overwrite_keeps_the_old_whole_until_it_is_replaced(
+    tmp_path: Path, monkeypatch, swap: bool
+) -> None:
     if not swap:
         monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())
     target = tmp_path / "corpus"
@@ -215,8 +224,10 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
     shutil.rmtree(copied)
     build.partial.mkdir()
     (build.partial / "mine").write_text("mine")
-    with pytest.raises(UsageError, match="is in the way, and this program did not make it"), \
-            Build(tmp_path / "corpus", KIND, {}, True):
+    with (
+        pytest.raises(UsageError, match="is in the way, and this program did not make it"),
+        Build(tmp_path / "corpus", KIND, {}, True),
+    ):
         pass
     assert names(build.partial) == ["mine"]
 
@@ -266,8 +277,10 @@ def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
                     pass
         finish(build, "first")
     assert (target / "f").read_text() == "first" and names(tmp_path) == ["corpus"]
-    with pytest.raises(AlreadyBuilding, match="was built or brought back just now"), \
-            Build(target, KIND, identity(), False):
+    with (
+        pytest.raises(AlreadyBuilding, match="was built or brought back just now"),
+        Build(target, KIND, identity(), False),
+    ):
         pass
     assert names(tmp_path) == ["corpus"]
 
@@ -281,16 +294,19 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda name: monkeypatch.setattr(lease, "_machine", lambda: name)
 
 
-def test_two_nodes_do_not_build_one_thing_where_locks_are_local(tmp_path: Path, node, monkeypatch,
-                                                                ) -> None:
+def test_two_nodes_do_not_build_one_thing_where_locks_are_local(
+    tmp_path: Path, node, monkeypatch
+) -> None:
     """Neither what the other builds, nor what it builds with other options, is touched."""
     target = tmp_path / "corpus"
     node("a")
     with Build(target, KIND, identity(), False) as build:
         (build.dir / "g").write_text("of a")
         node("b")
-        with pytest.raises(AlreadyBuilding, match="another process is building") as caught, \
-                Build(target, KIND, identity(), False):
+        with (
+            pytest.raises(AlreadyBuilding, match="another process is building") as caught,
+            Build(target, KIND, identity(), False),
+        ):
             pass
         assert f"process {os.getpid()} on" in caught.value.found
         with pytest.raises(OSError), Build(target, KIND, identity(2), False):
@@ -301,8 +317,9 @@ def test_two_nodes_do_not_build_one_thing_where_locks_are_local(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("silent_s", [60, 6000])
-def test_leftovers_of_another_node_go_when_it_has_long_been_silent(tmp_path: Path, node,
-                                                                   silent_s: int) -> None:
+def test_leftovers_of_another_node_go_when_it_has_long_been_silent(
+    tmp_path: Path, node, silent_s: int
+) -> None:
     target, left = tmp_path / "corpus", tmp_path / "corpus.partial-12345678"
     left.mkdir()
     unfinished.claim(left)
@@ -319,8 +336,10 @@ def test_who_slept_until_another_had_published_hears_of_it(tmp_path: Path, node)
     """Its directory is gone: no bug, and what waits for the artifact goes on with that."""
     target = tmp_path / "corpus"
     node("a")
-    with pytest.raises(AlreadyBuilding, match="was built or brought back just now"), \
-            Build(target, KIND, identity(), False, resumable=True) as build:
+    with (
+        pytest.raises(AlreadyBuilding, match="was built or brought back just now"),
+        Build(target, KIND, identity(), False, resumable=True) as build,
+    ):
         build._lease._ended.set()  # stopped
         build._lease._thread.join()
         (build.partial / publish.OWNER).unlink()
@@ -337,7 +356,8 @@ def test_who_lost_what_it_builds_ends_at_once(tmp_path: Path, node, monkeypatch)
     node("a")
     with Build(tmp_path / "corpus", KIND, identity(), False, resumable=True) as build:
         (build.dir / "part").write_text("part")
-        manifest.write_json(build.partial / publish.OWNER, {"host": "b", "pid": 1, "machine": "b",
-                                                        "id": "x"})
+        manifest.write_json(
+            build.partial / publish.OWNER, {"host": "b", "pid": 1, "machine": "b", "id": "x"}
+        )
         build._lease.stop()
         assert set(ended) == {2}

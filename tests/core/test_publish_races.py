@@ -35,12 +35,18 @@ with publish.Build(target, "thing/1", {"options": {"num_dirs": 1}, "inputs": {"s
 
 
 def start(environment: dict, *argv: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", BUILDER, *map(str, argv)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def test_a_killed_build_does_not_exist_and_is_cleaned_up(tmp_path: Path, python, environment,
-                                                         ) -> None:
+def test_a_killed_build_does_not_exist_and_is_cleaned_up(
+    tmp_path: Path, python, environment
+) -> None:
     target = tmp_path / "corpus"
     with start(environment, target, "half", 60) as killed:
         killed.stdout.readline()
@@ -67,8 +73,9 @@ def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) ->
 
 
 @pytest.mark.parametrize("state", ["removed", "published"])
-def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypatch, state: str,
-                                                       ) -> None:
+def test_a_directory_that_goes_away_while_it_is_locked(
+    tmp_path: Path, monkeypatch, state: str
+) -> None:
     """Between the open and the lock another process may remove or publish the directory."""
     path, flock = tmp_path / "d", lease.fcntl.flock
 
@@ -79,6 +86,7 @@ def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypat
             path.rmdir()
             path.mkdir()
         flock(*arguments)
+
     path.mkdir()
     monkeypatch.setattr(lease.fcntl, "flock", vanish)
     assert lease.lock(path) == -1
@@ -90,16 +98,20 @@ def small_disk(tmp_path: Path):
     """Return an empty file system of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if shutil.which("mount") is None or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-            capture_output=True).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    ):
         pytest.skip("needs the right to mount a tmpfs")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path, python) -> None:
-    done = python("""
+    done = python(
+        """
 import sys
 from pathlib import Path
 from lib.core import publish, stage
@@ -107,7 +119,10 @@ def main(argv):
     with publish.Build(Path(argv[0]), "thing/1", {}, False) as build:
         (build.dir / "f").write_bytes(bytes(4 << 20))
 stage.run(main)
-""", small_disk / "corpus", expect=4)
+""",
+        small_disk / "corpus",
+        expect=4,
+    )
     assert "no room to write" in done.stderr and "Traceback" not in done.stderr
     assert names(small_disk) == []
     with pytest.raises(DiskFullError, match="not enough room for the dataset") as caught:

@@ -15,25 +15,46 @@ from lib.hub.raw_text import remove_outdated
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
 MERGES = "a0: &a0 {k: v}\n" + "".join(
-    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 8))
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 8)
+)
 
 
-@pytest.mark.parametrize("text, said", [
-    ("[" * DEEP, "levels deep"), ("[" * 500 + "]" * 500, "levels deep"),
-    ('{"a":' * DEEP, "levels deep"), ("{", "Expecting"), ("1" * 5000, "4300 digits")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[" * DEEP, "levels deep"),
+        ("[" * 500 + "]" * 500, "levels deep"),
+        ('{"a":' * DEEP, "levels deep"),
+        ("{", "Expecting"),
+        ("1" * 5000, "4300 digits"),
+    ],
+)
 def test_json_that_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         records.parse_json(text)
 
 
-@pytest.mark.parametrize("text, said", [
-    ("[" * DEEP, "levels deep"), ("- " * DEEP + "x", "levels deep"), (BOMB, "aliases expanded"),
-    (MERGES, "aliases expanded"), ("a: &a [*a]", "a part of"), ("x" * (1 << 21), "more than"),
-    ("a: !!bool x", "type that it names"), ("a: !!timestamp x", "type that it names"),
-    ("a: 2020-13-45", "looks like"), ("a: " + "1" * 5000, "looks like"), ("a: \x00", "not allow"),
-    ("a: !!python/object/apply:os.system [ls]", "constructor for the tag"), ("a: *b", "alias")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[" * DEEP, "levels deep"),
+        ("- " * DEEP + "x", "levels deep"),
+        (BOMB, "aliases expanded"),
+        (MERGES, "aliases expanded"),
+        ("a: &a [*a]", "a part of"),
+        ("x" * (1 << 21), "more than"),
+        ("a: !!bool x", "type that it names"),
+        ("a: !!timestamp x", "type that it names"),
+        ("a: 2020-13-45", "looks like"),
+        ("a: " + "1" * 5000, "looks like"),
+        ("a: \x00", "not allow"),
+        ("a: !!python/object/apply:os.system [ls]", "constructor for the tag"),
+        ("a: *b", "alias"),
+    ],
+)
 def test_yaml_that_is_refused(text: str, said: str) -> None:
     """At once: none of it is built first."""
     began = time.monotonic()
@@ -44,17 +65,34 @@ def test_yaml_that_is_refused(text: str, said: str) -> None:
 
 def test_yaml_and_json_that_are_taken(tmp_path: Path) -> None:
     assert records.parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: 1}}") == {
-        "a": [1, 2], "b": [1, 2], "c": {"d": 1}}
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": {"d": 1},
+    }
     many = {"files": [{"path": f"{n}"} for n in range(100_000)]}
     (tmp_path / "manifest.json").write_text(json.dumps(many))
     assert records.read_yaml(tmp_path / "manifest.json") == many
 
 
-@pytest.mark.parametrize("text", [
-    "lr: 1\ntoken: hf_s3cret: x\n", "token: 'hf_s3cret\n", "token hf_s3cret\nlr: 1\n",
-    "token: *hf_s3cret\n", "token: !hf_s3cret x\n", "token: [hf_s3cret\n", "token: \"hf_s3cret\n",
-    "token: @hf_s3cret\n", "lr: 1\n\ttoken: hf_s3cret\n", "hf_s3cret", "- token: hf_s3cret",
-    "token: !!int hf_s3cret", "token: !!float hf_s3cret", "token: !!binary hf_s3cret\u00e9"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr: 1\ntoken: hf_s3cret: x\n",
+        "token: 'hf_s3cret\n",
+        "token hf_s3cret\nlr: 1\n",
+        "token: *hf_s3cret\n",
+        "token: !hf_s3cret x\n",
+        "token: [hf_s3cret\n",
+        'token: "hf_s3cret\n',
+        "token: @hf_s3cret\n",
+        "lr: 1\n\ttoken: hf_s3cret\n",
+        "hf_s3cret",
+        "- token: hf_s3cret",
+        "token: !!int hf_s3cret",
+        "token: !!float hf_s3cret",
+        "token: !!binary hf_s3cret\u00e9",
+    ],
+)
 def test_no_message_repeats_what_a_config_holds(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -62,12 +100,19 @@ def test_no_message_repeats_what_a_config_holds(tmp_path: Path, text: str) -> No
     assert "s3cret" not in caught.value.render() and "run.yaml" in caught.value.problem
 
 
-@pytest.mark.parametrize("path", ["../f", "/etc/passwd", "a/../../f", "a//b", "", ".", "a\0b", 5,
-                                  None, "a/./b", "\ud800"])
+@pytest.mark.parametrize(
+    "path",
+    ["../f", "/etc/passwd", "a/../../f", "a//b", "", ".", "a\0b", 5, None, "a/./b", "\ud800"],
+)
 def test_a_path_that_leads_out_makes_no_manifest(tmp_path: Path, path: object) -> None:
     assert records.leads_out(path)
-    content = {"kind": "model/1", "summary": {}, "identity": {}, "options": {},
-               "files": [{"path": path, "bytes": 1, "digest": "xxh3:0"}]}
+    content = {
+        "kind": "model/1",
+        "summary": {},
+        "identity": {},
+        "options": {},
+        "files": [{"path": path, "bytes": 1, "digest": "xxh3:0"}],
+    }
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert manifest.read_if_any(tmp_path) is None
     assert "is no file of" in manifest.damages(tmp_path, content, deep=True)[0]

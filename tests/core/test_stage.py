@@ -27,14 +27,29 @@ stage.run(main)
 """
 
 
-@pytest.mark.parametrize(("raised", "code", "told"), [
-    ("errors.UsageError('bad option', run='do this')", 2, "error: bad option\n  run:      do this"),
-    ("errors.ArtifactError('missing')", 3, "error: missing"),
-    ("errors.DiskFullError('full')", 4, "error: full"),
-    ("OSError(errno.ENOSPC, 'No space left on device', '/x')", 4, "error: no room to write: /x"),
-    ("PermissionError(errno.EACCES, 'Permission denied', '/x')", 2, "error: Permission denied: /x"),
-    ("KeyboardInterrupt", 130, "interrupted; run the same command again"),
-])
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (
+            "errors.UsageError('bad option', run='do this')",
+            2,
+            "error: bad option\n  run:      do this",
+        ),
+        ("errors.ArtifactError('missing')", 3, "error: missing"),
+        ("errors.DiskFullError('full')", 4, "error: full"),
+        (
+            "OSError(errno.ENOSPC, 'No space left on device', '/x')",
+            4,
+            "error: no room to write: /x",
+        ),
+        (
+            "PermissionError(errno.EACCES, 'Permission denied', '/x')",
+            2,
+            "error: Permission denied: /x",
+        ),
+        ("KeyboardInterrupt", 130, "interrupted; run the same command again"),
+    ],
+)
 def test_what_a_person_can_cure_has_a_code_and_no_traceback(python, raised, code, told) -> None:
     done = python(RAISE.format(raised), expect=code)
     assert told in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
@@ -63,10 +78,18 @@ def test_a_rank_other_than_0_speaks_later_and_with_its_number(python) -> None:
 
 
 def test_a_real_ctrl_c(environment, tmp_path: Path) -> None:
-    code = "import time\nfrom lib.core import stage\n" \
-           "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run(main)"
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    code = (
+        "import time\nfrom lib.core import stage\n"
+        "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run(main)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=30)
@@ -74,7 +97,8 @@ def test_a_real_ctrl_c(environment, tmp_path: Path) -> None:
 
 
 def test_a_stage_is_offline_before_any_import(python) -> None:
-    done = python("""
+    done = python(
+        """
 import os
 from lib.core import stage
 def main(argv):
@@ -83,44 +107,60 @@ def main(argv):
           os.environ["TRANSFORMERS_OFFLINE"], os.environ["HF_HUB_DISABLE_TELEMETRY"],
           os.environ["WANDB_MODE"])
 stage.run(main)
-""", env={"HF_HUB_OFFLINE": "0"})
+""",
+        env={"HF_HUB_OFFLINE": "0"},
+    )
     assert done.stdout == "True 1 1 1 offline\n"
 
 
 def test_stage_03_may_stay_online(python) -> None:
-    done = python("import os\nfrom lib.core import stage\n"
-                  "stage.run(lambda argv: print(os.environ.get('HF_HUB_OFFLINE')), network=True)")
+    done = python(
+        "import os\nfrom lib.core import stage\n"
+        "stage.run(lambda argv: print(os.environ.get('HF_HUB_OFFLINE')), network=True)"
+    )
     assert done.stdout == "None\n"
 
 
 @pytest.mark.parametrize("module", ["huggingface_hub", "datasets", "transformers"])
 def test_too_late_to_go_offline_is_a_bug(python, module: str) -> None:
-    done = python(f"import sys, types\nsys.modules[{module!r}] = types.ModuleType({module!r})\n"
-                  "from lib.core import offline\noffline.enable()", expect=1)
+    done = python(
+        f"import sys, types\nsys.modules[{module!r}] = types.ModuleType({module!r})\n"
+        "from lib.core import offline\noffline.enable()",
+        expect=1,
+    )
     assert f"RuntimeError: offline.enable() called after importing {module}" in done.stderr
 
 
 def test_after_the_real_import_too(python) -> None:
-    done = python("import huggingface_hub\nfrom lib.core import offline\noffline.enable()",
-                  expect=1)
+    done = python(
+        "import huggingface_hub\nfrom lib.core import offline\noffline.enable()", expect=1
+    )
     assert "called after importing huggingface_hub" in done.stderr
 
 
 def test_names_that_are_no_text_do_not_end_a_run(python) -> None:
-    done = python("from lib.core import log, streams\nstreams.outlive_readers()\nlog.setup()\n"
-                  "log.info('caf\\u00e9 \\udcff')",
-                  env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    done = python(
+        "from lib.core import log, streams\nstreams.outlive_readers()\nlog.setup()\n"
+        "log.info('caf\\u00e9 \\udcff')",
+        env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
     assert done.stdout == "caf\\xe9 \\udcff\n"
 
 
 def test_the_log_file_of_a_rank_has_what_its_console_has_not(python, tmp_path: Path) -> None:
-    done = python("from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
-                  "log.add_file(Path('logs/r.log'))\nlog.info('quiet')\nlog.warn('loud')\n"
-                  "log.error('the end')", env={"RANK": "1"})
+    done = python(
+        "from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
+        "log.add_file(Path('logs/r.log'))\nlog.info('quiet')\nlog.warn('loud')\n"
+        "log.error('the end')",
+        env={"RANK": "1"},
+    )
     assert done.stdout == "[rank=1] warning: loud\n"
     lines = (tmp_path / "logs/r.log").read_text().splitlines()
-    assert [line.split(" ", 2)[2] for line in lines] == \
-        ["INFO quiet", "WARNING loud", "ERROR the end"]
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        "INFO quiet",
+        "WARNING loud",
+        "ERROR the end",
+    ]
 
 
 PROGRESS = """
@@ -152,8 +192,14 @@ def test_progress_is_a_bar_on_a_terminal(environment, tmp_path: Path) -> None:
     master, terminal = os.openpty()
     # A new terminal has 0 columns, no room for a bar.
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    done = subprocess.run([sys.executable, "-c", PROGRESS, "2000000", "B", "on"], env=environment,
-                          cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRESS, "2000000", "B", "on"],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+    )
     os.set_blocking(master, False)
     assert done.returncode == 0 and done.stdout == "" and b"reading" in os.read(master, 4096)
     os.close(terminal)
@@ -168,8 +214,9 @@ def test_what_was_done_before_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> N
     bar._began -= 10
     bar.skip(2_000_000)
     bar.advance(1_000_000)
-    assert re.fullmatch(r"reading: 3.0 MB of 4.0 MB \(75 %\), (99|100)\.\d kB/s, 10 s left",
-                        lines[0])
+    assert re.fullmatch(
+        r"reading: 3.0 MB of 4.0 MB \(75 %\), (99|100)\.\d kB/s, 10 s left", lines[0]
+    )
 
 
 def test_progress_lines_are_rare() -> None:
@@ -178,6 +225,7 @@ def test_progress_lines_are_rare() -> None:
 
 def test_step_names_sort_and_come_back() -> None:
     assert paths.step_name(1000) == "step_00001000"
-    assert [paths.step_of(name) for name in ("step_00001000", "step_x", "step_1.tmp-3", "best")] \
-        == [1000, None, None, None]
+    assert [
+        paths.step_of(name) for name in ("step_00001000", "step_x", "step_1.tmp-3", "best")
+    ] == [1000, None, None, None]
     assert paths.model_dir_name("mistralai/Mathstral-7B-v0.1") == "mistralai--Mathstral-7B-v0.1"

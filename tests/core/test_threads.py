@@ -25,6 +25,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def take(device: int) -> None:
         taken[threading.current_thread().name.rpartition("_")[0]] = device
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
     monkeypatch.setattr(torch.cuda, "set_device", take)
@@ -37,10 +38,10 @@ def test_a_thread_takes_the_gpu_of_its_maker(on_gpu: dict[str, int]):
     assert on_gpu == {"mine": GPU}
 
 
-def test_threads_that_touch_tensors_do(on_gpu: dict[str, int], tmp_path: Path,
-                                       monkeypatch: pytest.MonkeyPatch):
-    """Copies, saves, loads and the reading ahead; and what lives on a GPU is copied by one thread.
-    """
+def test_threads_that_touch_tensors_do(
+    on_gpu: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Copies, saves, loads and reading ahead use threads; one thread copies what is on a GPU."""
     weight = torch.nn.Parameter(torch.ones(3))
     copies = HostCopies(torch.optim.SGD([weight], lr=1.0))
     taken = copies.take({"model.weight": weight})
@@ -49,6 +50,7 @@ def test_threads_that_touch_tensors_do(on_gpu: dict[str, int], tmp_path: Path,
 
     def overlapping(*_: object, **__: object) -> None:
         pytest.fail("torch would copy on a stream of its own")
+
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(filesystem, "_OverlappingCpuLoader", overlapping)

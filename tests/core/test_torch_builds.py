@@ -23,9 +23,16 @@ def test_the_table_knows_the_torch_that_is_required():
         assert all(Torch(known.newest, cuda).oldest_driver for cuda in known.builds)
 
 
-@pytest.mark.parametrize(("driver", "cuda"), [
-    ("580", "13.2"), ("580.65.06", "13.2"), ("579.9", "12.6"), ("525.60.13", "12.6"),
-    ("524", None)])
+@pytest.mark.parametrize(
+    ("driver", "cuda"),
+    [
+        ("580", "13.2"),
+        ("580.65.06", "13.2"),
+        ("579.9", "12.6"),
+        ("525.60.13", "12.6"),
+        ("524", None),
+    ],
+)
 def test_the_newest_cuda_that_a_driver_does_for(driver: str, cuda: str | None):
     found = torch_builds.build_for(Torch("2.13.0", "13.0"), driver)
     assert (found.cuda if found else None) == cuda
@@ -48,9 +55,19 @@ def test_a_list_of_requirements_names_another_build():
             torch_builds.pinned(wrong)
 
 
-@pytest.mark.parametrize(("text", "cuda"), [
-    ("cu126", "12.6"), ("12.6", "12.6"), ("cpu", "none"), ("none", "none"), ("", ""),
-    ("cu13", None), ("13", None), ("latest", None)])
+@pytest.mark.parametrize(
+    ("text", "cuda"),
+    [
+        ("cu126", "12.6"),
+        ("12.6", "12.6"),
+        ("cpu", "none"),
+        ("none", "none"),
+        ("", ""),
+        ("cu13", None),
+        ("13", None),
+        ("latest", None),
+    ],
+)
 def test_cuda_as_people_type_it(text: str, cuda: str | None):
     if cuda is None:
         with pytest.raises(argparse.ArgumentTypeError):

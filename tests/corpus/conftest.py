@@ -48,6 +48,7 @@ def table(directory: Path) -> pa.Table:
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
     """Return read({"a.json": b"…"}, **shape): what those files give."""
+
     def run(files: dict[str, bytes | str], **shape) -> Outcome:
         folder, out = tmp_path / "data", tmp_path / "out"
         for name, data in files.items():
@@ -60,16 +61,29 @@ def read(tmp_path: Path) -> Read:
             for unit in work.cut(folder, found, out / PARTS, Shape(**shape)):
                 dataset.add(work.process(unit))
             dataset.finish()
-        homes = {split: out / split for split in Shape(**shape).splits} \
-            if shape.get("validation_percent") else {"train": out}
+        homes = (
+            {split: out / split for split in Shape(**shape).splits}
+            if shape.get("validation_percent")
+            else {"train": out}
+        )
         tables = {split: table(home) for split, home in homes.items()}
         problems = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
         train = tables["train"]
         if shape.get("format") == "chat":
-            return Outcome([], problems, dataset, chats=[
-                chat for batch in train.to_batches() for chat in table_rows.conversations(batch)])
+            return Outcome(
+                [],
+                problems,
+                dataset,
+                chats=[
+                    chat for batch in train.to_batches() for chat in table_rows.conversations(batch)
+                ],
+            )
         return Outcome(
-            rows=train["text"].to_pylist(), problems=problems, dataset=dataset,
+            rows=train["text"].to_pylist(),
+            problems=problems,
+            dataset=dataset,
             splits={split: found["text"].to_pylist() for split, found in tables.items()},
-            sources=train["source"].to_pylist() if shape.get("keep_source") else [])
+            sources=train["source"].to_pylist() if shape.get("keep_source") else [],
+        )
+
     return run

@@ -8,17 +8,33 @@ from lib.tokens.chat import table_rows
 
 
 def test_rows_come_back_as_they_went_in() -> None:
-    call = {"type": "function",
-            "function": {"name": "f", "arguments": {"x": [1, 2.5, None, "ä"]}}}
-    rows = [(Conversation([{"role": "user", "content": "hi"},
-                           {"role": "assistant", "content": "b"}]), Place("a.jsonl", 1, 0)),
-            (Conversation([{"role": "user", "content": "ä"},
-                           {"role": "assistant", "content": "", "reasoning_content": "hm",
-                            "tool_calls": [call, call]},
-                           {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c1"},
-                           {"role": "assistant", "content": "three"}],
-                          [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-                          [1.0, 0.0, 1.0, 1.0]), Place("b/c.parquet", 17))]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, 2.5, None, "ä"]}}}
+    rows = [
+        (
+            Conversation(
+                [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "b"}]
+            ),
+            Place("a.jsonl", 1, 0),
+        ),
+        (
+            Conversation(
+                [
+                    {"role": "user", "content": "ä"},
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "reasoning_content": "hm",
+                        "tool_calls": [call, call],
+                    },
+                    {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c1"},
+                    {"role": "assistant", "content": "three"},
+                ],
+                [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                [1.0, 0.0, 1.0, 1.0],
+            ),
+            Place("b/c.parquet", 17),
+        ),
+    ]
     batch = chat_rows.batch(rows)
     assert batch.schema == chat_rows.schema()
     assert table_rows.conversations(batch) == rows

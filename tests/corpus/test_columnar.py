@@ -13,9 +13,17 @@ import pytest
 
 from lib.corpus import columnar_reader, work
 
-ROWS = [{"text": f"row {i} é\u2028", "n": i, "when": datetime.date(2001, 1, 1), "raw": b"bytes",
-         "meta": {"title": f"title {i}", "tags": ["a", None, "b"], "score": 0.5},
-         "none": None} for i in range(1000)]
+ROWS = [
+    {
+        "text": f"row {i} é\u2028",
+        "n": i,
+        "when": datetime.date(2001, 1, 1),
+        "raw": b"bytes",
+        "meta": {"title": f"title {i}", "tags": ["a", None, "b"], "score": 0.5},
+        "none": None,
+    }
+    for i in range(1000)
+]
 TEXTS = [f"row {i} é\u2028\ntitle {i}\na\nb" for i in range(1000)]
 
 
@@ -34,8 +42,11 @@ def ipc(table: pa.Table, new=pa.ipc.new_file, **how) -> bytes:
 
 def encoded(data: list[dict]) -> dict[str, bytes]:
     table = pa.Table.from_pylist(data)
-    return {"a.parquet": parquet(table, row_group_size=300), "b.arrow": ipc(table),
-            "c.arrow": ipc(table, pa.ipc.new_stream, max_chunksize=70)}
+    return {
+        "a.parquet": parquet(table, row_group_size=300),
+        "b.arrow": ipc(table),
+        "c.arrow": ipc(table, pa.ipc.new_stream, max_chunksize=70),
+    }
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.arrow", "c.arrow"])
@@ -64,12 +75,14 @@ def test_a_field_that_is_no_string_was_still_seen(read):
 
 
 def test_kinds_of_columns_that_hold_strings(read):
-    arrays = {"dictionary": pa.array(["x", "y"]).dictionary_encode(),
-              "large": pa.array(["l", None], pa.large_string()),
-              "view": pa.array(["v", "w"], pa.string_view()),
-              "list": pa.array([["p", "q"], []], pa.list_(pa.string())),
-              "map": pa.array([[("key", "value")], None], pa.map_(pa.string(), pa.string())),
-              "time": pa.array([10 ** 18 + 1, 0], pa.timestamp("ns"))}
+    arrays = {
+        "dictionary": pa.array(["x", "y"]).dictionary_encode(),
+        "large": pa.array(["l", None], pa.large_string()),
+        "view": pa.array(["v", "w"], pa.string_view()),
+        "list": pa.array([["p", "q"], []], pa.list_(pa.string())),
+        "map": pa.array([[("key", "value")], None], pa.map_(pa.string(), pa.string())),
+        "time": pa.array([10**18 + 1, 0], pa.timestamp("ns")),
+    }
     table = pa.table(arrays)
     assert read({"a.arrow": ipc(table)}).rows == ["x\nl\nv\np\nq\nvalue", "y\nw"]
 
@@ -91,9 +104,11 @@ def test_files_without_text_or_rows(read):
 def test_a_damaged_row_group_costs_only_itself(read):
     data = bytearray(encoded(ROWS)["a.parquet"])
     meta = pq.ParquetFile(io.BytesIO(data)).metadata
-    start = meta.row_group(1).column(0).dictionary_page_offset \
+    start = (
+        meta.row_group(1).column(0).dictionary_page_offset
         or meta.row_group(1).column(0).data_page_offset
-    data[start:start + 40] = b"\xff" * 40
+    )
+    data[start : start + 40] = b"\xff" * 40
     outcome = read({"a.parquet": bytes(data)})
     assert outcome.rows == TEXTS[:300] + TEXTS[600:]
     [problem] = outcome.problems
@@ -102,11 +117,21 @@ def test_a_damaged_row_group_costs_only_itself(read):
 
 def test_cut_files_keep_what_is_whole_and_never_raise(read):
     files = encoded(ROWS)
-    outcome = read({"a.parquet": files["a.parquet"][:-500], "b.arrow": files["b.arrow"][:-9],
-                    "c.arrow": files["c.arrow"][:-500], "d.txt": "kept"}, keep_source=True)
-    streamed = [row for row, source in zip(outcome.rows, outcome.sources, strict=True)
-                if source == "c.arrow"]
-    assert len(streamed) > 800 and streamed == TEXTS[:len(streamed)] and outcome.rows[-1] == "kept"
+    outcome = read(
+        {
+            "a.parquet": files["a.parquet"][:-500],
+            "b.arrow": files["b.arrow"][:-9],
+            "c.arrow": files["c.arrow"][:-500],
+            "d.txt": "kept",
+        },
+        keep_source=True,
+    )
+    streamed = [
+        row
+        for row, source in zip(outcome.rows, outcome.sources, strict=True)
+        if source == "c.arrow"
+    ]
+    assert len(streamed) > 800 and streamed == TEXTS[: len(streamed)] and outcome.rows[-1] == "kept"
     assert outcome.dataset.tally.failed == {"a.parquet", "b.arrow", "c.arrow"}
 
 
@@ -114,8 +139,10 @@ def test_large_files_are_read_in_pieces_by_row_group(read, monkeypatch):
     monkeypatch.setattr(work, "UNIT_BYTES", 5_000)
     monkeypatch.setattr(columnar_reader, "_BATCH_ROWS", 7)
     table = pa.Table.from_pylist([*ROWS, {"n": 1}])
-    files = {"a.parquet": parquet(table, row_group_size=100),
-             "b.arrow": ipc(table, max_chunksize=90)}
+    files = {
+        "a.parquet": parquet(table, row_group_size=100),
+        "b.arrow": ipc(table, max_chunksize=90),
+    }
     seen = []
     process = work.process
     monkeypatch.setattr(work, "process", lambda unit: (seen.append(unit), process(unit))[1])

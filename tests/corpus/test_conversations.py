@@ -36,80 +36,242 @@ def parquet(records: list[Any]) -> bytes:
     return sink.getvalue()
 
 
-CALLING = [USER, {"role": "assistant", "content": "", "tool_calls": [call({"x": 1, "y": 2.5})]},
-           {"role": "tool", "content": "3"}, ANSWER]
+CALLING = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [call({"x": 1, "y": 2.5})]},
+    {"role": "tool", "content": "3"},
+    ANSWER,
+]
 # What a record holds, and the conversation that it is: messages, tools, weights.
 RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
     "messages": [
         ({"messages": [USER, ANSWER]}, [USER, ANSWER], None, None),
         ({"messages": [USER, ANSWER], "system": "s"}, [SYSTEM, USER, ANSWER], None, None),
         ({"messages": [SYSTEM, USER, ANSWER], "system": "x"}, [SYSTEM, USER, ANSWER], None, None),
-        ({"messages": [{"role": "system", "content": ""}, USER, ANSWER]},
-         [{"role": "system", "content": ""}, USER, ANSWER], None, None),
+        (
+            {"messages": [{"role": "system", "content": ""}, USER, ANSWER]},
+            [{"role": "system", "content": ""}, USER, ANSWER],
+            None,
+            None,
+        ),
         ({"messages": [USER, ANSWER, USER]}, [USER, ANSWER, USER], None, None),
-        ({"messages": [SYSTEM, {"role": "developer", "content": "d"}, USER, ANSWER]},
-         [SYSTEM, {"role": "developer", "content": "d"}, USER, ANSWER], None, None),
-        ({"messages": [{"role": "Human", "content": "q"}, {"role": "model", "content": "a"}]},
-         [USER, ANSWER], None, None),
-        ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-         [USER, ANSWER], None, None),
+        (
+            {"messages": [SYSTEM, {"role": "developer", "content": "d"}, USER, ANSWER]},
+            [SYSTEM, {"role": "developer", "content": "d"}, USER, ANSWER],
+            None,
+            None,
+        ),
+        (
+            {"messages": [{"role": "Human", "content": "q"}, {"role": "model", "content": "a"}]},
+            [USER, ANSWER],
+            None,
+            None,
+        ),
+        (
+            {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            [USER, ANSWER],
+            None,
+            None,
+        ),
         ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER], None, None),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"text": "!"}]},
-                       {**ANSWER, "reasoning_content": "r", "name": "n"}]},
-         [{"role": "user", "content": "q!"}, {**ANSWER, "reasoning_content": "r", "name": "n"}],
-         None, None),
-        ({"messages": [USER, {**ANSWER, "thinking": "r", "refusal": None}]},
-         [USER, {**ANSWER, "reasoning_content": "r"}], None, None),
-        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
-            {"name": "f", "arguments": '{"x": 1, "y": 2.5}'}]},
-            {"role": "ipython", "content": "3"}, ANSWER], "tools": [WEATHER]},
-         CALLING, [WEATHER], None),
-        ({"messages": [USER, {"role": "assistant", "function_call": {
-            "name": "f", "arguments": {"x": 1, "y": 2.5}}}, {"role": "function", "content": "3"},
-            ANSWER], "functions": [{"type": "function", **WEATHER["function"]}]},
-         CALLING, [WEATHER], None),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [call(
-            {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")]}]},
-         [USER, {"role": "assistant", "content": "", "tool_calls": [call(
-             {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")]}],
-         None, None),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [call({}, id=7)]},
-                       {"role": "tool", "content": "", "tool_call_id": 7}]},
-         [USER, {**ANSWER, "tool_calls": [call({}, id="7")]},
-          {"role": "tool", "content": "", "tool_call_id": "7"}], None, None),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [call("no JSON")]}]},
-         [USER, {**ANSWER, "tool_calls": [call("no JSON")]}], None, None),
-        ({"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]}, [USER, ANSWER] * 2, None,
-         [1, 0, 1, 1]),
-        ({"messages": [USER, {**ANSWER, "train": False}, USER, {**ANSWER, "training": True}]},
-         [USER, ANSWER] * 2, None, [1, 0, 1, 1]),
-        ({"messages": [SYSTEM, USER, ANSWER], "weights": [1, 1, 0]}, [SYSTEM, USER, ANSWER], None,
-         [1, 1, 0])],
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "q"}, {"text": "!"}]},
+                    {**ANSWER, "reasoning_content": "r", "name": "n"},
+                ]
+            },
+            [{"role": "user", "content": "q!"}, {**ANSWER, "reasoning_content": "r", "name": "n"}],
+            None,
+            None,
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "thinking": "r", "refusal": None}]},
+            [USER, {**ANSWER, "reasoning_content": "r"}],
+            None,
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [{"name": "f", "arguments": '{"x": 1, "y": 2.5}'}],
+                    },
+                    {"role": "ipython", "content": "3"},
+                    ANSWER,
+                ],
+                "tools": [WEATHER],
+            },
+            CALLING,
+            [WEATHER],
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "function_call": {"name": "f", "arguments": {"x": 1, "y": 2.5}},
+                    },
+                    {"role": "function", "content": "3"},
+                    ANSWER,
+                ],
+                "functions": [{"type": "function", **WEATHER["function"]}],
+            },
+            CALLING,
+            [WEATHER],
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            call(
+                                {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]},
+                                id="c",
+                            )
+                        ],
+                    },
+                ]
+            },
+            [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        call({"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")
+                    ],
+                },
+            ],
+            None,
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {**ANSWER, "tool_calls": [call({}, id=7)]},
+                    {"role": "tool", "content": "", "tool_call_id": 7},
+                ]
+            },
+            [
+                USER,
+                {**ANSWER, "tool_calls": [call({}, id="7")]},
+                {"role": "tool", "content": "", "tool_call_id": "7"},
+            ],
+            None,
+            None,
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "tool_calls": [call("no JSON")]}]},
+            [USER, {**ANSWER, "tool_calls": [call("no JSON")]}],
+            None,
+            None,
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]},
+            [USER, ANSWER] * 2,
+            None,
+            [1, 0, 1, 1],
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "train": False}, USER, {**ANSWER, "training": True}]},
+            [USER, ANSWER] * 2,
+            None,
+            [1, 0, 1, 1],
+        ),
+        (
+            {"messages": [SYSTEM, USER, ANSWER], "weights": [1, 1, 0]},
+            [SYSTEM, USER, ANSWER],
+            None,
+            [1, 1, 0],
+        ),
+    ],
     "ShareGPT conversations": [
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
-          "system": "s", "weights": [1, 0]}, [SYSTEM, USER, ANSWER], None, [1, 1, 0]),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a",
-                                                             "weight": 0}]},
-         [USER, ANSWER], None, [1, 0]),
-        ({"conversations": [
-            {"from": "human", "value": "q"},
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1, "y": 2.5}}'},
-            {"from": "observation", "value": "3"}, {"from": "gpt", "value": "a"}],
-          "tools": json.dumps([WEATHER["function"]])}, CALLING, [WEATHER], None)],
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+                "system": "s",
+                "weights": [1, 0],
+            },
+            [SYSTEM, USER, ANSWER],
+            None,
+            [1, 1, 0],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a", "weight": 0},
+                ]
+            },
+            [USER, ANSWER],
+            None,
+            [1, 0],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {
+                        "from": "function_call",
+                        "value": '{"name": "f", "arguments": {"x": 1, "y": 2.5}}',
+                    },
+                    {"from": "observation", "value": "3"},
+                    {"from": "gpt", "value": "a"},
+                ],
+                "tools": json.dumps([WEATHER["function"]]),
+            },
+            CALLING,
+            [WEATHER],
+            None,
+        ),
+    ],
     "prompt/completion": [
         ({"prompt": "q", "completion": "a"}, [USER, ANSWER], None, None),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [SYSTEM, USER, ANSWER], None, None),
-        ({"prompt": [USER, ANSWER, USER], "completion": "a", "tools": [WEATHER]},
-         [USER, ANSWER] * 2, [WEATHER], [1, 0, 1, 1])],
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": "a", "tools": [WEATHER]},
+            [USER, ANSWER] * 2,
+            [WEATHER],
+            [1, 0, 1, 1],
+        ),
+    ],
     "alpaca": [
-        ({"instruction": "q", "input": "", "output": "a", "system": ""}, [USER, ANSWER], None,
-         None),
-        ({"instruction": "q", "input": "more", "output": "a", "system": "s",
-          "history": [["q", "a"], ["q", "a"]]},
-         [SYSTEM, *[USER, ANSWER] * 2, {"role": "user", "content": "q\n\nmore"}, ANSWER], None,
-         None),
-        ({"messages": None, "instruction": "q", "input": None, "output": "a"}, [USER, ANSWER],
-         None, None)]}
+        (
+            {"instruction": "q", "input": "", "output": "a", "system": ""},
+            [USER, ANSWER],
+            None,
+            None,
+        ),
+        (
+            {
+                "instruction": "q",
+                "input": "more",
+                "output": "a",
+                "system": "s",
+                "history": [["q", "a"], ["q", "a"]],
+            },
+            [SYSTEM, *[USER, ANSWER] * 2, {"role": "user", "content": "q\n\nmore"}, ANSWER],
+            None,
+            None,
+        ),
+        (
+            {"messages": None, "instruction": "q", "input": None, "output": "a"},
+            [USER, ANSWER],
+            None,
+            None,
+        ),
+    ],
+}
 
 REFUSED = [
     ("empty answer", {"messages": [USER, {"role": "assistant", "content": " \n"}]}),
@@ -127,8 +289,10 @@ REFUSED = [
     ("roles out of order", {"messages": [USER, ANSWER, ANSWER]}),
     ("roles out of order", {"messages": [USER, {"role": "tool", "content": "3"}, ANSWER]}),
     ("content", {"messages": [USER, {"role": "assistant", "content": 42}]}),
-    ("content", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]},
-                              ANSWER]}),
+    (
+        "content",
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
+    ),
     ("content", {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": {}}]}]}),
     ("content", {"messages": [USER, {**ANSWER, "tool_calls": "no JSON"}]}),
     ("content", {"messages": [USER, ANSWER], "tools": [1]}),
@@ -138,8 +302,12 @@ REFUSED = [
     ("weights", {"messages": [USER, ANSWER], "weights": [1]}),
     ("no conversation", {"messages": 5}),
     ("no conversation", {"messages": [USER, "a"]}),
-    ("no conversation", {"text": "t"}), ("no conversation", {}), ("no conversation", "text"),
-    ("no conversation", [USER, ANSWER]), ("no conversation", None)]
+    ("no conversation", {"text": "t"}),
+    ("no conversation", {}),
+    ("no conversation", "text"),
+    ("no conversation", [USER, ANSWER]),
+    ("no conversation", None),
+]
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -154,36 +322,60 @@ def test_every_format_from_every_kind_of_file(read):
     files: dict[str, bytes | str] = {}
     for number, cases in enumerate(RECORDS.values()):
         records = [record for record, *_ in cases]
-        files |= {f"{number}.jsonl.gz": gzip.compress(lines(records).encode()),
-                  f"{number}.json": json.dumps(records, indent=1),
-                  f"{number}.jsonl": "\ufeff" + lines(records)}
+        files |= {
+            f"{number}.jsonl.gz": gzip.compress(lines(records).encode()),
+            f"{number}.json": json.dumps(records, indent=1),
+            f"{number}.jsonl": "\ufeff" + lines(records),
+        }
     outcome = read(files, format="chat")
     assert outcome.problems == []
-    expected = [Conversation(*conversation) for name in sorted(files)
-                for _, *conversation in [*RECORDS.values()][int(name[0])]]
+    expected = [
+        Conversation(*conversation)
+        for name in sorted(files)
+        for _, *conversation in [*RECORDS.values()][int(name[0])]
+    ]
     assert [chat for chat, _ in outcome.chats] == expected
     assert {path: name for path, (name, _) in outcome.dataset.tally.chat.formats.items()} == {
-        name: [*RECORDS][int(name[0])] for name in files}
+        name: [*RECORDS][int(name[0])] for name in files
+    }
     for name in ("0.jsonl", "0.json"):
-        for (_, place), record in zip([chat for chat in outcome.chats if chat[1].source == name],
-                                      RECORDS["messages"], strict=True):
+        for (_, place), record in zip(
+            [chat for chat in outcome.chats if chat[1].source == name],
+            RECORDS["messages"],
+            strict=True,
+        ):
             data = files[name].encode()
-            assert data[:place.offset].count(b"\n") + 1 == place.line
-            assert json.JSONDecoder().raw_decode(data.decode()[
-                len(data[:place.offset].decode()):])[0] == record[0]
+            assert data[: place.offset].count(b"\n") + 1 == place.line
+            assert (
+                json.JSONDecoder().raw_decode(data.decode()[len(data[: place.offset].decode()) :])[
+                    0
+                ]
+                == record[0]
+            )
 
 
 @pytest.mark.usefixtures("decoder")
 def test_numbers_and_nulls_of_tables(read):
     """A struct has the fields of all rows, and weights have no text in their column."""
-    records = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
-        call({"x": 1, "y": 2.5})]}, {"role": "tool", "content": "3"}, ANSWER],
-        "weights": [1, 0, 1, 1], "tools": [WEATHER], "vector": [0.5] * 9},
-        {"messages": [USER, {**ANSWER, "weight": 0}], "tools": None}]
+    records = [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [call({"x": 1, "y": 2.5})]},
+                {"role": "tool", "content": "3"},
+                ANSWER,
+            ],
+            "weights": [1, 0, 1, 1],
+            "tools": [WEATHER],
+            "vector": [0.5] * 9,
+        },
+        {"messages": [USER, {**ANSWER, "weight": 0}], "tools": None},
+    ]
     outcome = read({"a.parquet": parquet(records), "b.jsonl": "\n"}, format="chat")
     assert outcome.chats == [
         (Conversation(CALLING, [WEATHER], [1, 0, 1, 1]), Place("a.parquet", 1)),
-        (Conversation([USER, ANSWER], None, [1, 0]), Place("a.parquet", 2))]
+        (Conversation([USER, ANSWER], None, [1, 0]), Place("a.parquet", 2)),
+    ]
     assert outcome.kinds == ["empty"]
     table = pa.table({"messages": pa.array([[1, 2]]), "when": pa.array([3], pa.timestamp("s"))})
     sink = io.BytesIO()
@@ -194,22 +386,33 @@ def test_numbers_and_nulls_of_tables(read):
 
 def test_tables_of_text_and_yaml(read):
     """A cell of CSV that is a number is text here; in YAML a number has no quotes around it."""
-    outcome = read({
-        "a.csv": "prompt,completion,n\nhow many?,42,1\nand now?,,2\n",
-        "b.tsv.bz2": bz2.compress(b"instruction\tinput\toutput\nq\t7\t1e3\n"),
-        "c.yaml": "messages:\n- {role: user, content: q}\n"
-                  "- role: assistant\n  content: 2001-01-01\n  weight: 0\n"
-                  "  tool_calls: [{name: f, arguments: {x: 1, y: 2.5, z: ~}}]\n"
-                  "---\nmessages:\n- {role: user, content: q}\n- {role: assistant, content: 42}\n",
-        "d.yml": "- instruction: q\n  output: &a a\n- instruction: q\n  output: *a\n- 5\n"},
-        format="chat")
+    outcome = read(
+        {
+            "a.csv": "prompt,completion,n\nhow many?,42,1\nand now?,,2\n",
+            "b.tsv.bz2": bz2.compress(b"instruction\tinput\toutput\nq\t7\t1e3\n"),
+            "c.yaml": "messages:\n- {role: user, content: q}\n"
+            "- role: assistant\n  content: 2001-01-01\n  weight: 0\n"
+            "  tool_calls: [{name: f, arguments: {x: 1, y: 2.5, z: ~}}]\n"
+            "---\nmessages:\n- {role: user, content: q}\n- {role: assistant, content: 42}\n",
+            "d.yml": "- instruction: q\n  output: &a a\n- instruction: q\n  output: *a\n- 5\n",
+        },
+        format="chat",
+    )
     assert [[turn["content"] for turn in chat.messages] for chat, _ in outcome.chats] == [
-        ["how many?", "42"], ["q\n\n7", "1e3"], ["q", "2001-01-01"], ["q", "a"], ["q", "a"]]
+        ["how many?", "42"],
+        ["q\n\n7", "1e3"],
+        ["q", "2001-01-01"],
+        ["q", "a"],
+        ["q", "a"],
+    ]
     assert [place.line for _, place in outcome.chats] == [2, 2, 1, 1, 3]
     assert outcome.chats[2][0].weights == [1, 0]
     assert outcome.chats[2][0].messages[1]["tool_calls"] == [call({"x": 1, "y": 2.5, "z": None})]
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [
-        ("a.csv", "empty answer", 3), ("c.yaml", "content", 8), ("d.yml", "no conversation", 5)]
+        ("a.csv", "empty answer", 3),
+        ("c.yaml", "content", 8),
+        ("d.yml", "no conversation", 5),
+    ]
     assert outcome.problems[1]["message"] == "the content of turn 2 is a number"
 
 
@@ -218,45 +421,65 @@ def test_what_does_not_fit_is_named_with_its_line(read):
     good = {"messages": [USER, ANSWER]}
     records = [record for each in REFUSED for record in (each[1], good)]
     data = lines(records)
-    outcome = read({"a.jsonl": data, "b.txt": "plain", "c.json": '{"messages": [1, 2',
-                    "d.bin": "\0"}, format="chat")
+    outcome = read(
+        {"a.jsonl": data, "b.txt": "plain", "c.json": '{"messages": [1, 2', "d.bin": "\0"},
+        format="chat",
+    )
     problems = [problem for problem in outcome.problems if problem["path"] == "a.jsonl"]
     assert [(p["kind"], p["line"]) for p in problems] == [
-        (kind, 2 * number + 1) for number, (kind, _) in enumerate(REFUSED)]
+        (kind, 2 * number + 1) for number, (kind, _) in enumerate(REFUSED)
+    ]
     assert {kind for kind, _ in REFUSED} == set(conversations.KINDS)
     for problem in problems:
-        assert json.loads(data[problem["offset"]:].split("\n")[0]) == records[problem["line"] - 1]
+        assert json.loads(data[problem["offset"] :].split("\n")[0]) == records[problem["line"] - 1]
     assert [chat for chat, _ in outcome.chats] == [Conversation([USER, ANSWER])] * len(REFUSED)
     assert [place.line for _, place in outcome.chats] == [*range(2, 2 * len(REFUSED) + 1, 2)]
     others = {problem["path"]: problem["kind"] for problem in outcome.problems}
-    assert others == {"a.jsonl": "no conversation", "b.txt": "no conversation", "c.json": "syntax",
-                      "d.bin": "binary"}
+    assert others == {
+        "a.jsonl": "no conversation",
+        "b.txt": "no conversation",
+        "c.json": "syntax",
+        "d.bin": "binary",
+    }
     assert outcome.dataset.summary()["chat"]["dropped"] == {
         kind: sum(kind == other for other, _ in REFUSED) + (kind == "no conversation")
-        for kind in conversations.KINDS}
+        for kind in conversations.KINDS
+    }
 
 
 def test_lines_of_a_file_that_is_cut_are_numbered_through(read, monkeypatch):
     monkeypatch.setattr(work, "UNIT_BYTES", 400)
-    records = [{"messages": [USER, {**ANSWER, "content": str(number % 50)}]}
-               for number in range(100)]
+    records = [
+        {"messages": [USER, {**ANSWER, "content": str(number % 50)}]} for number in range(100)
+    ]
     records[60] = {"messages": [USER]}
     outcome = read({"a.jsonl": lines(records), "b.jsonl": lines(records[:2])}, format="chat")
     expected = [Place("a.jsonl", line) for line in range(1, 101) if line != 61]
     assert [place._replace(offset=None) for _, place in outcome.chats] == [
-        *expected, Place("b.jsonl", 1), Place("b.jsonl", 2)]
+        *expected,
+        Place("b.jsonl", 1),
+        Place("b.jsonl", 2),
+    ]
     assert [(p["line"], p["kind"]) for p in outcome.problems] == [(61, "no assistant turn")]
     assert not outcome.dataset.tally.chat.mixed
 
 
 def test_rows_that_are_dropped_leave_the_lines_of_others(read, monkeypatch):
     monkeypatch.setattr(work, "UNIT_BYTES", 400)
-    records = [{"messages": [USER, {**ANSWER, "content": f"answer {number % 30}"}]}
-               for number in range(100)]
-    other = {"conversations": [{"from": "human", "value": "q"},
-                               {"from": "gpt", "value": "answer 3"}], "source": "elsewhere"}
-    outcome = read({"a.jsonl": lines(records), "b.jsonl": lines([other])}, format="chat",
-                   dedup="exact", min_chars=10)
+    records = [
+        {"messages": [USER, {**ANSWER, "content": f"answer {number % 30}"}]}
+        for number in range(100)
+    ]
+    other = {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "answer 3"}],
+        "source": "elsewhere",
+    }
+    outcome = read(
+        {"a.jsonl": lines(records), "b.jsonl": lines([other])},
+        format="chat",
+        dedup="exact",
+        min_chars=10,
+    )
     assert [place.line for _, place in outcome.chats] == [*range(11, 31)]
     assert outcome.dataset.duplicates == 40 and outcome.dataset.tally.short == 41
     text_bytes = sum(len(turn["content"]) for chat, _ in outcome.chats for turn in chat.messages)
@@ -267,11 +490,18 @@ def test_a_file_of_two_formats_is_found_wherever_it_is_cut(read, monkeypatch):
     alpaca, chat = {"instruction": "q", "output": "a"}, {"messages": [USER, ANSWER]}
     for size in (1 << 30, 300):
         monkeypatch.setattr(work, "UNIT_BYTES", size)
-        outcome = read({"a.jsonl": lines([chat] * 50), "b.jsonl": lines([{}, *[chat] * 49, alpaca]),
-                        "c.json": json.dumps([alpaca, chat])}, format="chat")
+        outcome = read(
+            {
+                "a.jsonl": lines([chat] * 50),
+                "b.jsonl": lines([{}, *[chat] * 49, alpaca]),
+                "c.json": json.dumps([alpaca, chat]),
+            },
+            format="chat",
+        )
         assert outcome.dataset.tally.chat.mixed == {
             "b.jsonl": (("messages", 2), ("alpaca", 51)),
-            "c.json": (("alpaca", 1), ("messages", 1))}
+            "c.json": (("alpaca", 1), ("messages", 1)),
+        }
         error = outcome.dataset.tally.chat.find_mixture()
         assert "b.jsonl: messages in line 2, alpaca in line 51" in error.found
         (outcome.dataset._directory / "errors.jsonl").unlink()
@@ -279,15 +509,41 @@ def test_a_file_of_two_formats_is_found_wherever_it_is_cut(read, monkeypatch):
 
 @pytest.mark.usefixtures("decoder")
 def test_what_is_not_unicode_is_replaced_and_counted(read):
-    odd = json.dumps({"messages": [USER, {**ANSWER, "content": "\ud800x\udc00", "name": "\ud800",
-                                          "tool_calls": [call({"\ud800": ["\udfff"]})]}]})
-    outcome = read({"a.jsonl": odd + "\n", "b.jsonl": b'{"prompt": "q\xff", "completion": "a"}\n',
-                    "c.json": lines([{"messages": [USER, ANSWER]}]).encode("utf-16")},
-                   format="chat", dedup="exact")
+    odd = json.dumps(
+        {
+            "messages": [
+                USER,
+                {
+                    **ANSWER,
+                    "content": "\ud800x\udc00",
+                    "name": "\ud800",
+                    "tool_calls": [call({"\ud800": ["\udfff"]})],
+                },
+            ]
+        }
+    )
+    outcome = read(
+        {
+            "a.jsonl": odd + "\n",
+            "b.jsonl": b'{"prompt": "q\xff", "completion": "a"}\n',
+            "c.json": lines([{"messages": [USER, ANSWER]}]).encode("utf-16"),
+        },
+        format="chat",
+        dedup="exact",
+    )
     assert [chat.messages for chat, _ in outcome.chats] == [
-        [USER, {"role": "assistant", "content": "\ufffdx\ufffd", "name": "\ufffd",
-                "tool_calls": [call({"\ufffd": ["\ufffd"]})]}],
-        [{"role": "user", "content": "q\ufffd"}, ANSWER], [USER, ANSWER]]
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": "\ufffdx\ufffd",
+                "name": "\ufffd",
+                "tool_calls": [call({"\ufffd": ["\ufffd"]})],
+            },
+        ],
+        [{"role": "user", "content": "q\ufffd"}, ANSWER],
+        [USER, ANSWER],
+    ]
     assert outcome.dataset.tally.replaced == 6 and outcome.kinds == ["encoding"] * 2
     assert outcome.chats[2][1] == Place("c.json", 1)
 
@@ -301,15 +557,21 @@ def test_what_is_nested_without_end_or_cut_or_too_large(read, monkeypatch):
     packed = gzip.compress((lines([{"prompt": "q", "completion": "a"}]) * 3).encode())
     outcome = read({"a.jsonl": data, "b.jsonl.gz": packed[:-9]}, format="chat")
     assert [(p["path"], p["line"], p["kind"]) for p in outcome.problems] == [
-        ("a.jsonl", 2, "content"), ("a.jsonl", 3, "nesting"), ("a.jsonl", 4, "too large"),
-        ("b.jsonl.gz", None, "cut")]
+        ("a.jsonl", 2, "content"),
+        ("a.jsonl", 3, "nesting"),
+        ("a.jsonl", 4, "too large"),
+        ("b.jsonl.gz", None, "cut"),
+    ]
     assert [(place.source, place.line) for _, place in outcome.chats][:2] == [
-        ("a.jsonl", 1), ("a.jsonl", 5)]
+        ("a.jsonl", 1),
+        ("a.jsonl", 5),
+    ]
 
 
 def test_of_equal_keys_the_last_counts(read):
-    outcome = read({"a.jsonl": '{"prompt": "x", "completion": "a", "prompt": "q"}\n'},
-                   format="chat")
+    outcome = read(
+        {"a.jsonl": '{"prompt": "x", "completion": "a", "prompt": "q"}\n'}, format="chat"
+    )
     assert outcome.chats[0][0] == Conversation([USER, ANSWER])
 
 
@@ -325,9 +587,12 @@ def test_any_record_becomes_a_row_or_a_line_of_errors(read):
             place = draw.choice([*places(record)])
             record = changed(record, place, draw.choice(VALUES))
         records.append(record)
-    outcome = read({f"{number:04}.jsonl": json.dumps(record) + "\n"
-                    for number, record in enumerate(records)}, format="chat", dedup="exact",
-                   validation_percent=1)
+    outcome = read(
+        {f"{number:04}.jsonl": json.dumps(record) + "\n" for number, record in enumerate(records)},
+        format="chat",
+        dedup="exact",
+        validation_percent=1,
+    )
     kept = outcome.dataset.tally.documents
     refused = [p for p in outcome.problems if p["kind"] not in ("duplicate", "encoding")]
     assert kept + len(refused) == len(records) and 300 < kept < 2700
@@ -336,7 +601,11 @@ def test_any_record_becomes_a_row_or_a_line_of_errors(read):
         roles = [turn["role"] for turn in chat.messages]
         assert set(roles) <= set(conversations.ROLES) and "assistant" in roles
         assert place.line == 1 and place.offset == 0
-        assert all(isinstance(value, str) for turn in chat.messages
-                   for name, value in turn.items() if name != "tool_calls")
+        assert all(
+            isinstance(value, str)
+            for turn in chat.messages
+            for name, value in turn.items()
+            if name != "tool_calls"
+        )
         assert chat.weights is None or len(chat.weights) == len(roles)
         json.dumps([chat.messages, chat.tools]).encode()

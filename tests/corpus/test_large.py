@@ -28,8 +28,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(count: int) -> list:
     draw = random.Random(1)
-    return [{"a": "é\u2028\U0001f600" * draw.randint(0, 9) + str(i), "n": [draw.random(), {}]}
-            if i % 5 else float(i * 1e7) for i in range(count)]
+    return [
+        {"a": "é\u2028\U0001f600" * draw.randint(0, 9) + str(i), "n": [draw.random(), {}]}
+        if i % 5
+        else float(i * 1e7)
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("encoded", ["utf-8", "utf-8-sig", "utf-16"])
@@ -45,9 +49,14 @@ def test_a_large_json_list_is_read_value_by_value(read, encoded, indent):
 @pytest.mark.parametrize("indent", [None, 1])
 def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, some, indent):
     draw = random.Random(some)
-    kinds = [lambda i: {"id": i, "t": f"é {i}", "in": [{"id": "x"}, {"id": "y, {"}]},
-             lambda i: {"id": i, "n": []}, lambda i: {"id": f'"}}, {{"id": {i}'},
-             lambda i: [f"{i}", {"id": "z"}], lambda i: f'{{"id": {i}', lambda i: {"id": 1e999}]
+    kinds = [
+        lambda i: {"id": i, "t": f"é {i}", "in": [{"id": "x"}, {"id": "y, {"}]},
+        lambda i: {"id": i, "n": []},
+        lambda i: {"id": f'"}}, {{"id": {i}'},
+        lambda i: [f"{i}", {"id": "z"}],
+        lambda i: f'{{"id": {i}',
+        lambda i: {"id": 1e999},
+    ]
     made = [draw.choice(kinds)(i) for i in range(400)]
     data = json.dumps(made, indent=indent) + " "
     monkeypatch.setattr(json_reader, "_SOME", 0)  # one by one
@@ -56,7 +65,7 @@ def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, s
     at_once = read({"a.json": data})
     assert at_once.rows == one_by_one.rows and at_once.problems == one_by_one.problems
     assert len(at_once.rows) + len(at_once.problems) == 400
-    cut = data[:len(data) // 2]
+    cut = data[: len(data) // 2]
     assert read({"a.json": cut}).problems[-1]["kind"] == "syntax"
 
 
@@ -96,35 +105,58 @@ def test_places_in_a_large_file_are_those_of_the_file(read):
     outcome = read({"a.json": data})
     assert len(outcome.rows) == 99
     [problem] = outcome.problems
-    assert problem["line"] == 62 and data[problem["offset"]:].startswith(b'{"a": bad}')
+    assert problem["line"] == 62 and data[problem["offset"] :].startswith(b'{"a": bad}')
 
 
 def test_a_value_beyond_the_limit_is_dropped_and_told(read):
     long = json.dumps({"a": "x" * 3 * LIMIT})
-    outcome = read({"a.jsonl": f'"before"\n{long}\n"after"\n', "b.json": f'["kept", {long}, "no"]',
-                    "c.csv": f'a,b\nx,{"y" * 3 * LIMIT}\nz,w\n',
-                    "d.yaml": "--- kept\n--- " + "x " * 3 * LIMIT + "\n--- after\n"})
+    outcome = read(
+        {
+            "a.jsonl": f'"before"\n{long}\n"after"\n',
+            "b.json": f'["kept", {long}, "no"]',
+            "c.csv": f"a,b\nx,{'y' * 3 * LIMIT}\nz,w\n",
+            "d.yaml": "--- kept\n--- " + "x " * 3 * LIMIT + "\n--- after\n",
+        }
+    )
     assert outcome.rows == ["before", "after", "kept", "z\nw", "kept", "after"]
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [
-        ("a.jsonl", "too large", 2), ("b.json", "too large", 1), ("c.csv", "too large", 2),
-        ("d.yaml", "too large", 2)]
+        ("a.jsonl", "too large", 2),
+        ("b.json", "too large", 1),
+        ("c.csv", "too large", 2),
+        ("d.yaml", "too large", 2),
+    ]
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-@pytest.mark.parametrize(("encoded", "text"), [
-    ("utf-8", "é\u2028\U0001f600\r\n" * 500), ("utf-8-sig", "é" * 5000),
-    ("utf-16", "\U0001f600 x" * 2000), ("utf-8", "\ufeff" + "x" * 4999 + "\ufeff")])
+@pytest.mark.parametrize(
+    ("encoded", "text"),
+    [
+        ("utf-8", "é\u2028\U0001f600\r\n" * 500),
+        ("utf-8-sig", "é" * 5000),
+        ("utf-16", "\U0001f600 x" * 2000),
+        ("utf-8", "\ufeff" + "x" * 4999 + "\ufeff"),
+    ],
+)
 def test_large_text_is_one_row_as_it_is(read, pack, encoded, text):
-    outcome = read({"a.txt": pack(text.encode(encoded)), "b.txt": "b"}, keep_source=True,
-                   validation_percent=1e-9, dedup="exact")
+    outcome = read(
+        {"a.txt": pack(text.encode(encoded)), "b.txt": "b"},
+        keep_source=True,
+        validation_percent=1e-9,
+        dedup="exact",
+    )
     assert outcome.rows == [text.removeprefix("\ufeff"), "b"] and not outcome.problems
     assert outcome.sources == ["a.txt", "b.txt"]
 
 
 def test_large_text_with_bytes_that_are_none(read):
     data = ("é" * 2000).encode() + b"a\xff\xe9b\xc3" + "\ufffd".encode()
-    outcome = read({"a.txt": data, "b.txt": b" " * 5000, "c.txt.gz": gzip.compress(
-        bytes(random.Random(0).choices(b"ab c", k=20_000)))[:-20]})
+    outcome = read(
+        {
+            "a.txt": data,
+            "b.txt": b" " * 5000,
+            "c.txt.gz": gzip.compress(bytes(random.Random(0).choices(b"ab c", k=20_000)))[:-20],
+        }
+    )
     assert outcome.rows == ["é" * 2000 + "a\ufffd\ufffdb\ufffd\ufffd"]
     assert outcome.kinds == ["encoding", "empty", "cut"]
     assert outcome.dataset.tally.replaced == 3
@@ -132,18 +164,23 @@ def test_large_text_with_bytes_that_are_none(read):
 
 def test_the_same_text_large_and_small_is_a_duplicate(read, monkeypatch):
     text = "x" * LIMIT + "y"
-    outcome = read({"a.txt": text, "b.json": json.dumps(text[:-1]), "c.txt": text[:-1],
-                    "d.txt": text}, dedup="exact")
+    outcome = read(
+        {"a.txt": text, "b.json": json.dumps(text[:-1]), "c.txt": text[:-1], "d.txt": text},
+        dedup="exact",
+    )
     assert outcome.rows == [text, text[:-1]] and outcome.dataset.duplicates == 2
-    assert [(p["path"], p["kind"]) for p in outcome.problems] == [("c.txt", "duplicate"),
-                                                                  ("d.txt", "duplicate")]
+    assert [(p["path"], p["kind"]) for p in outcome.problems] == [
+        ("c.txt", "duplicate"),
+        ("d.txt", "duplicate"),
+    ]
 
 
 def test_large_yaml_is_read_document_by_document(read):
     data = "\n".join(f"---\nt: {'é' * (i % 50)} {i}" for i in range(200)) + "\n"
     outcome = read({"a.yaml": data + "---\nbad: [\n"})
-    assert outcome.rows == [f"{'é' * (i % 50)} {i}" if i % 50 else f"{i}" for i in range(200)
-                            if i % 50]
+    assert outcome.rows == [
+        f"{'é' * (i % 50)} {i}" if i % 50 else f"{i}" for i in range(200) if i % 50
+    ]
     bad = outcome.problems[-1]
     assert bad["kind"] == "syntax" and bad["line"] > 400
     assert outcome.kinds[:-1] == ["no string"] * 4
@@ -151,13 +188,14 @@ def test_large_yaml_is_read_document_by_document(read):
 
 def test_large_utf16_lines(read):
     lines = "".join(f'"{"ਊ" * 40} {i}"\n' for i in range(100))
-    assert read({"a.jsonl": lines.encode("utf-16")}).rows == [
-        f"{'ਊ' * 40} {i}" for i in range(100)]
+    assert read({"a.jsonl": lines.encode("utf-16")}).rows == [f"{'ਊ' * 40} {i}" for i in range(100)]
 
 
 @pytest.mark.parametrize("filler", ["", "x" * 2 * LIMIT])
 def test_a_fallback_encoding_reads_what_is_no_utf8(read, filler):
-    outcome = read({"a.txt": (filler + "café à").encode("cp1252"), "b.txt": filler + "café"},
-                   fallback_encoding="cp1252")
+    outcome = read(
+        {"a.txt": (filler + "café à").encode("cp1252"), "b.txt": filler + "café"},
+        fallback_encoding="cp1252",
+    )
     assert outcome.rows == [filler + "café à", filler + "café"]
     assert outcome.kinds == ["encoding"] and "read as cp1252" in outcome.problems[0]["message"]

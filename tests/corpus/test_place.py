@@ -20,9 +20,16 @@ def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:
     return [counts[i] for i in range(splits)], [sums[i] for i in range(splits)]
 
 
-@pytest.mark.parametrize(("sizes", "splits", "largest"), [
-    ([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], 3, 19), ([5, 5, 5, 5, 100], 2, 105),
-    ([100] + [1] * 9, 5, 101), ([1] * 7, 3, 3), ([3, 3, 2, 2, 2], 2, 6)])
+@pytest.mark.parametrize(
+    ("sizes", "splits", "largest"),
+    [
+        ([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], 3, 19),
+        ([5, 5, 5, 5, 100], 2, 105),
+        ([100] + [1] * 9, 5, 101),
+        ([1] * 7, 3, 3),
+        ([3, 3, 2, 2, 2], 2, 6),
+    ],
+)
 def test_the_largest_split_is_as_small_as_can_be(sizes, splits, largest):
     counts, sums = loads(sizes, splits)
     assert max(counts) - min(counts) <= 1
@@ -33,8 +40,9 @@ def test_close_to_the_best_of_all_ways_for_small_inputs():
     draw = random.Random(0)
     for _ in range(30):
         sizes = [draw.randint(1, 50) for _ in range(8)]
-        best = min(max(sum(part), sum(sizes) - sum(part))
-                   for part in itertools.combinations(sizes, 4))
+        best = min(
+            max(sum(part), sum(sizes) - sum(part)) for part in itertools.combinations(sizes, 4)
+        )
         assert max(loads(sizes, 2)[1]) <= best * 1.05
 
 

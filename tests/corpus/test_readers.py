@@ -23,11 +23,13 @@ from lib.corpus.tally import Shape
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with orjson and as if it were not installed."""
     if request.param == "json":
-        monkeypatch.setattr(json_reader, "_fast",
-                            lambda data: json_reader._DECODER.decode(data.decode()))
+        monkeypatch.setattr(
+            json_reader, "_fast", lambda data: json_reader._DECODER.decode(data.decode())
+        )
 
 
 # --- plain text -----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.html", "README", "a.unheard-of"])
 def test_a_text_file_of_any_suffix_is_one_document_as_it_is(read, name):
@@ -35,17 +37,30 @@ def test_a_text_file_of_any_suffix_is_one_document_as_it_is(read, name):
     assert read({name: text}).rows == [text]
 
 
-@pytest.mark.parametrize("data", [
-    b"\xef\xbb\xbfh\xc3\xa9", "hé".encode("utf-16"), "\ufeffhé".encode("utf-16-le"),
-    "\ufeffhé".encode("utf-16-be"), "hé".encode()])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xef\xbb\xbfh\xc3\xa9",
+        "hé".encode("utf-16"),
+        "\ufeffhé".encode("utf-16-le"),
+        "\ufeffhé".encode("utf-16-be"),
+        "hé".encode(),
+    ],
+)
 def test_utf8_and_utf16_lose_their_byte_order_mark(read, data):
     outcome = read({"a.txt": data})
     assert outcome.rows == ["hé"] and not outcome.problems
 
 
 def test_invalid_bytes_become_replacement_characters_and_are_counted(read):
-    outcome = read({"a.txt": b"a\xff\xfeb\xef\xbf\xbdc", "b.jsonl": b'{"a": "x\xffy"}\n',
-                    "c.json": b'["z\xff"]', "d.yaml": b"a: w\xff"})
+    outcome = read(
+        {
+            "a.txt": b"a\xff\xfeb\xef\xbf\xbdc",
+            "b.jsonl": b'{"a": "x\xffy"}\n',
+            "c.json": b'["z\xff"]',
+            "d.yaml": b"a: w\xff",
+        }
+    )
     assert outcome.rows == ["a\ufffd\ufffdb\ufffdc", "x\ufffdy", "z\ufffd", "w\ufffd"]
     assert outcome.dataset.tally.replaced == 5  # the one that was in the file does not count
     assert outcome.kinds == ["encoding"] * 4 and not outcome.dataset.tally.failed
@@ -57,33 +72,42 @@ def test_utf16_cut_in_the_middle_of_a_character(read):
 
 
 def test_files_without_text_are_listed(read):
-    outcome = read({"a.txt": b" \n\t", "b.bin": b"a\0b", "c.txt": b"", "d.parquet": b"PAR1xx",
-                    "e.txt": "kept"})
+    outcome = read(
+        {"a.txt": b" \n\t", "b.bin": b"a\0b", "c.txt": b"", "d.parquet": b"PAR1xx", "e.txt": "kept"}
+    )
     assert outcome.rows == ["kept"]
     assert {p["path"]: p["kind"] for p in outcome.problems} == {
-        "a.txt": "empty", "b.bin": "binary", "c.txt": "empty", "d.parquet": "syntax"}
+        "a.txt": "empty",
+        "b.bin": "binary",
+        "c.txt": "empty",
+        "d.parquet": "syntax",
+    }
     assert outcome.dataset.tally.failed == {"d.parquet"}
     assert set(outcome.problems[0]) == {"path", "offset", "line", "kind", "message", "action"}
 
 
 # --- JSON -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("data", "rows"), [
-    ('{"a": "x", "b": [{"c": "y"}, 1, null, true, 1.5], "d": {"e": "z"}}', ["x\ny\nz"]),
-    ('["x", {"a": "y", "b": "z"}]', ["x", "y\nz"]),
-    ('{\n "a": "x"\n}\n{\n "a": "y"\n}\n', ["x", "y"]),
-    ('{"a": "x"} {"a": "y"}["z", "w"]', ["x", "y", "z\nw"]),
-    ('{"a": "x"}\n{"a": "y"}\n', ["x", "y"]),
-    ('["x", "y"]\n["z"]\n', ["x\ny", "z"]),
-    ('{"a": "x"}\n{\n"a": "y"\n}', ["x", "y"]),
-    ('"just a string"', ["just a string"]),
-    ('{"a": "x", "b": "y", "a": "z"}', ["z\ny"]),  # of equal keys the last counts
-    ('{"a": NaN, "b": [Infinity, "x"]}', ["x"]),
-    ('{"n": ' + "9" * 5000 + ', "b": "x"}', ["x"]),
-    ('\ufeff{"a": "x"}', ["x"]),
-    (r'{"a": "\ud83d\ude00"}', ["\U0001f600"]),
-    (r'{"a": "line\nbreak\u2028"}', ["line\nbreak\u2028"]),
-])
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        ('{"a": "x", "b": [{"c": "y"}, 1, null, true, 1.5], "d": {"e": "z"}}', ["x\ny\nz"]),
+        ('["x", {"a": "y", "b": "z"}]', ["x", "y\nz"]),
+        ('{\n "a": "x"\n}\n{\n "a": "y"\n}\n', ["x", "y"]),
+        ('{"a": "x"} {"a": "y"}["z", "w"]', ["x", "y", "z\nw"]),
+        ('{"a": "x"}\n{"a": "y"}\n', ["x", "y"]),
+        ('["x", "y"]\n["z"]\n', ["x\ny", "z"]),
+        ('{"a": "x"}\n{\n"a": "y"\n}', ["x", "y"]),
+        ('"just a string"', ["just a string"]),
+        ('{"a": "x", "b": "y", "a": "z"}', ["z\ny"]),  # of equal keys the last counts
+        ('{"a": NaN, "b": [Infinity, "x"]}', ["x"]),
+        ('{"n": ' + "9" * 5000 + ', "b": "x"}', ["x"]),
+        ('\ufeff{"a": "x"}', ["x"]),
+        (r'{"a": "\ud83d\ude00"}', ["\U0001f600"]),
+        (r'{"a": "line\nbreak\u2028"}', ["line\nbreak\u2028"]),
+    ],
+)
 def test_json_documents(read, decoder, data, rows):
     outcome = read({"a.json": data})
     assert outcome.rows == rows and not outcome.problems
@@ -126,15 +150,19 @@ def test_a_large_json_file_is_read_value_by_value(read, monkeypatch):
 
 
 def test_documents_without_strings_are_listed(read, decoder):
-    outcome = read({"a.json": '[{"a": 1}, {"a": "x"}, [], {"a": " "}]', "b.json": "[]",
-                    "c.json": "17"})
+    outcome = read(
+        {"a.json": '[{"a": 1}, {"a": "x"}, [], {"a": " "}]', "b.json": "[]", "c.json": "17"}
+    )
     assert outcome.rows == ["x"]
-    assert [(p["path"], p["kind"]) for p in outcome.problems] == [
-        ("a.json", "no string")] * 3 + [("b.json", "empty"), ("c.json", "no string")]
+    assert [(p["path"], p["kind"]) for p in outcome.problems] == [("a.json", "no string")] * 3 + [
+        ("b.json", "empty"),
+        ("c.json", "no string"),
+    ]
     assert not outcome.dataset.tally.failed
 
 
 # --- JSON Lines -----------------------------------------------------------------------------
+
 
 def test_json_lines_split_at_newline_bytes_only(read, decoder):
     data = '{"a": "x\u2028y\u0085"}\r\n\n  \n{"b": ["z", 1]}\n["v", "w"]\n"last"'
@@ -146,7 +174,10 @@ def test_bad_lines_are_dropped_with_their_place(read, decoder):
     outcome = read({"a.ndjson": data})
     assert outcome.rows == ["x", "y"]
     assert [(p["line"], p["offset"], p["kind"]) for p in outcome.problems] == [
-        (2, 14, "syntax"), (4, 32, "no string"), (5, 35, "syntax")]
+        (2, 14, "syntax"),
+        (4, 32, "no string"),
+        (5, 35, "syntax"),
+    ]
     assert outcome.dataset.tally.failed == {"a.ndjson"}
 
 
@@ -162,21 +193,25 @@ def test_json_lines_without_suffix_are_recognised_but_not_under_txt(read):
 
 # --- YAML -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("data", "rows"), [
-    ("a: x\nb:\n - y\n - 1\n - 2.5\n - true\n - null\n - ~\nc: {d: z}", ["x\ny\nz"]),
-    ("a: x\n---\na: y\n...\n---\n- z\n", ["x", "y", "z"]),
-    ("a: 2001-12-14\nb: '2001-12-15'\nc: 2001-12-14t21:59:43.10-05:00", ["2001-12-15"]),
-    ("a: 9999-99-99\nb: x", ["x"]),  # looks like a date, is none: still no string
-    ("a: x\na: y", ["y"]),
-    ("base: &b {k: x, l: y}\nd:\n  <<: *b\n  l: z", ["x\ny\nx\nz"]),
-    ("a: &t x\nb: *t", ["x\nx"]),
-    ("a: !Ref name\nb: !Sub [p, q]\nc: !!binary aGk=\nd: !x {k: v}", ["name\np\nq\nv"]),
-    ("1: x\n2: y\n0x1: z", ["x\ny\nz"]),
-    ("a: |\n  two\n  lines\nb: >\n  folded\n  text\n", ["two\nlines\n\nfolded text\n"]),
-    ("!!omap [a: x, b: y]", ["x\ny"]),
-    ("n: " + "9" * 5000 + "\nb: x\nc: =\nd: on", ["x\n="]),
-    ("\ufeffa: é", ["é"]),
-])
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        ("a: x\nb:\n - y\n - 1\n - 2.5\n - true\n - null\n - ~\nc: {d: z}", ["x\ny\nz"]),
+        ("a: x\n---\na: y\n...\n---\n- z\n", ["x", "y", "z"]),
+        ("a: 2001-12-14\nb: '2001-12-15'\nc: 2001-12-14t21:59:43.10-05:00", ["2001-12-15"]),
+        ("a: 9999-99-99\nb: x", ["x"]),  # looks like a date, is none: still no string
+        ("a: x\na: y", ["y"]),
+        ("base: &b {k: x, l: y}\nd:\n  <<: *b\n  l: z", ["x\ny\nx\nz"]),
+        ("a: &t x\nb: *t", ["x\nx"]),
+        ("a: !Ref name\nb: !Sub [p, q]\nc: !!binary aGk=\nd: !x {k: v}", ["name\np\nq\nv"]),
+        ("1: x\n2: y\n0x1: z", ["x\ny\nz"]),
+        ("a: |\n  two\n  lines\nb: >\n  folded\n  text\n", ["two\nlines\n\nfolded text\n"]),
+        ("!!omap [a: x, b: y]", ["x\ny"]),
+        ("n: " + "9" * 5000 + "\nb: x\nc: =\nd: on", ["x\n="]),
+        ("\ufeffa: é", ["é"]),
+    ],
+)
 def test_yaml_documents(read, data, rows):
     outcome = read({"a.yaml": data})
     assert outcome.rows == rows and not outcome.problems
@@ -191,13 +226,21 @@ def test_yaml_keeps_what_came_before_a_syntax_error(read):
 
 def test_yaml_alias_bombs_and_cycles_are_dropped_and_the_rest_read(read):
     bomb = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
-        f"{b}: &{b} [" + ", ".join(["*" + a] * 10) + "]\n" for a, b in zip("abcdef", "bcdefg",
-                                                                         strict=True))
+        f"{b}: &{b} [" + ", ".join(["*" + a] * 10) + "]\n"
+        for a, b in zip("abcdef", "bcdefg", strict=True)
+    )
     merges = "a: &a {k0: v}\n" + "".join(
         f"{b}: &{b} {{<<: [" + ", ".join(["*" + a] * 10) + "]}\n"
-        for a, b in zip("abcdefgh", "bcdefghi", strict=True))
-    outcome = read({"a.yaml": bomb + "---\nx: after\n", "b.yaml": "&c [x, *c]\n---\ny\n",
-                    "c.yaml": merges, "d.yaml": "&m {k: x, <<: *m}"})
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    outcome = read(
+        {
+            "a.yaml": bomb + "---\nx: after\n",
+            "b.yaml": "&c [x, *c]\n---\ny\n",
+            "c.yaml": merges,
+            "d.yaml": "&m {k: x, <<: *m}",
+        }
+    )
     assert outcome.rows == ["after", "y"]
     assert outcome.kinds == ["aliases"] * 4
 
@@ -209,10 +252,10 @@ def test_yaml_complex_keys_cost_only_their_document(read):
 
 # --- CSV and TSV ----------------------------------------------------------------------------
 
+
 def test_csv_rows_are_documents(read):
     data = 'id,title,body\n1,one,"line\nbreak, ""quoted"""\n2.5,,two\n\n-3e4,three,x,surplus\n'
-    assert read({"a.csv": data}).rows == ['one\nline\nbreak, "quoted"', "two",
-                                          "three\nx\nsurplus"]
+    assert read({"a.csv": data}).rows == ['one\nline\nbreak, "quoted"', "two", "three\nx\nsurplus"]
 
 
 def test_of_columns_with_the_same_name_the_last_counts(read):
@@ -237,13 +280,18 @@ def test_a_quote_that_is_not_closed_costs_one_row_where_the_others_are_rows(read
     if quoted_later:
         rows[700] = '700,"text 700","more, 700"'
     outcome = read({"a.csv": "n,a,b\n" + "\n".join(rows) + "\n"})
-    assert outcome.rows == [f"text {n}\nmore{',' if quoted_later and n == 700 else ''} {n}"
-                            for n in range(1000) if n != 5]
+    assert outcome.rows == [
+        f"text {n}\nmore{',' if quoted_later and n == 700 else ''} {n}"
+        for n in range(1000)
+        if n != 5
+    ]
     [problem] = outcome.problems
     assert (problem["kind"], problem["line"], problem["offset"]) == ("syntax", 7, 86)
     last = 702 if quoted_later else 1001
-    assert f"the {last - 7} lines that its quote took along, up to line {last:,}, are read as " \
-           "rows" in problem["message"]
+    assert (
+        f"the {last - 7} lines that its quote took along, up to line {last:,}, are read as "
+        "rows" in problem["message"]
+    )
     assert outcome.dataset.tally.lines_lost == 0
 
 
@@ -253,20 +301,27 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
     outcome = read({"a.csv": f'a,b,c\nx,y,z\n1,2,"{text}\n', "b.csv": '"a\n1\n2\n'})
     assert outcome.rows == ["x\ny\nz"]
     first, second = outcome.problems
-    assert "a quote that opens in line 3 took lines 3 to 1,000 along, 998 lines in all" \
+    assert (
+        "a quote that opens in line 3 took lines 3 to 1,000 along, 998 lines in all"
         in first["message"]
+    )
     assert "took lines 1 to 3 along, 3 lines in all" in second["message"]
     assert list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0, Path("out")) == [
         "1,001 lines of CSV are lost behind quotes that are not closed; errors.jsonl says in "
-        "which files and lines"]
+        "which files and lines"
+    ]
 
 
 def test_a_row_that_looks_like_many_is_told(read):
     """Two stray quotes, the second before a comma, make one valid row of all between."""
     rows = [f"{n},text {n}" for n in range(100)]
     rows[5], rows[60] = '5,"text 5', '60",text 60'
-    outcome = read({"a.csv": "n,a\n" + "\n".join(rows) + "\n", "b.csv":
-                    'n,a\n1,"' + "\n".join(f"a line, of prose, {n}" for n in range(30)) + '"\n'})
+    outcome = read(
+        {
+            "a.csv": "n,a\n" + "\n".join(rows) + "\n",
+            "b.csv": 'n,a\n1,"' + "\n".join(f"a line, of prose, {n}" for n in range(30)) + '"\n',
+        }
+    )
     assert len(outcome.rows) == 100 - 55 + 1
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "takes lines 7 to 62, which look like rows" in outcome.problems[0]["message"]
@@ -276,41 +331,72 @@ def test_a_row_that_looks_like_many_is_told(read):
 
 # --- compressed -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("suffix", "compress"), [
-    (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress),
-    (".zst", lambda data: pa.compress(data, codec="zstd", asbytes=True))])
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (".zst", lambda data: pa.compress(data, codec="zstd", asbytes=True)),
+    ],
+)
 def test_compressed_files_are_read_as_what_they_hold(read, suffix, compress):
     lines = b"".join(b'{"a": "row %d"}\n' % i for i in range(20_000))
-    outcome = read({"a.jsonl" + suffix: compress(lines) + compress(b'"more"\n'),
-                    "b.txt" + suffix: compress(b"text"), "c" + suffix: compress(b"a\0b")})
+    outcome = read(
+        {
+            "a.jsonl" + suffix: compress(lines) + compress(b'"more"\n'),
+            "b.txt" + suffix: compress(b"text"),
+            "c" + suffix: compress(b"a\0b"),
+        }
+    )
     assert outcome.rows == [f"row {i}" for i in range(20_000)] + ["more", "text"]
     assert outcome.kinds == ["binary"]
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
 def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
-    lines = b"".join(json.dumps({"a": f"{i * 7919 % 10007} text {i}"}).encode() + b"\n"
-                     for i in range(5000))
+    lines = b"".join(
+        json.dumps({"a": f"{i * 7919 % 10007} text {i}"}).encode() + b"\n" for i in range(5000)
+    )
     yaml = b"".join(b"---\na: text %d\n" % (i * 7919 % 10007) for i in range(5000))
-    cut = {name + suffix: compress(data)[:-2000] for name, data in
-           [("a.jsonl", lines), ("b.txt", lines), ("c.json", lines), ("d.yaml", yaml)]}
+    cut = {
+        name + suffix: compress(data)[:-2000]
+        for name, data in [
+            ("a.jsonl", lines),
+            ("b.txt", lines),
+            ("c.json", lines),
+            ("d.yaml", yaml),
+        ]
+    }
     outcome = read(cut, keep_source=True)
     whole = [json.loads(line)["a"] for line in lines.splitlines()]
-    by_source = {name: [row for row, source in zip(outcome.rows, outcome.sources, strict=True)
-                        if source == name + suffix] for name in ("a.jsonl", "b.txt", "c.json")}
+    by_source = {
+        name: [
+            row
+            for row, source in zip(outcome.rows, outcome.sources, strict=True)
+            if source == name + suffix
+        ]
+        for name in ("a.jsonl", "b.txt", "c.json")
+    }
     assert 100 < len(by_source["a.jsonl"]) < 5000
-    assert by_source["a.jsonl"] == whole[:len(by_source["a.jsonl"])] == by_source["c.json"]
+    assert by_source["a.jsonl"] == whole[: len(by_source["a.jsonl"])] == by_source["c.json"]
     assert by_source["b.txt"] == []
-    yaml_rows = [row for row, source in zip(outcome.rows, outcome.sources, strict=True)
-                 if source == "d.yaml" + suffix]
+    yaml_rows = [
+        row
+        for row, source in zip(outcome.rows, outcome.sources, strict=True)
+        if source == "d.yaml" + suffix
+    ]
     assert yaml_rows == [f"text {i * 7919 % 10007}" for i in range(len(yaml_rows))] != []
     assert outcome.dataset.tally.failed == set(cut)
 
 
 # --- disks that fail ------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet",
-                                  "a.arrow"])
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"]
+)
 def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, tmp_path):
     """For a moment: the same rows. For good: the build stops and names the file."""
     rows = [f"text {number} " * 60 for number in range(400)]
@@ -321,8 +407,12 @@ def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, 
     elif name.endswith("arrow"):
         with pa.ipc.new_file(arrow, columns.schema) as file:
             file.write_table(columns, 100)
-    data = {"txt": "\n".join(rows).encode(), "jsonl": lines, "gz": gzip.compress(lines),
-            "zst": pa.compress(lines, "zstd", asbytes=True)}.get(name[2:].split(".")[-1])
+    data = {
+        "txt": "\n".join(rows).encode(),
+        "jsonl": lines,
+        "gz": gzip.compress(lines),
+        "zst": pa.compress(lines, "zstd", asbytes=True),
+    }.get(name[2:].split(".")[-1])
     data = data or arrow.getvalue()
     failing_reads(2)
     outcome = read({name: data})
@@ -330,5 +420,11 @@ def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, 
     assert not outcome.problems
     failing_reads(1000)
     with pytest.raises(StageError, match=f"{name} cannot be read .* does not mean that it is dam"):
-        work.process(work.cut(tmp_path / "data", *inputs.find(tmp_path / "data", False)[:1],
-                                tmp_path / "out", Shape())[0])
+        work.process(
+            work.cut(
+                tmp_path / "data",
+                *inputs.find(tmp_path / "data", False)[:1],
+                tmp_path / "out",
+                Shape(),
+            )[0]
+        )

@@ -19,13 +19,28 @@ def flusher():
     made.close()
 
 
-NESTED = json.dumps({"a": "x", "b": {"c": "y", "d": "no"}, "e": [{"f": "z"}, {"f": ["w", 1]}],
-                     "g.h": "dotted", "a2": "no"})
+NESTED = json.dumps(
+    {
+        "a": "x",
+        "b": {"c": "y", "d": "no"},
+        "e": [{"f": "z"}, {"f": ["w", 1]}],
+        "g.h": "dotted",
+        "a2": "no",
+    }
+)
 
 
-@pytest.mark.parametrize(("fields", "row"), [
-    (("a",), "x"), (("b.c", "a"), "x\ny"), (("b",), "y\nno"), (("e.f",), "z\nw"),
-    (("g.h",), "dotted"), (("e", "missing.key"), "z\nw")])
+@pytest.mark.parametrize(
+    ("fields", "row"),
+    [
+        (("a",), "x"),
+        (("b.c", "a"), "x\ny"),
+        (("b",), "y\nno"),
+        (("e.f",), "z\nw"),
+        (("g.h",), "dotted"),
+        (("e", "missing.key"), "z\nw"),
+    ],
+)
 def test_fields_keep_only_the_named_keys_in_document_order(read, fields, row):
     outcome = read({"a.json": NESTED, "b.txt": "plain text is not touched"}, fields=fields)
     assert outcome.rows == [row, "plain text is not touched"]
@@ -46,27 +61,31 @@ def test_strings_rows_makes_a_row_of_every_string(read):
 def test_min_chars_counts_characters_not_bytes(read):
     outcome = read({"a.jsonl": '"éé"\n"ééé"\n"abcd"\n', "b.txt": "éé"}, min_chars=3)
     assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.short == 2
-    assert [(p["path"], p["kind"]) for p in outcome.problems] == [("a.jsonl", "short"),
-                                                                  ("b.txt", "short")]
+    assert [(p["path"], p["kind"]) for p in outcome.problems] == [
+        ("a.jsonl", "short"),
+        ("b.txt", "short"),
+    ]
     assert not outcome.dataset.tally.failed
 
 
 def test_rows_come_in_the_order_of_path_bytes_and_position(read):
     names = ["b/a.txt", "a.txt", "a/z.txt", "B.txt", "é.txt", "z.txt"]
-    outcome = read({name: name for name in names} | {"a/b.jsonl": '"1"\n"2"\n'},
-                   keep_source=True)
-    assert outcome.sources == sorted([*names, "a/b.jsonl", "a/b.jsonl"],
-                                     key=lambda name: name.encode())
+    outcome = read({name: name for name in names} | {"a/b.jsonl": '"1"\n"2"\n'}, keep_source=True)
+    assert outcome.sources == sorted(
+        [*names, "a/b.jsonl", "a/b.jsonl"], key=lambda name: name.encode()
+    )
     assert outcome.rows[2:4] == ["1", "2"]
 
 
 def test_the_validation_split_depends_on_the_text_alone(read, tmp_path):
     texts = [f"document {i}" for i in range(2000)]
-    first = read({"a.jsonl": "".join(json.dumps(t) + "\n" for t in texts)},
-                 validation_percent=10).splits
+    first = read(
+        {"a.jsonl": "".join(json.dumps(t) + "\n" for t in texts)}, validation_percent=10
+    ).splits
     (tmp_path / "out").rename(tmp_path / "first")
-    second = read({"0.txt": texts[0], "z/b.json": json.dumps([*texts[:1000], "new"])},
-                  validation_percent=10).splits
+    second = read(
+        {"0.txt": texts[0], "z/b.json": json.dumps([*texts[:1000], "new"])}, validation_percent=10
+    ).splits
     assert 130 < len(first["validation"]) < 270
     assert set(first["validation"]) <= set(second["validation"])
     assert not set(second["validation"]) & set(second["train"])
@@ -84,7 +103,7 @@ def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read,
     assert outcome.rows == [json.loads(line) for line in lines if line != "bad"] + ["after"]
     [problem] = outcome.problems
     assert problem["line"] == 151
-    assert data.encode()[problem["offset"]:].startswith(b"bad\n")
+    assert data.encode()[problem["offset"] :].startswith(b"bad\n")
 
 
 def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):

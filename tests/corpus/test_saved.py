@@ -30,7 +30,8 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with 20 rows to train on and 10 to test on."""
     monkeypatch.chdir(tmp_path)
     datasets.DatasetDict({"train": texts("train", 20), "test": texts("test", 10)}).save_to_disk(
-        "both")
+        "both"
+    )
     return Path("both")
 
 
@@ -49,8 +50,17 @@ def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
     both.rename("raw/both")
     with pytest.raises(UsageError, match="raw/both holds several splits"):
         run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
-    run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits", "--num-dirs", 1,
-        "--exclude", "both/test")
+    run(
+        ORGANISE,
+        "--src-dir",
+        "raw",
+        "--dst-root",
+        "splits",
+        "--num-dirs",
+        1,
+        "--exclude",
+        "both/test",
+    )
     assert len([*Path("splits").rglob("*.arrow")]) == 1
     assert not [*Path("splits").rglob("state.json")]
     run(BUILD, "--data-folder", "splits", "--save-dir", "out")
@@ -61,18 +71,25 @@ def test_what_describes_a_dataset_gives_no_row(tmp_path: Path) -> None:
     made = texts("train", 40)
     made.save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved/cache-0123.arrow").write_bytes(
-        next((tmp_path / "saved").glob("data-*.arrow")).read_bytes())
+        next((tmp_path / "saved").glob("data-*.arrow")).read_bytes()
+    )
     run(BUILD, "--data-folder", tmp_path / "saved", "--save-dir", tmp_path / "out")
     assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 40
-    kinds = [json.loads(line)["kind"] for line in
-             (tmp_path / "out/errors.jsonl").read_text().splitlines()]
+    kinds = [
+        json.loads(line)["kind"]
+        for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()
+    ]
     assert kinds == [DESCRIPTION] * 3
 
 
 def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name, content in (("state.json", {"text": "Ohio"}), ("dataset_info.json", {"features": 1}),
-                          ("dataset_dict.json", [1]), ("sub/cache-1.arrow", "x")):
+    for name, content in (
+        ("state.json", {"text": "Ohio"}),
+        ("dataset_info.json", {"features": 1}),
+        ("dataset_dict.json", [1]),
+        ("sub/cache-1.arrow", "x"),
+    ):
         (tmp_path / name).write_text(json.dumps(content))
     assert not [entry for entry in scan(tmp_path, Rules()) if entry.skipped]
 
@@ -80,18 +97,29 @@ def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) ->
 def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
     """As Axolotl prepares them."""
     datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]}).save_to_disk(
-        str(tmp_path / "prepared"))
+        str(tmp_path / "prepared")
+    )
     with pytest.raises(UsageError, match="is tokenised already, and holds no text") as caught:
         run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
     assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("column", [
-    {"messages": [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]]},
-    {"sentences": [["One.", "Two."]]}], ids=["structs", "strings"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        {
+            "messages": [
+                [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+            ]
+        },
+        {"sentences": [["One.", "Two."]]},
+    ],
+    ids=["structs", "strings"],
+)
 def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column: dict) -> None:
     datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
-        str(tmp_path / "saved"))
+        str(tmp_path / "saved")
+    )
     saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
 
 

@@ -29,39 +29,77 @@ def test_every_entry_has_a_verdict(tmp_path):
     elsewhere.mkdir()
     (elsewhere / "o.txt").write_text("x")
     os.mkfifo(src / "pipe")
-    for name, target in {"gone": "nowhere", "in": "a.txt", "out": "../elsewhere/o.txt",
-                         "loop": "loop", "up": ".", "outdir": "../elsewhere"}.items():
+    for name, target in {
+        "gone": "nowhere",
+        "in": "a.txt",
+        "out": "../elsewhere/o.txt",
+        "loop": "loop",
+        "up": ".",
+        "outdir": "../elsewhere",
+    }.items():
         (src / name).symlink_to(target)
-    plain = {"a.txt": "", "d/b.txt": "", ".hidden": "hidden", ".git/": "hidden", "empty": "empty",
-             "pipe": "special", "gone": "link dangles", "loop": "link loops"}
+    plain = {
+        "a.txt": "",
+        "d/b.txt": "",
+        ".hidden": "hidden",
+        ".git/": "hidden",
+        "empty": "empty",
+        "pipe": "special",
+        "gone": "link dangles",
+        "loop": "link loops",
+    }
     assert verdicts(src) == plain | {
-        "in": "link inside the source", "up": "link inside the source",
-        "out": "link leads outside", "outdir": "link leads outside"}
+        "in": "link inside the source",
+        "up": "link inside the source",
+        "out": "link leads outside",
+        "outdir": "link leads outside",
+    }
     assert verdicts(src, follow_symlinks=True) == plain | {
-        "in": "", "out": "", "outdir/o.txt": "", "up/": "link loops"}
+        "in": "",
+        "out": "",
+        "outdir/o.txt": "",
+        "up/": "link loops",
+    }
 
 
 def test_patterns_match_the_path_or_the_basename(tmp_path):
     for path in ("a.txt", "b.log", "d/c.txt", "d/e.log", "skip/f.txt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("x")
-    assert [path for path, why in verdicts(tmp_path, include=("*.txt",)).items() if not why] == \
-        ["a.txt", "d/c.txt", "skip/f.txt"]
+    assert [path for path, why in verdicts(tmp_path, include=("*.txt",)).items() if not why] == [
+        "a.txt",
+        "d/c.txt",
+        "skip/f.txt",
+    ]
     assert verdicts(tmp_path, include=("*.txt", "d/*"), exclude=("skip", "./d/c.txt")) == {
-        "a.txt": "", "b.log": "pattern", "d/c.txt": "pattern", "d/e.log": "", "skip/": "pattern"}
-    assert [path for path, why in verdicts(tmp_path, include=("**/a.txt",)).items() if not why] \
-        == ["a.txt"]
+        "a.txt": "",
+        "b.log": "pattern",
+        "d/c.txt": "pattern",
+        "d/e.log": "",
+        "skip/": "pattern",
+    }
+    assert [path for path, why in verdicts(tmp_path, include=("**/a.txt",)).items() if not why] == [
+        "a.txt"
+    ]
 
 
 def test_the_output_of_the_stage_is_not_scanned(tmp_path):
-    for path in ("a.txt", "splits/split_00/a.txt", "splits.partial-1/content/x.txt",
-                 "splits.partial-mine/b.txt", "splits2/b.txt"):
+    for path in (
+        "a.txt",
+        "splits/split_00/a.txt",
+        "splits.partial-1/content/x.txt",
+        "splits.partial-mine/b.txt",
+        "splits2/b.txt",
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
     unfinished.mark_of(tmp_path / "splits.partial-1").touch()
     found = verdicts(tmp_path, tmp_path / "splits")
-    assert [path for path, why in found.items() if not why] == \
-        ["a.txt", "splits.partial-mine/b.txt", "splits2/b.txt"]
+    assert [path for path, why in found.items() if not why] == [
+        "a.txt",
+        "splits.partial-mine/b.txt",
+        "splits2/b.txt",
+    ]
 
 
 def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
@@ -73,6 +111,7 @@ def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
         if Path(path).name == "closed":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path)
+
     monkeypatch.setattr(os, "scandir", scandir)
     assert verdicts(tmp_path) == {"a.txt": "", "closed/": "unreadable"}
 
@@ -84,11 +123,13 @@ def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monk
 
     def fail(*_, **how):
         raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "bad.txt"))
+
     bad = SimpleNamespace(name="bad.txt", path=str(tmp_path / "bad.txt"), stat=fail)
     with pytest.raises(OSError, match="Stale"):
         Scan(tmp_path, Rules())._look(bad, "bad.txt", ())
-    assert Scan(tmp_path, Rules(exclude=("bad*",)))._look(bad, "bad.txt", ()).skipped == \
-        "unreadable"
+    assert (
+        Scan(tmp_path, Rules(exclude=("bad*",)))._look(bad, "bad.txt", ()).skipped == "unreadable"
+    )
     monkeypatch.setattr(os, "read", fail)
     with pytest.raises(OSError, match="Stale"):
         place._sniff_some([str(tmp_path / "a.txt")])
@@ -108,16 +149,30 @@ def test_names_that_are_no_text_can_be_shown():
     assert escape(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
 
 
-@pytest.mark.parametrize(("name", "head", "kind"), [
-    ("a", b"", "empty"), ("a.txt", b"text", "text"), ("a.txt", b"\x00\x01", "binary"),
-    ("a.txt", b"\xff\xfea\x00", "text"), ("a.txt", b"\xff\xfe\x00\x00a\x00\x00\x00", "binary"),
-    ("a.pdf", b"%PDF-1.4\n" + bytes(range(1, 9)), "binary"), ("a.html", b"<p>\x1b", "text"),
-    ("a.json", b"{\n", "json"), ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),
-    ("a.json", b'{"a": 1}\n{\n"a": 2}\n', "json"), ("a.JSONL", b"{}", "jsonl"),
-    ("a.txt", b"{}\n{}\n", "text"), ("a.yml", b"a: b", "yaml"), ("a.csv", b"a,b", "csv"),
-    ("a.txt", b"\x1f\x8b\x08", "gzip"), ("a.parquet", b"PAR1", "parquet"),
-    ("a.arrow", b"ARROW1\0\0", "arrow"), ("a.arrow", b"\xff\xff\xff\xff\x10\0", "arrow"),
-    ("a.json", b"[" * 20_000, "json")])
+@pytest.mark.parametrize(
+    ("name", "head", "kind"),
+    [
+        ("a", b"", "empty"),
+        ("a.txt", b"text", "text"),
+        ("a.txt", b"\x00\x01", "binary"),
+        ("a.txt", b"\xff\xfea\x00", "text"),
+        ("a.txt", b"\xff\xfe\x00\x00a\x00\x00\x00", "binary"),
+        ("a.pdf", b"%PDF-1.4\n" + bytes(range(1, 9)), "binary"),
+        ("a.html", b"<p>\x1b", "text"),
+        ("a.json", b"{\n", "json"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),
+        ("a.json", b'{"a": 1}\n{\n"a": 2}\n', "json"),
+        ("a.JSONL", b"{}", "jsonl"),
+        ("a.txt", b"{}\n{}\n", "text"),
+        ("a.yml", b"a: b", "yaml"),
+        ("a.csv", b"a,b", "csv"),
+        ("a.txt", b"\x1f\x8b\x08", "gzip"),
+        ("a.parquet", b"PAR1", "parquet"),
+        ("a.arrow", b"ARROW1\0\0", "arrow"),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\0", "arrow"),
+        ("a.json", b"[" * 20_000, "json"),
+    ],
+)
 def test_kinds(name, head, kind):
     assert kinds.sniff(name, head) == kind
 
@@ -125,6 +180,7 @@ def test_kinds(name, head, kind):
 def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
     def no_link(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
+
     monkeypatch.setattr(os, "link", no_link)
     source = tmp_path / "a"
     source.write_text("x")
@@ -136,8 +192,13 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
 
 
 def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
-    made = {"corpus": "dataset/1", "store": "tokens/1", "model": "model/1", "fetched": "raw/1",
-            "foreign": "dataset"}
+    made = {
+        "corpus": "dataset/1",
+        "store": "tokens/1",
+        "model": "model/1",
+        "fetched": "raw/1",
+        "foreign": "dataset",
+    }
     for name, kind in made.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(json.dumps({"kind": kind}))
@@ -163,9 +224,12 @@ def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypa
         way = act(source, *arguments)
         Path(source).write_text("x" * size)
         return way
+
     monkeypatch.setattr(place, "place", disturbed)
-    with place.Workers(1) as workers, \
-            pytest.raises(UsageError, match=r"changed while|written to while"):
+    with (
+        place.Workers(1) as workers,
+        pytest.raises(UsageError, match=r"changed while|written to while"),
+    ):
         place.place_all(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
 
 

@@ -23,8 +23,12 @@ def attention(place: Place) -> None:
 
     heads, length = 32, 8192
     for width in (128, 64):
-        parts = [torch.randn(1, heads, length, width, device="cuda", dtype=torch.bfloat16,
-                             requires_grad=True) for _ in range(3)]
+        parts = [
+            torch.randn(
+                1, heads, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
+            for _ in range(3)
+        ]
         flops = 3.5 * 2 * heads * width * length**2  # causal half, forward and backward
         ends = torch.tensor([0, length], device="cuda", dtype=torch.int32)
         flat = [part[0].transpose(0, 1).contiguous().detach().requires_grad_() for part in parts]
@@ -36,9 +40,11 @@ def attention(place: Place) -> None:
         def varlen(flat: list = flat, ends: Any = ends, length: int = length) -> None:
             varlen_attn(*flat, ends, ends, length, length, window_size=(-1, 0)).sum().backward()
 
-        works = {"sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
-                 "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
-                 "varlen FA2": varlen}
+        works = {
+            "sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
+            "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
+            "varlen FA2": varlen,
+        }
         tell(place, works, flops, width)
         if left_out := take_flash_3("varlen", parts):
             place.note(**{f"FA3, {width} wide": left_out})
@@ -73,15 +79,19 @@ def boundaries(place: Place) -> None:
 
     heads, length = 32, 8192
     for width in (128, 64):
-        flat = [torch.randn(length, heads, width, device="cuda", dtype=torch.bfloat16,
-                            requires_grad=True) for _ in range(3)]
+        flat = [
+            torch.randn(
+                length, heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
+            for _ in range(3)
+        ]
 
         def work(ends: torch.Tensor, longest: int, flat: list = flat) -> None:
-            varlen_attn(*flat, ends, ends, longest, longest,
-                        window_size=(-1, 0)).sum().backward()
+            varlen_attn(*flat, ends, ends, longest, longest, window_size=(-1, 0)).sum().backward()
 
-        tried = [part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_()
-                 for part in flat]
+        tried = [
+            part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_() for part in flat
+        ]
         for kernel in ("FA2", "FA3"):
             if kernel == "FA3" and (left_out := take_flash_3("varlen", tried)):
                 place.note(**{f"FA3, {width} wide": left_out})
@@ -90,8 +100,12 @@ def boundaries(place: Place) -> None:
                 ends = _ends(documents, empty, length)
                 for longest in dict.fromkeys((length, length // documents)):
                     took = median_s(place, partial(work, ends, longest))
-                    place.note(**{f"{kernel}, {width} wide, {documents} documents and {empty} "
-                                  f"empty, longest {longest}, ms": 1000 * took})
+                    place.note(
+                        **{
+                            f"{kernel}, {width} wide, {documents} documents and {empty} "
+                            f"empty, longest {longest}, ms": 1000 * took
+                        }
+                    )
             if kernel == "FA3":
                 restore_flash_attention_impl()
 

@@ -35,28 +35,46 @@ REFERENCE = Setting("sdpa", "fp32")
 
 def block(place: Place) -> None:
     """The gradients of a block of 8B's width in bf16 are those of float32, by every kernel."""
-    directory = place.model("8b-wide", num_hidden_layers=1, vocab_size=1024, **place.size(
-        {}, {"hidden_size": 256}))
+    directory = place.model(
+        "8b-wide", num_hidden_layers=1, vocab_size=1024, **place.size({}, {"hidden_size": 256})
+    )
     fast = place.size("bf16", "fp32")
-    settings = [Setting(attention, fast, compiled, flash_3) for attention in ("sdpa", "varlen")
-                for compiled in place.size((False, True), (False,))
-                for flash_3 in ((False, True) if _has_flash_3(place) else (False,))]
-    expected = {packing: gradients(place, directory, REFERENCE, packing)
-                for packing in ("concat", "documents")}
+    settings = [
+        Setting(attention, fast, compiled, flash_3)
+        for attention in ("sdpa", "varlen")
+        for compiled in place.size((False, True), (False,))
+        for flash_3 in ((False, True) if _has_flash_3(place) else (False,))
+    ]
+    expected = {
+        packing: gradients(place, directory, REFERENCE, packing)
+        for packing in ("concat", "documents")
+    }
     for setting in settings:
         found = gradients(place, directory, setting, setting.packing)
-        errors = {name: error(found[name], wanted)
-                  for name, wanted in expected[setting.packing].items()}
+        errors = {
+            name: error(found[name], wanted) for name, wanted in expected[setting.packing].items()
+        }
         worst = max(errors, key=errors.__getitem__)
-        place.note(**{", ".join((setting.attention, "compiled" if setting.compiled else "eager",
-                                 *["FlashAttention 3"] * setting.flash_3)):
-                      {"worst": worst, "error": errors[worst]}})
+        place.note(
+            **{
+                ", ".join(
+                    (
+                        setting.attention,
+                        "compiled" if setting.compiled else "eager",
+                        *["FlashAttention 3"] * setting.flash_3,
+                    )
+                ): {"worst": worst, "error": errors[worst]}
+            }
+        )
         assert errors[worst] < MOST, (setting, worst, errors[worst])
 
 
 def _has_flash_3(place: Place) -> bool:
-    return place.on_gpu and find_spec("flash_attn_interface") is not None \
+    return (
+        place.on_gpu
+        and find_spec("flash_attn_interface") is not None
         and torch.cuda.get_device_capability()[0] == 9
+    )
 
 
 def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> dict[str, Tensor]:
@@ -70,10 +88,13 @@ def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> d
             said = attention_kernel.settle(model, packing, setting.precision, device)
             assert "FlashAttention 3" in said, said
         loss.token_loss_sum(model, _batch(place, packing, model.config.vocab_size)).backward()
-        found = {name: local(parameter.grad).detach().clone()
-                 for name, parameter in model.named_parameters()}
+        found = {
+            name: local(parameter.grad).detach().clone()
+            for name, parameter in model.named_parameters()
+        }
     if setting.flash_3:
         from torch.nn.attention import restore_flash_attention_impl
+
         restore_flash_attention_impl()
     return found
 
@@ -89,8 +110,12 @@ def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torc
     model = architecture.build_on_meta(directory, setting.attention)
     layout = ParallelLayout.start()
     try:
-        parallelize.parallelize(model, layout.fsdp, setting.precision,
-                                compiler=strict_compiler() if setting.compiled else None)
+        parallelize.parallelize(
+            model,
+            layout.fsdp,
+            setting.precision,
+            compiler=strict_compiler() if setting.compiled else None,
+        )
         parallelize.materialise(model, layout.device, offload=False)
         initialise(model, 0)
         with torch.no_grad():
@@ -107,12 +132,14 @@ def _batch(place: Place, packing: str, vocabulary: int) -> Any:
     from lib.tokens.batches import MicroBatch
 
     rows, length = 2, place.size(2048, 64)
-    ids = torch.randint(0, vocabulary, (rows, length + 1),
-                        generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(0)
+    )
     positions = boundaries = None
     if packing == "documents":
         lengths = [length // 2, length // 8, length // 4, length // 8]
         positions = torch.cat([torch.arange(each) for each in lengths]).expand(rows, length)
         boundaries = torch.tensor([0, *lengths * rows]).cumsum(0).int()
-    return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, boundaries,
-                      ).to(torch.device(place.device))
+    return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, boundaries).to(
+        torch.device(place.device)
+    )

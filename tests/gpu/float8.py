@@ -16,12 +16,16 @@ def fp8(place: Place) -> None:
     """Tokens per second in bf16 and in both kinds of fp8."""
     place.need(place.on_gpu, "fp8 needs a GPU and compiled blocks")
     rates = {}
-    for name, options in {"bf16": (), "fp8": ("--precision", "fp8"),
-                          "fp8 rowwise": ("--precision", "fp8", "--fp8-recipe", "rowwise")}.items():
+    for name, options in {
+        "bf16": (),
+        "fp8": ("--precision", "fp8"),
+        "fp8 rowwise": ("--precision", "fp8", "--fp8-recipe", "rowwise"),
+    }.items():
         run = measured(place, name, "8b-wide", 8192, 2, "--compile", "on", *options)
         rates[name] = figures(run)["perf/tokens_per_sec_per_device"]
-    place.note(in_one_line=", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-               + " tokens/s")
+    place.note(
+        in_one_line=", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items()) + " tokens/s"
+    )
 
 
 def fp8_loss(place: Place) -> None:
@@ -29,10 +33,12 @@ def fp8_loss(place: Place) -> None:
     place.need(place.on_gpu, "fp8 needs a GPU and compiled blocks")
     last = {}
     for precision in ("bf16", "fp8"):
-        run = measured(place, precision, "1b", 2048, 4, "--compile", "on", "--precision", precision,
-                       steps=200)
+        run = measured(
+            place, precision, "1b", 2048, 4, "--compile", "on", "--precision", precision, steps=200
+        )
         last[precision] = statistics.mean(
-            row["train/loss_mean"] for row in run.rows[-(STEPS // WARM):])
+            row["train/loss_mean"] for row in run.rows[-(STEPS // WARM) :]
+        )
     place.note(mean_of_the_last_20=last)
     assert abs(last["fp8"] / last["bf16"] - 1) < _NEAR, last
 
@@ -49,11 +55,13 @@ def fp8_states(place: Place) -> None:
             expected, found = plain.rows[-1][figure], whole.rows[-1][figure]
             place.note(**{f"{packing}, {figure}": {"bf16": expected, "fp8": found}})
             assert abs(found / expected - 1) < 2 * _NEAR, (packing, figure, found, expected)
-        stopped = place.begin(f"{packing}-stopped", *options, *fp8, "--deterministic", "on",
-                              hook="slow_steps")
+        stopped = place.begin(
+            f"{packing}-stopped", *options, *fp8, "--deterministic", "on", hook="slow_steps"
+        )
         stopped.wait_for(3)
         stopped.signal(signal.SIGTERM).ended(75)
         again = place.train(f"{packing}-stopped", *options, *fp8, "--deterministic", "on")
         place.note(**{f"{packing}, stopped after step": stopped.rows[-1]["step"]})
-        assert losses_by_step(again) == losses_by_step(whole), \
+        assert losses_by_step(again) == losses_by_step(whole), (
             f"{packing}: the losses differ after a resume"
+        )

@@ -64,8 +64,11 @@ def tell_allocator() -> None:
         segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
         large = [segment for segment in segments if segment["segment_type"] == "large"]
         growing = sum(bool(segment.get("is_expandable")) for segment in large)
-        print(ALLOCATOR + json.dumps({"settings": read(), "large segments": len(large),
-                                      "expandable": growing}), flush=True)
+        print(
+            ALLOCATOR
+            + json.dumps({"settings": read(), "large segments": len(large), "expandable": growing}),
+            flush=True,
+        )
 
     save_nothing()
     _after_steps(tell)
@@ -97,8 +100,11 @@ def tell_graphs() -> None:
     backend = compile_fx if torch.cuda.is_available() else aot_eager
 
     def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
-        symbolic = sum(isinstance(node.meta.get("example_value"), torch.SymInt)
-                       for node in graph.graph.nodes if node.op == "placeholder")
+        symbolic = sum(
+            isinstance(node.meta.get("example_value"), torch.SymInt)
+            for node in graph.graph.nodes
+            if node.op == "placeholder"
+        )
         print(f"{GRAPH} {symbolic} symbolic sizes", flush=True)
         return backend(graph, inputs, **options)
 

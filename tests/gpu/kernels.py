@@ -54,14 +54,20 @@ def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[s
     wanted = torch.autograd.grad(expected * 0.5, plain)
     del logits
     hidden.requires_grad_()
-    head.forward = LossHead(head, place.size(AT_ONCE["cuda"], rows * vocabulary // 3),
-                            strict_compiler() if compiled else None)
-    loss = head.forward.loss_sum(lambda states: SimpleNamespace(logits=head(states)),
-                                 {"states": hidden}, labels, 0.5)
+    head.forward = LossHead(
+        head,
+        place.size(AT_ONCE["cuda"], rows * vocabulary // 3),
+        strict_compiler() if compiled else None,
+    )
+    loss = head.forward.loss_sum(
+        lambda states: SimpleNamespace(logits=head(states)), {"states": hidden}, labels, 0.5
+    )
     loss.backward()
-    return {"loss": abs(loss.item() / expected.item() - 1),
-            "gradient of the hidden states": error(hidden.grad, wanted[0]),
-            "gradient of the weight": error(head.weight.grad, wanted[1])}
+    return {
+        "loss": abs(loss.item() / expected.item() - 1),
+        "gradient of the hidden states": error(hidden.grad, wanted[0]),
+        "gradient of the weight": error(head.weight.grad, wanted[1]),
+    }
 
 
 def strict_compiler() -> Any:
@@ -115,26 +121,43 @@ def varlen(place: Place) -> None:
     for heads, shared, width in ((8, 8, 64), (8, 2, 128), (4, 1, 64), (4, 2, 100)):
         for window, longest in product((None, place.size(128, 9)), (None, max(lengths))):
             torch.manual_seed(0)
-            parts = [torch.randn(1, n, sum(lengths), width, device=place.device, dtype=dtype,
-                                 requires_grad=True) for n in (heads, shared, shared)]
-            out, _ = attend(None, *parts, None, scaling=width ** -0.5, sliding_window=window,
-                            cu_seq_lens_q=ends, **({"max_length_q": longest} if longest else {}))
+            parts = [
+                torch.randn(
+                    1, n, sum(lengths), width, device=place.device, dtype=dtype, requires_grad=True
+                )
+                for n in (heads, shared, shared)
+            ]
+            out, _ = attend(
+                None,
+                *parts,
+                None,
+                scaling=width**-0.5,
+                sliding_window=window,
+                cu_seq_lens_q=ends,
+                **({"max_length_q": longest} if longest else {}),
+            )
             plain = [part.detach().float().requires_grad_() for part in parts]
             expected = _attended(*plain, ends, window)
             weights = torch.randn_like(expected)
             wanted = torch.autograd.grad(expected, plain, weights)
             found = torch.autograd.grad(out, parts, weights.to(dtype))
             worst = max(map(error, (out, *found), (expected, *wanted)))
-            place.note(**{f"{heads} heads, {shared} of keys, {width} wide, window {window}, "
-                          f"longest {longest or 'the row'}": worst})
+            place.note(
+                **{
+                    f"{heads} heads, {shared} of keys, {width} wide, window {window}, "
+                    f"longest {longest or 'the row'}": worst
+                }
+            )
             assert worst < 2 * ROUNDED, f"relative error {worst}"
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, window: int | None,
-              ) -> Tensor:
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, window: int | None
+) -> Tensor:
     """Attend with a mask of documents. query: [1, H, T, D]; returns [1, T, H, D]."""
-    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1)
-                  for part in (key, value))
+    key, value = (
+        part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value)
+    )
     at = torch.arange(query.shape[2], device=query.device)
     of = torch.bucketize(at, ends[1:], right=True)
     seen = (of[:, None] == of) & (at[:, None] >= at)
@@ -158,14 +181,16 @@ def bad_steps(place: Place) -> None:
                     backward(model, tokens(place, 1, model), guard)
                     if bad:
                         next(model.parameters()).grad.to_local().view(-1)[3] = bad
-                    tensors = contents.name_tensors(
-                        model, registry.named_states(model, optimizer))
+                    tensors = contents.name_tensors(model, registry.named_states(model, optimizer))
                     before = {name: local(t).clone() for name, t in tensors.items()}
                     guard.clip(optimizer, 1.0)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
-                    changed = [name for name, t in tensors.items()
-                               if not torch.equal(local(t), before[name])]
+                    changed = [
+                        name
+                        for name, t in tensors.items()
+                        if not torch.equal(local(t), before[name])
+                    ]
                     assert bool(changed) == (bad == 0.0), (kind, precision, bad, changed[:3])
                 assert guard.read().steps == 2
     place.note(skipped="NaN and infinite gradients, adamw and adamw8bit")
@@ -214,8 +239,11 @@ def staging(place: Place) -> None:
             optimizer.zero_grad(set_to_none=True)
             if number:
                 snapshot.ready()
-                other = [name for name, tensor in snapshot.tensors.items()
-                         if not torch.equal(local(tensor), expected[name].cpu())]
+                other = [
+                    name
+                    for name, tensor in snapshot.tensors.items()
+                    if not torch.equal(local(tensor), expected[name].cpu())
+                ]
                 assert not other, f"copied late: {other[:3]}"
         large = [local(tensor) for tensor in snapshot.tensors.values() if local(tensor).ndim > 1]
         assert not place.on_gpu or all(tensor.is_pinned() for tensor in large)
@@ -235,8 +263,12 @@ def peaks(place: Place) -> None:
     source = torch.randn(count, device=place.device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / median_s(place, lambda: target.copy_(source))
-    place.note(listed_tflops=listed / 1e12, where=where, product_tflops=product / 1e12,
-               copy_tb_per_s=copied / 1e12)
+    place.note(
+        listed_tflops=listed / 1e12,
+        where=where,
+        product_tflops=product / 1e12,
+        copy_tb_per_s=copied / 1e12,
+    )
     assert not place.on_gpu or product < 1.02 * listed, "the peak for MFU is too low"
 
 
@@ -255,8 +287,9 @@ def median_s(place: Place, work: Any, times: int = 20) -> float:
 
 
 @contextmanager
-def trained(place: Place, precision: str, kind: str = "adamw", **changes: Any,
-            ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Any]]:
+def trained(
+    place: Place, precision: str, kind: str = "adamw", **changes: Any
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Any]]:
     """Give the small model as stage 04 makes it on one rank, its optimizer, and the layout."""
     from lib.models import architecture
     from lib.models.weights import initialise
@@ -279,10 +312,15 @@ def tokens(place: Place, rows: int, model: nn.Module) -> Any:
     """Return the same made-up batch each time."""
     from lib.tokens.batches import MicroBatch
 
-    ids = torch.randint(0, model.config.vocab_size, (rows, place.size(1025, 65)),
-                        generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0,
+        model.config.vocab_size,
+        (rows, place.size(1025, 65)),
+        generator=torch.Generator().manual_seed(0),
+    )
     return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).to(
-        torch.device(place.device))
+        torch.device(place.device)
+    )
 
 
 def backward(model: nn.Module, batch: Any, guard: Any, samples: int = 1) -> None:

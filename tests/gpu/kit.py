@@ -28,48 +28,130 @@ ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "gpu_kit"
 PYTHON, PLATFORM = "3.12", "manylinux_2_28_x86_64"
 _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
-_LEFT_OUT = ("test", "site-packages", "encodings", "pydoc_data", "distutils", "idlelib", "lib2to3",
-             "ensurepip", "tkinter", "turtledemo")
+_LEFT_OUT = (
+    "test",
+    "site-packages",
+    "encodings",
+    "pydoc_data",
+    "distutils",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "tkinter",
+    "turtledemo",
+)
 _MOST_BYTES = 40 << 20
 CHAT_LENGTHS = (256, 8192)  # a token store of conversations is for one --seq-length
 
-_LLAMA = {"rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
-          "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
-_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, "mlp_only_layers": [],
-        "decoder_sparse_step": 1}
+_LLAMA = {
+    "rms_norm_eps": 1e-5,
+    "architectures": ["LlamaForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
 # By name the class of the configuration and its sizes. `1b` and `8b-wide` have the shapes of Llama
 # 3.2 1B and, with 8 of its 32 blocks, of Llama 3 8B; `moe` those of Qwen3 30B-A3B, with 4 of its 48
 # blocks; `gemma` alternates sliding and full attention as Gemma 3 does. `small` and `moe-small`
 # stand in for the large ones in a rehearsal.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "small": ("LlamaConfig", _LLAMA | {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "vocab_size": 320, "tie_word_embeddings": True}),
-    "1b": ("LlamaConfig", _LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "vocab_size": 128_256, "tie_word_embeddings": True}),
-    "8b-wide": ("LlamaConfig", _LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 128_256, "tie_word_embeddings": False}),
-    "moe-small": ("Qwen3MoeConfig", _MOE | {
-        "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
-        "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "vocab_size": 320, "tie_word_embeddings": True}),
-    "moe": ("Qwen3MoeConfig", _MOE | {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "vocab_size": 151_936, "tie_word_embeddings": True}),
-    "gemma": ("Gemma3TextConfig", {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 64,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2, "vocab_size": 320,
-        "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 64,
-        "tie_word_embeddings": True}),
+    "small": (
+        "LlamaConfig",
+        _LLAMA
+        | {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 320,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "1b": (
+        "LlamaConfig",
+        _LLAMA
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128_256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "8b-wide": (
+        "LlamaConfig",
+        _LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128_256,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "moe-small": (
+        "Qwen3MoeConfig",
+        _MOE
+        | {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 320,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "moe": (
+        "Qwen3MoeConfig",
+        _MOE
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma": (
+        "Gemma3TextConfig",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": 64,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+            "vocab_size": 320,
+            "architectures": ["Gemma3ForCausalLM"],
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 Stage = Callable[..., object]  # the name of a script and its arguments; raises where it fails
@@ -83,8 +165,21 @@ def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
         _save_model(made / "models" / name, config, sizes)
     _make_datasets(made, stage, texts)
     for name, length in (("data", 1024), *(("data-chat", each) for each in CHAT_LENGTHS)):
-        stage("04_train_fsdp.py", "-e", "kit", "-d", made / name, "-m", made / "models" / "small",
-              "--from-scratch", "--cache-dir", made / ".cache", "-s", length, "--prepare-only")
+        stage(
+            "04_train_fsdp.py",
+            "-e",
+            "kit",
+            "-d",
+            made / name,
+            "-m",
+            made / "models" / "small",
+            "--from-scratch",
+            "--cache-dir",
+            made / ".cache",
+            "-s",
+            length,
+            "--prepare-only",
+        )
     if wheels:
         _fetch_wheels(made / ".cache")
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
@@ -92,20 +187,48 @@ def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
         sys.exit(f"error: the kit would take {size:,} bytes, more than {_MOST_BYTES:,}")
     shutil.rmtree(kit, ignore_errors=True)
     made.rename(kit)
-    print(f"{kit}: {size / 1e6:.0f} MB; carry it beside the code, then `make test-gpu` and "
-          "`make bench-gpu`")
+    print(
+        f"{kit}: {size / 1e6:.0f} MB; carry it beside the code, then `make test-gpu` and "
+        "`make bench-gpu`"
+    )
 
 
 def _make_datasets(made: Path, stage: Stage, texts: Path) -> None:
     """Make one dataset of text and one of conversations."""
     excluded = [word for name in _LEFT_OUT for word in ("--exclude", name)]
-    stage("01_organize_data.py", "--src-dir", texts, "--dst-root", made / "splits", "--num-dirs", 1,
-          "--include", "*.py", *excluded)
+    stage(
+        "01_organize_data.py",
+        "--src-dir",
+        texts,
+        "--dst-root",
+        made / "splits",
+        "--num-dirs",
+        1,
+        "--include",
+        "*.py",
+        *excluded,
+    )
     stage("launch/demo_conversations.py", made / "chats")
-    stage("02_build_hf_dataset.py", "--data-folder", made / "splits", "--save-dir", made / "data",
-          "--validation-percent", 2)
-    stage("02_build_hf_dataset.py", "--data-folder", made / "chats", "--save-dir",
-          made / "data-chat", "--format", "chat", "--validation-percent", 2)
+    stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        made / "splits",
+        "--save-dir",
+        made / "data",
+        "--validation-percent",
+        2,
+    )
+    stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        made / "chats",
+        "--save-dir",
+        made / "data-chat",
+        "--format",
+        "chat",
+        "--validation-percent",
+        2,
+    )
     for name in ("splits", "chats"):
         shutil.rmtree(made / name)
 
@@ -114,8 +237,13 @@ def _save_model(directory: Path, config: str, sizes: dict[str, Any]) -> None:
     import transformers
 
     _tokenizer().save_pretrained(directory)
-    shape = {"max_position_embeddings": 8192, "dtype": "float32", "bos_token_id": None,
-             "eos_token_id": 0, "pad_token_id": 0} | sizes
+    shape = {
+        "max_position_embeddings": 8192,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    } | sizes
     getattr(transformers, config)(**shape).save_pretrained(directory)
 
 
@@ -137,12 +265,16 @@ def _fetch_wheels(cache_dir: Path) -> None:
     """Fetch wheels with what they need, at the versions that requirements name."""
     from launch.bundling import wheelhouse
 
-    pinned = {line.partition("==")[0]: line.partition(";")[0] for path in
-              sorted(ROOT.glob("requirements*.txt")) for line in path.read_text().splitlines()
-              if re.match(r"[a-z]", line)}
+    pinned = {
+        line.partition("==")[0]: line.partition(";")[0]
+        for path in sorted(ROOT.glob("requirements*.txt"))
+        for line in path.read_text().splitlines()
+        if re.match(r"[a-z]", line)
+    }
     wanted = "\n".join(pinned[name] for name in _WHEELS)
-    wheelhouse.prepare(cache_dir, {"requirements.txt": wanted.encode()},
-                       wheelhouse.target(PYTHON, PLATFORM), [])
+    wheelhouse.prepare(
+        cache_dir, {"requirements.txt": wanted.encode()}, wheelhouse.target(PYTHON, PLATFORM), []
+    )
 
 
 def _library() -> Path:
@@ -151,14 +283,18 @@ def _library() -> Path:
 
 def _run(script: str, *arguments: object) -> None:
     """Run a stage that writes SHA-256 in place of xxh3."""
-    without = "import runpy, sys; sys.modules['xxhash'] = None; sys.argv = sys.argv[1:]; " \
-              "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')"
-    subprocess.run([sys.executable, "-c", without, script, *map(str, arguments)], cwd=ROOT,
-                   check=True)
+    without = (
+        "import runpy, sys; sys.modules['xxhash'] = None; sys.argv = sys.argv[1:]; "
+        "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    subprocess.run(
+        [sys.executable, "-c", without, script, *map(str, arguments)], cwd=ROOT, check=True
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DIRECTORY, help="where to make it")
     make(parser.parse_args().out, _run, _library())

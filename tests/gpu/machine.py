@@ -20,21 +20,28 @@ def describe() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
-        "gpus": 0, "cores": len(os.sched_getaffinity(0)),
+        "gpus": 0,
+        "cores": len(os.sched_getaffinity(0)),
         "host_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(), "torch": torch.__version__,
-        **{name: _version(name) for name in _PACKAGES}}
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+    }
     if not torch.cuda.is_available():
         return found
     about = torch.cuda.get_device_properties(0)
     torch.zeros(8, device="cuda").sum().item()  # it also computes
-    return found | {"gpus": torch.cuda.device_count(), "gpu": about.name,
-                    "gpu_gib": round(about.total_memory / 2**30, 1),
-                    "capability": f"{about.major}.{about.minor}", "cuda": torch.version.cuda,
-                    "cudnn": torch.backends.cudnn.version(),
-                    "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-                    "driver, power limit": driver()}
+    return found | {
+        "gpus": torch.cuda.device_count(),
+        "gpu": about.name,
+        "gpu_gib": round(about.total_memory / 2**30, 1),
+        "capability": f"{about.major}.{about.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver, power limit": driver(),
+    }
 
 
 def driver() -> str | None:
@@ -54,8 +61,11 @@ def lacks_compiler() -> str:
     if not compiler:
         return "there is no C compiler (gcc, clang or $CC), without which Triton builds no kernel"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return "" if header.is_file() else \
-        f"there is no {header} (python3-dev), without which Triton builds no kernel"
+    return (
+        ""
+        if header.is_file()
+        else f"there is no {header} (python3-dev), without which Triton builds no kernel"
+    )
 
 
 def contexts() -> list[tuple[str, str]]:
@@ -82,7 +92,12 @@ def _version(package: str) -> str | None:
 
 def _smi(*arguments: str) -> list[str]:
     try:
-        return subprocess.run(["nvidia-smi", "--format=csv,noheader", *arguments], timeout=30,
-                              capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            ["nvidia-smi", "--format=csv,noheader", *arguments],
+            timeout=30,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []

@@ -96,7 +96,8 @@ class Place:
         if not target.exists():
             shutil.copytree(self.model(name, **changes), target)
             child = multiprocessing.get_context(self.start).Process(
-                target=_draw_weights, args=(target, self.device))
+                target=_draw_weights, args=(target, self.device)
+            )
             child.start()
             child.join()
             assert child.exitcode == 0, f"drawing weights for {name} ended by {child.exitcode}"
@@ -106,22 +107,59 @@ class Place:
         """Run stage 04 to its end; see `begin`."""
         return self.begin(name, *options, **how).ended(expect)
 
-    def begin(self, name: str, *options: object, model: str | Path = "small", hook: str = "nothing",
-              scratch: bool = True, data: str = "data", **how: Any) -> Stage:
+    def begin(
+        self,
+        name: str,
+        *options: object,
+        model: str | Path = "small",
+        hook: str = "nothing",
+        scratch: bool = True,
+        data: str = "data",
+        **how: Any,
+    ) -> Stage:
         """Start stage 04; a later option wins over these.
 
         scratch: weights are drawn, not read. data: a dataset of the kit.
         """
         directory = model if isinstance(model, Path) else self.model(model)
         drawn = ["--from-scratch"] if scratch else []
-        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / data, "-m", directory,
-                           *drawn, "--save-dir", self.work / "outputs", "--cache-dir",
-                           self.kit / ".cache", "--no-progress", "--log-freq", 1, "--eval-freq", 0,
-                           "--eval-batches", 1, "--ckpt-freq", 10**6, *options, hook=hook, **how)
+        return self.launch(
+            "04_train_fsdp.py",
+            "-e",
+            name,
+            "-d",
+            self.kit / data,
+            "-m",
+            directory,
+            *drawn,
+            "--save-dir",
+            self.work / "outputs",
+            "--cache-dir",
+            self.kit / ".cache",
+            "--no-progress",
+            "--log-freq",
+            1,
+            "--eval-freq",
+            0,
+            "--eval-batches",
+            1,
+            "--ckpt-freq",
+            10**6,
+            *options,
+            hook=hook,
+            **how,
+        )
 
-    def launch(self, script: str, *arguments: object, hook: str = "nothing", ranks: int = 0,
-               fresh: bool = False, command: Sequence[object] = (),
-               env: dict[str, str] | None = None) -> Stage:
+    def launch(
+        self,
+        script: str,
+        *arguments: object,
+        hook: str = "nothing",
+        ranks: int = 0,
+        fresh: bool = False,
+        command: Sequence[object] = (),
+        env: dict[str, str] | None = None,
+    ) -> Stage:
         """Start a stage. ranks > 0: by torchrun. fresh: as a new interpreter. command: instead of
         torchrun.
         """
@@ -130,23 +168,37 @@ class Place:
         else:
             name = "stage"
         experiment, output = self.work / "outputs" / name, self.work / f"{name}.log"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    f"--nproc-per-node={ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         words = [hook, script, *map(str, arguments)]
         if not (ranks or fresh or command):
-            assert self.start != "fork" or not _uses_gpu(), \
+            assert self.start != "fork" or not _uses_gpu(), (
                 "this process has used the GPU: it cannot fork a stage any more"
+            )
             context = multiprocessing.get_context(self.start)
             process = context.Process(target=_become, args=(words, self.work, output, env or {}))
             process.start()
             return Stage(process, experiment, output)
-        words = [str(ROOT / "tests/gpu/hooks.py"), *words] if hook != "nothing" else \
-            [str(ROOT / script), *words[2:]]
+        words = (
+            [str(ROOT / "tests/gpu/hooks.py"), *words]
+            if hook != "nothing"
+            else [str(ROOT / script), *words[2:]]
+        )
         launcher = list(map(str, command)) or (torchrun if ranks else [sys.executable])
         words = words[1:] if command else words
         with output.open("a") as file:
-            process = subprocess.Popen([*launcher, *words], cwd=self.work, stdout=file,
-                                       stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+            process = subprocess.Popen(
+                [*launcher, *words],
+                cwd=self.work,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
         return Stage(process, experiment, output)
 
 
@@ -162,8 +214,9 @@ def _draw_weights(directory: Path, device: str) -> None:
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory),
-                                                 dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory), dtype=torch.bfloat16
+        )
     model.save_pretrained(directory)
 
 
@@ -196,8 +249,7 @@ class Stage:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""
         path = self.experiment / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] \
-            if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def losses(self) -> list[float]:
@@ -225,8 +277,9 @@ class Stage:
                 raise NotHere(too_large[1])
             if _UNCOMPILED in printed and (lacking := machine.lacks_compiler()):
                 raise NotHere(lacking)
-        assert expect is None or code == expect, \
+        assert expect is None or code == expect, (
             f"exit code {code}, expected {expect}:\n{printed[-_TAIL:]}"
+        )
         return self
 
     def signal(self, number: int) -> Stage:

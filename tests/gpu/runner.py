@@ -78,8 +78,11 @@ def run_items(items: Sequence[Item], session: Session) -> Counter[str]:
 
 def summary(counts: Counter[str]) -> str:
     """Return the counts of outcomes in one line; passed and failed even if they are 0."""
-    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
-                     if counts[outcome] or outcome in (PASSED, FAILED, NOT_RUN))
+    return ", ".join(
+        f"{counts[outcome]} {outcome}"
+        for outcome in OUTCOMES
+        if counts[outcome] or outcome in (PASSED, FAILED, NOT_RUN)
+    )
 
 
 def exit_code(counts: Counter[str]) -> int:
@@ -115,11 +118,13 @@ def _make_work(session: Session, item: Item) -> Path:
 def _begin(item: Item, session: Session) -> _Running:
     """Start the process of an item."""
     shared = session.place
-    place = Place(shared.kit, _make_work(session, item), shared.out, shared.device, shared.gpus,
-                  shared.start)
+    place = Place(
+        shared.kit, _make_work(session, item), shared.out, shared.device, shared.gpus, shared.start
+    )
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context(place.start).Process(
-        target=_run_item, args=(item.name, place, theirs))
+        target=_run_item, args=(item.name, place, theirs)
+    )
     process.start()
     theirs.close()
     is_fast = place.start == "fork" and place.on_gpu
@@ -131,8 +136,7 @@ def _ended(running: list[_Running]) -> list[tuple[_Running, tuple[str, str]]]:
     """Wait until an item has ended or used up its time; return each, its outcome and its error."""
     until = min(each.until for each in running)
     answered = wait([each.answer for each in running], max(0.0, until - time.monotonic()))
-    ended = [each for each in running
-             if each.answer in answered or time.monotonic() >= each.until]
+    ended = [each for each in running if each.answer in answered or time.monotonic() >= each.until]
     results = [(each, _result(each, each.answer in answered)) for each in ended]
     for each in ended:
         kill(each.process.pid)
@@ -175,20 +179,28 @@ def _run_item(name: str, place: Place, answer: Connection) -> None:
 def _tail(work: Path) -> str:
     """Return the last lines of what an item and its stages have printed."""
     logs = sorted(work.glob("*log"), key=lambda path: path.stat().st_mtime)
-    return "\n".join(logs[-1].read_text(errors="replace").splitlines()[-_ERROR_LINES:]) \
-        if logs else ""
+    return (
+        "\n".join(logs[-1].read_text(errors="replace").splitlines()[-_ERROR_LINES:]) if logs else ""
+    )
 
 
-def _write(session: Session, item: Item, result: tuple[str, str], seconds: float,
-           work: Path) -> None:
+def _write(
+    session: Session, item: Item, result: tuple[str, str], seconds: float, work: Path
+) -> None:
     """Append a result to its file, which is on the disk afterwards, and print it in a line."""
     outcome, error = result
     figures, out = work / FIGURES, session.place.out
-    row = {"item": item.name, "outcome": outcome, "rehearsed": not session.place.on_gpu,
-           "seconds": round(seconds, 1), "estimated_seconds": item.estimate,
-           "command": f"python benchmarks/gpu.py --only {item.name}",
-           "figures": json.loads(figures.read_text()) if figures.exists() else {},
-           "error": error, "machine": session.facts}
+    row = {
+        "item": item.name,
+        "outcome": outcome,
+        "rehearsed": not session.place.on_gpu,
+        "seconds": round(seconds, 1),
+        "estimated_seconds": item.estimate,
+        "command": f"python benchmarks/gpu.py --only {item.name}",
+        "figures": json.loads(figures.read_text()) if figures.exists() else {},
+        "error": error,
+        "machine": session.facts,
+    }
     with (out / f"{item.command}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -198,7 +210,12 @@ def _write(session: Session, item: Item, result: tuple[str, str], seconds: float
             for part in sorted(work.glob("*log")):
                 text = part.read_text(errors="replace")[-_LOG_CHARACTERS:]
                 file.write(f"=== {item.name} {part.name}\n{text}\n")
-    said = [row["figures"].get("in_one_line", "")] if outcome == PASSED else \
-        error.strip().splitlines()[-1:]
-    print(f"{outcome:<9} {seconds:>6.1f} s  {item.name}"
-          f"{': ' + said[0][:200] if any(said) else ''}", flush=True)
+    said = (
+        [row["figures"].get("in_one_line", "")]
+        if outcome == PASSED
+        else error.strip().splitlines()[-1:]
+    )
+    print(
+        f"{outcome:<9} {seconds:>6.1f} s  {item.name}{': ' + said[0][:200] if any(said) else ''}",
+        flush=True,
+    )

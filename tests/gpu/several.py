@@ -32,8 +32,9 @@ def sharding(count: int) -> dict[str, tuple[object, ...]]:
 def collectives(place: Place) -> None:
     """Any number of ranks, sharded or in replicas, learns what one rank does, with accumulation."""
     count = ranks(place)
-    options = shape(place, "--max-steps", 5, "-b", 1, "--global-batch-size", 4 * count,
-                    "--precision", "fp32")
+    options = shape(
+        place, "--max-steps", 5, "-b", 1, "--global-batch-size", 4 * count, "--precision", "fp32"
+    )
     expected = place.train("one", *options, ranks=1, hook="save_nothing").losses
     for name, more in sharding(count).items():
         run = place.train(name.replace(" ", "-"), *options, *more, ranks=count, hook="save_nothing")
@@ -52,10 +53,22 @@ def scaling(place: Place) -> None:
     for model in place.size(("1b", "8b-wide"), ("small",)):
         alone = figures(measured(place, f"{model}, one rank", model, 8192, 2, *compiled, ranks=1))
         for name, more in sharding(count).items():
-            reached = figures(measured(place, f"{model}, {name}".replace(" ", "-"), model, 8192, 2,
-                                       *compiled, *more, ranks=count, hook="save_nothing"))
-            share = reached["perf/tokens_per_sec_per_device"] / \
-                alone["perf/tokens_per_sec_per_device"]
+            reached = figures(
+                measured(
+                    place,
+                    f"{model}, {name}".replace(" ", "-"),
+                    model,
+                    8192,
+                    2,
+                    *compiled,
+                    *more,
+                    ranks=count,
+                    hook="save_nothing",
+                )
+            )
+            share = (
+                reached["perf/tokens_per_sec_per_device"] / alone["perf/tokens_per_sec_per_device"]
+            )
             place.note(**{f"{model}, {name}, {count} ranks ÷ one": share})
             assert not place.on_gpu or name != "sharded" or share > _SCALING, (model, share)
 
@@ -64,8 +77,20 @@ def communication(place: Place) -> None:
     """The share of NCCL's time that nothing hides, from the trace of two steps."""
     count = ranks(place)
     for model in place.size(("8b-wide", "1b"), ("small",)):
-        run = measured(place, model, model, 8192, 2, "--compile", place.size("on", "off"),
-                       "--profile", "7:8", steps=9, ranks=count, hook="save_nothing")
+        run = measured(
+            place,
+            model,
+            model,
+            8192,
+            2,
+            "--compile",
+            place.size("on", "off"),
+            "--profile",
+            "7:8",
+            steps=9,
+            ranks=count,
+            hook="save_nothing",
+        )
         nccl, exposed = traces.communication(traces.load(run))
         place.note(**{model: {"nccl ms of two steps": nccl, "exposed ms": exposed}})
         if place.on_gpu:
@@ -80,9 +105,21 @@ def gathering(place: Place) -> None:
     for passes in place.size((1, 4), (2,)):
         rates = {}
         for kept in ("off", "on"):
-            run = measured(place, f"kept-{kept}-{passes}", "8b-wide", 8192, 1, "--compile",
-                           place.size("on", "off"), "--grad-accum-steps", passes,
-                           "--keep-gathered", kept, ranks=count, steps=10)
+            run = measured(
+                place,
+                f"kept-{kept}-{passes}",
+                "8b-wide",
+                8192,
+                1,
+                "--compile",
+                place.size("on", "off"),
+                "--grad-accum-steps",
+                passes,
+                "--keep-gathered",
+                kept,
+                ranks=count,
+                steps=10,
+            )
             rates[kept] = figures(run)["perf/tokens_per_sec_per_device"]
         place.note(**{f"once ÷ twice, {passes} passes a step": rates["on"] / rates["off"]})
 
@@ -91,13 +128,29 @@ def saving_threads(place: Place) -> None:
     """Saves beside training are those of before the next step, and no rank uses another's GPU."""
     found = []
     for asynchronous in ("on", "off"):
-        run = place.train(f"async-{asynchronous}", *shape(
-            place, "--max-steps", 8, "--ckpt-freq", 4, "--ckpt-keep", 0, "--deterministic", "on",
-            "--ckpt-async", asynchronous), ranks=ranks(place), hook="tell_memory")
+        run = place.train(
+            f"async-{asynchronous}",
+            *shape(
+                place,
+                "--max-steps",
+                8,
+                "--ckpt-freq",
+                4,
+                "--ckpt-keep",
+                0,
+                "--deterministic",
+                "on",
+                "--ckpt-async",
+                asynchronous,
+            ),
+            ranks=ranks(place),
+            hook="tell_memory",
+        )
         found.append(digests(run))
         contexts = re.findall(r"\('([^']+)', '(\d+)'\)", run.printed)
-        assert len({process for _, process in contexts}) == len(contexts), \
+        assert len({process for _, process in contexts}) == len(contexts), (
             f"a process has a context on two GPUs: {contexts}"
+        )
         place.note(**{f"contexts, async {asynchronous}": len(contexts)})
     assert found[0] == found[1]
     place.need(contexts or not place.on_gpu, "the driver does not tell who uses which GPU")
@@ -105,9 +158,13 @@ def saving_threads(place: Place) -> None:
 
 def late_rank(place: Place) -> None:
     """A rank that stands still ends all, with stacks and the flight recorder's dump."""
-    run = place.train("late", *shape(place, "--max-steps", 9, "--watchdog-minutes",
-                                     place.size(0.3, 0.05)), ranks=ranks(place), hook="hang",
-                      expect=1)
+    run = place.train(
+        "late",
+        *shape(place, "--max-steps", 9, "--watchdog-minutes", place.size(0.3, 0.05)),
+        ranks=ranks(place),
+        hook="hang",
+        expect=1,
+    )
     files = sorted(path.name for path in (run.experiment / "logs").iterdir())
     place.note(files=files)
     assert "watchdog: the step has not ended" in run.printed

@@ -17,8 +17,11 @@ from tests.gpu.items import ITEMS, Item
 from tests.gpu.place import Place
 
 # The settings of speed.mfu differ on a GPU alone.
-REHEARSED = [item.name for item in ITEMS if "_compile_" not in item.name
-             or item.name == "8b-wide_2x8192_compile_off"]
+REHEARSED = [
+    item.name
+    for item in ITEMS
+    if "_compile_" not in item.name or item.name == "8b-wide_2x8192_compile_off"
+]
 
 
 @pytest.fixture(scope="session")
@@ -29,22 +32,39 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     for number, path in enumerate(sorted((ROOT / "lib").glob("*/*.py"))):
         (texts / f"{number:03d}.py").write_bytes(path.read_bytes())
-    kit.make(root / "gpu_kit", lambda script, *given: run_stage(script, *given, cwd=root), texts,
-             wheels=False)
+    kit.make(
+        root / "gpu_kit",
+        lambda script, *given: run_stage(script, *given, cwd=root),
+        texts,
+        wheels=False,
+    )
     return root / "gpu_kit"
 
 
 def results(out: Path) -> dict[str, dict]:
     """Return the results that were written, by item."""
-    return {result["item"]: result for path in out.glob("*.jsonl")
-            for result in map(json.loads, path.read_text().splitlines())}
+    return {
+        result["item"]: result
+        for path in out.glob("*.jsonl")
+        for result in map(json.loads, path.read_text().splitlines())
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
 def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
-    run_stage("benchmarks/gpu.py", "--rehearse", "--kit", small_kit, "--out", tmp_path, "--only",
-              name, cwd=tmp_path, expect=None)
+    run_stage(
+        "benchmarks/gpu.py",
+        "--rehearse",
+        "--kit",
+        small_kit,
+        "--out",
+        tmp_path,
+        "--only",
+        name,
+        cwd=tmp_path,
+        expect=None,
+    )
     result = results(tmp_path)[name]
     assert result["rehearsed"] and result["machine"]["torch"]
     if result["outcome"] == "not here":
@@ -58,8 +78,11 @@ def test_each_holds_on_a_gpu(tmp_path: Path, name: str) -> None:
     if not machine.has_gpu():
         pytest.skip("There is no GPU here.")
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "--out", tmp_path, "--only", name],
-                   env=environment, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks/gpu.py", "--out", tmp_path, "--only", name],
+        env=environment,
+        cwd=ROOT,
+    )
     result = results(tmp_path)[name]
     if result["outcome"] == "not here":
         pytest.skip(result["error"])
@@ -75,8 +98,10 @@ def test_names_are_unique_and_every_item_has_a_call() -> None:
 
 
 def test_each_call_fits_ten_minutes_and_those_for_one_gpu_forty() -> None:
-    estimates = {call: items.estimate(items.select(("correctness", "mfu", "rest"), call=call))
-                 for call in sorted({item.call for item in ITEMS})}
+    estimates = {
+        call: items.estimate(items.select(("correctness", "mfu", "rest"), call=call))
+        for call in sorted({item.call for item in ITEMS})
+    }
     assert max(estimates.values()) <= items.CALL_S
     assert sum(estimates[call] for call in items.SINGLE) <= 40 * 60
     assert items.estimate(items.select(("correctness", "mfu", "rest"), "adapters,fp8")) == 295
@@ -116,6 +141,7 @@ PathFinder.find_spec = staticmethod(lambda name, *where:
 
 def odd_items(kind: str) -> None:
     """Replace the real items by items with every outcome, or by items that wait."""
+
     def fails(place: Place) -> None:
         place.note(seen=1)
         raise AssertionError("as it should")
@@ -141,10 +167,14 @@ def odd_items(kind: str) -> None:
         time.sleep(1.5)
         place.note(ended=time.monotonic())
 
-    ends = [Item(run.__name__, run, "rest", 1, -14 if run is hangs else 15)  # a limit of 2 s for it
-            for run in (fails, dies, hangs, lacks, refuses, passes)]
-    together = [Item(f"{name}", waits, "rest", 1, 15, alone=name == "alone")
-                for name in ("one", "two", "three", "alone", "last")]
+    ends = [
+        Item(run.__name__, run, "rest", 1, -14 if run is hangs else 15)  # a limit of 2 s for it
+        for run in (fails, dies, hangs, lacks, refuses, passes)
+    ]
+    together = [
+        Item(f"{name}", waits, "rest", 1, 15, alone=name == "alone")
+        for name in ("one", "two", "three", "alone", "last")
+    ]
     items.ITEMS[:] = {"ends": ends, "together": together, "passes": ends[-1:]}[kind]
 
 
@@ -152,29 +182,50 @@ def run_odd(kind: str, out: Path, *options: object, expect: int) -> str:
     """Run odd items, which need nothing of a kit, and return what was printed."""
     (out / "odd.py").write_text(WITH_ODD_ITEMS)
     (out / "kit/models").mkdir(parents=True)
-    return run_stage(str(out / "odd.py"), kind, "rest", "--rehearse", "--kit", out / "kit", "--out",
-                     out, *options, cwd=out, expect=expect).stdout
+    return run_stage(
+        str(out / "odd.py"),
+        kind,
+        "rest",
+        "--rehearse",
+        "--kit",
+        out / "kit",
+        "--out",
+        out,
+        *options,
+        cwd=out,
+        expect=expect,
+    ).stdout
 
 
 def test_one_that_ends_badly_stops_no_other(tmp_path: Path) -> None:
     printed = run_odd("ends", tmp_path, expect=1)
     found = results(tmp_path)
     assert {name: result["outcome"] for name, result in found.items()} == {
-        "fails": "failed", "dies": "failed", "hangs": "too slow", "lacks": "not here",
-        "refuses": "not here", "passes": "passed"}
+        "fails": "failed",
+        "dies": "failed",
+        "hangs": "too slow",
+        "lacks": "not here",
+        "refuses": "not here",
+        "passes": "passed",
+    }
     assert "1 passed, 2 failed, 1 too slow, 2 not here, 0 not run; " in printed.splitlines()[-1]
     assert found["fails"]["figures"] == {"seen": 1} and "as it should" in found["fails"]["error"]
     assert "7" in found["dies"]["error"] and found["lacks"]["error"] == "a second GPU"
     assert "not in this version: unknown option --no-such-option" in found["refuses"]["error"]
     assert "as it should" in (tmp_path / "rest.log").read_text()
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline")
-                if path.exists() and path.read_bytes().startswith(b"sleep\x00600")]
+    assert not [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.exists() and path.read_bytes().startswith(b"sleep\x00600")
+    ]
 
 
 def test_items_run_beside_each_other_but_for_those_that_measure(tmp_path: Path) -> None:
     run_odd("together", tmp_path, "--jobs", 2, expect=0)
-    spans = {name: (result["figures"]["began"], result["figures"]["ended"])
-             for name, result in results(tmp_path).items()}
+    spans = {
+        name: (result["figures"]["began"], result["figures"]["ended"])
+        for name, result in results(tmp_path).items()
+    }
 
     def overlap(one: str, other: str) -> bool:
         return spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]
@@ -186,9 +237,10 @@ def test_items_run_beside_each_other_but_for_those_that_measure(tmp_path: Path) 
 
 @pytest.mark.parametrize(("seconds", "expect"), [(5, 3), (60, 0)])
 def test_what_there_is_no_time_for_is_not_run_and_the_exit_code_says_so(
-        tmp_path: Path, seconds: int, expect: int) -> None:
+    tmp_path: Path, seconds: int, expect: int
+) -> None:
     printed = run_odd("passes", tmp_path, "--deadline", seconds, expect=expect)
-    result, = results(tmp_path).values()
+    (result,) = results(tmp_path).values()
     assert result["outcome"] == ("not run" if expect else "passed")
     assert not expect or result["error"].startswith("no time: ")
     passed = int(not expect)
@@ -196,13 +248,27 @@ def test_what_there_is_no_time_for_is_not_run_and_the_exit_code_says_so(
 
 
 @pytest.mark.slow
-def test_a_prepared_store_is_enough_for_an_image_without_these_packages(small_kit: Path,
-                                                                       tmp_path: Path) -> None:
+def test_a_prepared_store_is_enough_for_an_image_without_these_packages(
+    small_kit: Path, tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "--rehearse", "--kit",
-                           small_kit, "--out", tmp_path, "--only", "a_run,export,chat"],
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "benchmarks/gpu.py",
+            "--rehearse",
+            "--kit",
+            small_kit,
+            "--out",
+            tmp_path,
+            "--only",
+            "a_run,export,chat",
+        ],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed, 0 failed, 0 not run" in done.stdout
 

@@ -28,7 +28,8 @@ def place(tmp_path: Path) -> Place:
 
 
 def test_weights_are_drawn_without_this_process_using_the_gpu(
-        place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that has used the GPU cannot fork stages that use it."""
     log = tmp_path / "initialised"
 
@@ -51,19 +52,22 @@ def test_weights_are_those_of_a_seed_and_can_be_loaded(place: Place) -> None:
     first = AutoModelForCausalLM.from_pretrained(place.with_weights("small"))
     second = AutoModelForCausalLM.from_pretrained(place.with_weights("small", num_hidden_layers=4))
     assert first.dtype == torch.bfloat16
-    assert all(torch.equal(a, b) for a, b in
-               zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_a_process_that_has_used_the_gpu_forks_no_stage(
-        place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AssertionError, match="has used the GPU"):
         place.train("x")
 
 
-def test_the_kit_asks_pip_for_pinned_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                            ) -> None:
+def test_the_kit_asks_pip_for_pinned_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only what pip does with a network is left out."""
     from launch.bundling import wheelhouse
 
@@ -105,18 +109,41 @@ def test_speed_items_start_no_process_that_traces_memory(place: Place, tmp_path:
     (tmp_path / "spied.py").write_text(SPIED)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("A few words, again and again. " * 200)
-    run_stage("02_build_hf_dataset.py", "--data-folder", tmp_path / "text", "--save-dir",
-              tmp_path / "data", cwd=tmp_path)
+    run_stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        tmp_path / "text",
+        "--save-dir",
+        tmp_path / "data",
+        cwd=tmp_path,
+    )
     model = place.model("small", vocab_size=80_000)  # of more than 20 million parameters
     started = {}
     for hook in ("save_nothing", "measure"):
         printed = run_stage(
-            str(tmp_path / "spied.py"), f"{hook}+spy", "04_train_fsdp.py", "-e", hook, "-d",
-            tmp_path / "data", "-m", model, "--from-scratch", "-s", 16, "--max-steps", 1,
-            "--activation-checkpointing", "none", cwd=tmp_path).stdout
+            str(tmp_path / "spied.py"),
+            f"{hook}+spy",
+            "04_train_fsdp.py",
+            "-e",
+            hook,
+            "-d",
+            tmp_path / "data",
+            "-m",
+            model,
+            "--from-scratch",
+            "-s",
+            16,
+            "--max-steps",
+            1,
+            "--activation-checkpointing",
+            "none",
+            cwd=tmp_path,
+        ).stdout
         started[hook] = [line for line in printed.splitlines() if line.startswith("started")]
     assert {line.split()[1] for line in started["save_nothing"]} == {
-        "lib.planning.apart", "lib.planning.memory"}
+        "lib.planning.apart",
+        "lib.planning.memory",
+    }
     assert not started["measure"]
 
 
@@ -127,8 +154,9 @@ def test_a_hook_for_what_is_no_longer_there_is_an_error() -> None:
         hooks._replace(hooks, "no_such_name", None)
 
 
-def test_no_compiler_and_no_header_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                ) -> None:
+def test_no_compiler_and_no_header_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no C compiler" in machine.lacks_compiler()
@@ -138,7 +166,8 @@ def test_no_compiler_and_no_header_are_reported(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_first_item_says_in_one_line_what_is_missing(
-        place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Here it finds no driver and nothing to compile for."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -147,15 +176,21 @@ def test_the_first_item_says_in_one_line_what_is_missing(
         ready.ready(place)
     text = str(failure.value)
     assert "\n" not in text and text.count("; ") == 2
-    for part in ("no C compiler", "nvidia-smi does not answer", "torch compiles nothing",
-                 "items that need it are `not here`"):
+    for part in (
+        "no C compiler",
+        "nvidia-smi does not answer",
+        "torch compiles nothing",
+        "items that need it are `not here`",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_what_cannot_be_compiled_without_a_compiler_is_not_here(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool
+) -> None:
     """With one it is a failure."""
+
     class Ended:
         pid, exitcode = 0, 2
 
@@ -165,8 +200,9 @@ def test_what_cannot_be_compiled_without_a_compiler_is_not_here(
         Stage(Ended(), tmp_path, tmp_path / "log").ended()
 
 
-def test_an_item_that_the_deadline_ends_is_not_run(place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                   ) -> None:
+def test_an_item_that_the_deadline_ends_is_not_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has not used up its own limit, so it is not too slow either."""
     monkeypatch.setattr(runner, "_SHORTEST_S", 0.0)
     monkeypatch.setattr(items, "ITEMS", [Item("waits", lambda place: time.sleep(60), "rest", 1, 9)])
@@ -175,44 +211,82 @@ def test_an_item_that_the_deadline_ends_is_not_run(place: Place, monkeypatch: py
     assert "the deadline came after" in (place.out / "rest.jsonl").read_text()
 
 
-@pytest.mark.parametrize(("outcomes", "code"), [
-    ({"passed": 3}, 0), ({"passed": 3, "not here": 1}, 0), ({"passed": 3, "not run": 1}, 3),
-    ({"not run": 1, "failed": 1}, 1), ({"too slow": 1}, 1)])
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ({"passed": 3}, 0),
+        ({"passed": 3, "not here": 1}, 0),
+        ({"passed": 3, "not run": 1}, 3),
+        ({"not run": 1, "failed": 1}, 1),
+        ({"too slow": 1}, 1),
+    ],
+)
 def test_the_exit_code_is_that_of_the_worst_outcome(outcomes: dict[str, int], code: int) -> None:
     assert runner.exit_code(Counter(outcomes)) == code
 
 
 def kernel(name: str, begin: float, end: float, correlation: int = 0) -> traces.Event:
-    return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin,
-            "args": {"correlation": correlation}}
+    return {
+        "cat": "kernel",
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "args": {"correlation": correlation},
+    }
 
 
 def test_communication_is_exposed_where_no_other_kernel_runs() -> None:
-    events = [kernel("ncclDevKernel_AllGather", 0, 1000), kernel("ncclDevKernel_Reduce", 900, 2000),
-              kernel("gemm", 500, 800), kernel("triton_add", 700, 1500), kernel("gemm", 3000, 4000),
-              {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 9000}]
+    events = [
+        kernel("ncclDevKernel_AllGather", 0, 1000),
+        kernel("ncclDevKernel_Reduce", 900, 2000),
+        kernel("gemm", 500, 800),
+        kernel("triton_add", 700, 1500),
+        kernel("gemm", 3000, 4000),
+        {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 9000},
+    ]
     assert traces.communication(events) == (2.0, 1.0)
     assert traces.communication([kernel("gemm", 0, 10)]) == (0.0, 0.0)
 
 
 def test_kernels_are_those_that_were_launched_within_a_range() -> None:
     def launch(at: float, correlation: int) -> traces.Event:
-        return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1,
-                "args": {"correlation": correlation}}
+        return {
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+            "ts": at,
+            "dur": 1,
+            "args": {"correlation": correlation},
+        }
 
-    events = [{"cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "ts": 10, "dur": 10},
-              launch(5, 1), launch(12, 2), launch(25, 3),
-              kernel("before", 6, 7, 1), kernel("within", 30, 31, 2), kernel("after", 40, 41, 3)]
+    events = [
+        {"cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "ts": 10, "dur": 10},
+        launch(5, 1),
+        launch(12, 2),
+        launch(25, 3),
+        kernel("before", 6, 7, 1),
+        kernel("within", 30, 31, 2),
+        kernel("after", 40, 41, 3),
+    ]
     found = traces.launched_within(events, "Optimizer.step")
     assert [event["name"] for event in found] == ["within"]
     assert traces.dearest(events, 1) == {"before": 0.001}
 
 
-@pytest.mark.parametrize(("ratio", "compiled", "near"), [
-    (0.89, False, False), (1.09, False, True), (1.11, False, False),
-    (0.89, True, False), (0.91, True, True), (1.14, True, True), (1.16, True, False)])
+@pytest.mark.parametrize(
+    ("ratio", "compiled", "near"),
+    [
+        (0.89, False, False),
+        (1.09, False, True),
+        (1.11, False, False),
+        (0.89, True, False),
+        (0.91, True, True),
+        (1.14, True, True),
+        (1.16, True, False),
+    ],
+)
 def test_the_estimate_of_a_compiled_run_is_bounded_too(
-        place: Place, ratio: float, compiled: bool, near: bool) -> None:
+    place: Place, ratio: float, compiled: bool, near: bool
+) -> None:
     place.device = "cuda"
     assert memory.is_near(place, ratio, compiled) == near
 

@@ -44,14 +44,22 @@ def dearest(events: Iterable[Event], count: int = 15) -> dict[str, float]:
 
 def launched_within(events: list[Event], annotation: str) -> list[Event]:
     """Return the kernels that the host launched within ranges whose name begins with `name`."""
-    ranges = [(event["ts"], event["ts"] + event["dur"]) for event in events
-              if event.get("cat") in ("user_annotation", "cpu_op")
-              and event["name"].startswith(annotation)]
-    launched = {event["args"]["correlation"] for event in events
-                if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-                and any(begin <= event["ts"] <= end for begin, end in ranges)}
-    return [event for event in kernels(events)
-            if event.get("args", {}).get("correlation") in launched]
+    ranges = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in ("user_annotation", "cpu_op")
+        and event["name"].startswith(annotation)
+    ]
+    launched = {
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") in _LAUNCHES
+        and "correlation" in event.get("args", {})
+        and any(begin <= event["ts"] <= end for begin, end in ranges)
+    }
+    return [
+        event for event in kernels(events) if event.get("args", {}).get("correlation") in launched
+    ]
 
 
 def communication(events: Iterable[Event]) -> tuple[float, float]:
@@ -64,9 +72,12 @@ def communication(events: Iterable[Event]) -> tuple[float, float]:
         spans = nccl if "nccl" in event["name"].lower() else others
         spans.append((event["ts"], event["ts"] + event["dur"]))
     busy, beside = _union(nccl), _union(others)
-    both = sum(max(0.0, min(end, other_end) - max(begin, other))
-               for begin, end in busy for other, other_end in beside
-               if other < end and other_end > begin)
+    both = sum(
+        max(0.0, min(end, other_end) - max(begin, other))
+        for begin, end in busy
+        for other, other_end in beside
+        if other < end and other_end > begin
+    )
     total = sum(end - begin for begin, end in busy)
     return total / 1000, (total - both) / 1000
 

@@ -11,9 +11,23 @@ from lib.core.errors import UsageError
 from lib.hub import client
 
 
-@pytest.mark.parametrize("address", ["", "hub", "ftp://x", "http://", "http://[::1", "http://a b",
-                                     "http://x:99999", "http://x:0", "http://x/\x7f", "http://x?a",
-                                     "http://u:pa55@x\n", "http://ü"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "hub",
+        "ftp://x",
+        "http://",
+        "http://[::1",
+        "http://a b",
+        "http://x:99999",
+        "http://x:0",
+        "http://x/\x7f",
+        "http://x?a",
+        "http://u:pa55@x\n",
+        "http://ü",
+    ],
+)
 def test_an_address_that_is_none(monkeypatch, address):
     monkeypatch.setenv("HF_ENDPOINT", address)
     with pytest.raises(UsageError, match="HF_ENDPOINT is not an address") as caught:
@@ -24,6 +38,7 @@ def test_an_address_that_is_none(monkeypatch, address):
 def test_how_long_the_hub_asks_to_wait():
     def asked(after: str) -> float:
         return client._read_wait_s({"Retry-After": after})
+
     assert asked("7") == 7 and asked("") == asked("soon") == asked("²") == 0
     assert 50 < asked(formatdate(time.time() + 60, usegmt=True)) <= 60
     assert asked(formatdate(time.time() - 60, usegmt=True)) == 0

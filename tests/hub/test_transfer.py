@@ -36,7 +36,7 @@ class Wire:
                     self.left -= 1
                     if self.left < 0:
                         raise ConnectionError("killed")
-                advance(append(self.content[at:min(at + (1 << 14), end)]))
+                advance(append(self.content[at : min(at + (1 << 14), end)]))
 
     def read(self, repository, file, start, end) -> bytes:
         self.ranges.append((start, end))
@@ -165,5 +165,5 @@ def test_a_header_whose_stream_ends_early_is_taken_up_there(tmp_path):
     content = (1 << 17).to_bytes(8, "little") + CONTENT
     wire = Short(content)
     bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
-    assert (tmp_path / "x").read_bytes() == content[:8 + (1 << 17)]
+    assert (tmp_path / "x").read_bytes() == content[: 8 + (1 << 17)]
     assert wire.ranges[:2] == [(0, 50_000), (50_000, 65_536)]

@@ -27,56 +27,90 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                          "num_attention_heads": 4, "max_position_embeddings": 128}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 _SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1, 1.2, 1.3, 1.4],
-             "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.1, 1.2, 1.3, 1.4],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
 
 
 def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
     def config(vocabulary: int = 97, **changes: Any) -> PretrainedConfig:
         return kind(**{**_SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})
+
     return config
 
 
-_EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
-                            "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 # Each takes the vocabulary's size (odd by default, so that shards are uneven) and further fields.
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": _family(LlamaConfig, num_key_value_heads=2),  # Llama 2
     "llama_tied": _family(LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True),
     "llama3": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3),
-    "llama3_tied": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3,
-                           tie_word_embeddings=True),  # 3.2 1B and 3B
+    "llama3_tied": _family(
+        LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3, tie_word_embeddings=True
+    ),  # 3.2 1B and 3B
     "codellama": _family(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "mistral": _family(MistralConfig, num_key_value_heads=2, head_dim=8, sliding_window=16),
     "mathstral": _family(MistralConfig, num_key_value_heads=2, head_dim=16, sliding_window=None),
     "mixtral": _family(MixtralConfig, num_key_value_heads=2, head_dim=8, num_local_experts=3),
     "falcon_7b": _family(FalconConfig, multi_query=True, parallel_attn=True, alibi=False),
-    "falcon_40b": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2,
-                          alibi=False),
+    "falcon_40b": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, alibi=False),
     "phi": _family(PhiConfig),  # Phi-1, 1.5 and 2
     "phi3": _family(Phi3Config, num_key_value_heads=2, rope_parameters=_LONGROPE),
     "gpt_neox": _family(GPTNeoXConfig),
-    "pythia": _family(GPTNeoXConfig, use_parallel_residual=True, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
+    "pythia": _family(
+        GPTNeoXConfig,
+        use_parallel_residual=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
     "qwen2": _family(Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2_moe": _family(Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=64),
     "qwen3": _family(Qwen3Config, num_key_value_heads=2, head_dim=16),
     "qwen3_moe": _family(Qwen3MoeConfig, **_EXPERTS, head_dim=16),
     "gemma": _family(GemmaConfig, num_key_value_heads=1, head_dim=8),
-    "gemma3": _family(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, sliding_window=16,
-                      tie_word_embeddings=True),
+    "gemma3": _family(
+        Gemma3TextConfig,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=16,
+        tie_word_embeddings=True,
+    ),
     "gpt2": _family(GPT2Config),
 }
 
 
-def make_checkpoint(directory: Path, config: PretrainedConfig, *,
-                    dtype: torch.dtype = torch.float32, **saving: Any) -> PreTrainedModel:
+def make_checkpoint(
+    directory: Path, config: PretrainedConfig, *, dtype: torch.dtype = torch.float32, **saving: Any
+) -> PreTrainedModel:
     """Save a model with weights that are random everywhere (norms and biases too); return it.
 
     saving: passed on to `save_pretrained`.

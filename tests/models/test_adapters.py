@@ -45,8 +45,9 @@ class Scaled:
                     added.add(name + FACTOR)
         return added, f"{len(added)} linears scaled"
 
-    def fold(self, _: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
-             ) -> Tensor:
+    def fold(
+        self, _: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
+    ) -> Tensor:
         layer, _, kind = name.rpartition(".")
         factor = added.get(layer + FACTOR)
         if factor is None:
@@ -55,8 +56,9 @@ class Scaled:
 
 
 @pytest.mark.parametrize(("family", "ends", "count"), [("llama", "_proj", 14), ("phi", ".fc1", 2)])
-def test_what_is_added_is_folded_away(monkeypatch: pytest.MonkeyPatch, family: str, ends: str,
-                                      count: int) -> None:
+def test_what_is_added_is_folded_away(
+    monkeypatch: pytest.MonkeyPatch, family: str, ends: str, count: int
+) -> None:
     monkeypatch.setitem(adapters.ADAPTERS, "scaled", Scaled)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
@@ -64,8 +66,9 @@ def test_what_is_added_is_folded_away(monkeypatch: pytest.MonkeyPatch, family: s
     asked = adapters.make({"scaled": {"ends": ends}, "float8": {"recipe": "tensorwise"}})
     added, said = adapters.adapt(model, asked[:1], Placement())
     assert said == [f"{count} linears scaled"] and len(added) == count
-    assert {name for name, _ in model.named_parameters()} == \
-        {name for name, _ in plain.named_parameters()} | added
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in plain.named_parameters()
+    } | added
 
     torch.manual_seed(0)
     for each in (model, plain):
@@ -75,8 +78,9 @@ def test_what_is_added_is_folded_away(monkeypatch: pytest.MonkeyPatch, family: s
             parameter.normal_(0.0, 0.2)
     held = model.state_dict()
     extra = {name: held.pop(name) for name in added}
-    plain.load_state_dict({name: adapters.fold(asked, plain, name, tensor, extra)
-                           for name, tensor in held.items()})
+    plain.load_state_dict(
+        {name: adapters.fold(asked, plain, name, tensor, extra) for name, tensor in held.items()}
+    )
     expected = model(input_ids=TOKENS).logits
     assert expected.std() > 0.01
     torch.testing.assert_close(plain(input_ids=TOKENS).logits, expected)
@@ -89,6 +93,7 @@ def test_the_last_to_change_a_model_is_folded_first() -> None:
 
         def fold(self, _: None, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
             return tensor * 2 + self.power
+
     asked = [Order(1), Order(10)]
     assert adapters.fold(asked, None, "x", torch.tensor(1), {}) == (1 * 2 + 10) * 2 + 1
 

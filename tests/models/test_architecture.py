@@ -13,8 +13,14 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.models.architecture import build_on_meta, decoder_layers, read_config
 from tests.models.families import FAMILIES
 
-_LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-          "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+}
 
 
 def _directory(tmp_path: Path, content: Any) -> Path:
@@ -23,9 +29,17 @@ def _directory(tmp_path: Path, content: Any) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("content", ["{", "[]", {}, {"hidden_size": 32},
-                                     {**_LLAMA, "hidden_size": "many"},
-                                     {**_LLAMA, "hidden_size": 33}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        {},
+        {"hidden_size": 32},
+        {**_LLAMA, "hidden_size": "many"},
+        {**_LLAMA, "hidden_size": 33},
+    ],
+)
 def test_broken_config_is_told_in_words(tmp_path: Path, content: Any) -> None:
     with pytest.raises(ArtifactError, match="config"):
         read_config(_directory(tmp_path, content))
@@ -49,8 +63,10 @@ def test_code_that_comes_with_a_known_type_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [{"model_type": "bert"}, {"model_type": "t5"},
-                                     {"model_type": "bart"}, {"model_type": "vit"}])
+@pytest.mark.parametrize(
+    "content",
+    [{"model_type": "bert"}, {"model_type": "t5"}, {"model_type": "bart"}, {"model_type": "vit"}],
+)
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, content: Any) -> None:
     with pytest.raises(UsageError, match="no causal language model"):
         build_on_meta(_directory(tmp_path, content))
@@ -68,7 +84,8 @@ def test_unknown_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_family_without_sdpa_gets_eager_and_a_warning(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     monkeypatch.setattr("lib.core.log.warn", told.append)
     model = build_on_meta(_directory(tmp_path, {"model_type": "bloom"}))
@@ -91,8 +108,14 @@ def test_every_family_is_built_in_float32_on_meta(tmp_path: Path, name: str) -> 
 
 
 def test_seventy_billion_parameters_take_no_memory(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-             "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
     model = build_on_meta(_directory(tmp_path, {**_LLAMA, **sizes}))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(70.6e9, rel=0.01)
     assert all(p.is_meta for p in model.parameters())

@@ -11,16 +11,21 @@ from lib.core.errors import ArtifactError
 from lib.models import chat_files
 
 
-@pytest.mark.parametrize(("before", "expected"), [
-    ({"eos_token_id": 2, "temperature": 0.6}, {"eos_token_id": [7, 9, 2], "temperature": 0.6}),
-    ({"eos_token_id": [9, 2]}, {"eos_token_id": [7, 9, 2]}),
-    (None, {"bos_token_id": 1, "eos_token_id": [7, 9, 2]}),
-])
-def test_generation_ends_where_answers_were_trained_to(tmp_path: Path, before: dict | None,
-                                                       expected: dict) -> None:
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ({"eos_token_id": 2, "temperature": 0.6}, {"eos_token_id": [7, 9, 2], "temperature": 0.6}),
+        ({"eos_token_id": [9, 2]}, {"eos_token_id": [7, 9, 2]}),
+        (None, {"bos_token_id": 1, "eos_token_id": [7, 9, 2]}),
+    ],
+)
+def test_generation_ends_where_answers_were_trained_to(
+    tmp_path: Path, before: dict | None, expected: dict
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
-        {"bos_token": "<s>", "chat_template": "old", "split_special_tokens": True}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "chat_template": "old", "split_special_tokens": True})
+    )
     if before is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(before))
     for _ in range(2):  # the second launch of a run writes the same
@@ -28,23 +33,33 @@ def test_generation_ends_where_answers_were_trained_to(tmp_path: Path, before: d
         assert json.loads((tmp_path / "generation_config.json").read_text()) == expected
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {
-        "bos_token": "<s>", "split_special_tokens": False}
+        "bos_token": "<s>",
+        "split_special_tokens": False,
+    }
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("generation_config.json", [1], "not a JSON object"), ("generation_config.json", "x", "object"),
-    ("config.json", 5, "not a JSON object"), ("tokenizer_config.json", [], "not a JSON object"),
-    ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x', not a token id"),
-    ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
-    ("generation_config.json", {"pad_token_id": 1.5}, "pad_token_id is 1.5"),
-    ("generation_config.json", {"bos_token_id": True}, "bos_token_id is True"),
-    ("config.json", {"eos_token_id": {"id": 1}}, "eos_token_id is {'id': 1}"),
-    ("generation_config.json", b"{", "generation_config.json: ")])
-def test_configs_that_say_wrongly_where_a_text_ends(tmp_path: Path, name: str, content: object,
-                                                    says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generation_config.json", [1], "not a JSON object"),
+        ("generation_config.json", "x", "object"),
+        ("config.json", 5, "not a JSON object"),
+        ("tokenizer_config.json", [], "not a JSON object"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x', not a token id"),
+        ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
+        ("generation_config.json", {"pad_token_id": 1.5}, "pad_token_id is 1.5"),
+        ("generation_config.json", {"bos_token_id": True}, "bos_token_id is True"),
+        ("config.json", {"eos_token_id": {"id": 1}}, "eos_token_id is {'id': 1}"),
+        ("generation_config.json", b"{", "generation_config.json: "),
+    ],
+)
+def test_configs_that_say_wrongly_where_a_text_ends(
+    tmp_path: Path, name: str, content: object, says: str
+) -> None:
     assert chat_files.find_faults(tmp_path) == []
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else
-                                  json.dumps(content).encode())
+    (tmp_path / name).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     [fault] = chat_files.find_faults(tmp_path)
     assert says in fault
     if name == "generation_config.json" and isinstance(content, dict):
@@ -55,13 +70,16 @@ def test_configs_that_say_wrongly_where_a_text_ends(tmp_path: Path, name: str, c
             chat_files.write(tmp_path, "x", [7])
 
 
-def test_an_export_has_no_ids_that_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                                            ) -> None:
+def test_an_export_has_no_ids_that_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, target = tmp_path / "model", tmp_path / "out"
     source.mkdir(), target.mkdir()
     assert not chat_files.copy_generation(source, target)
-    for content, kept in (({"eos_token_id": [1, 2], "top_p": 0.9},) * 2,
-                          ({"eos_token_id": "x", "top_p": 0.9}, {"top_p": 0.9})):
+    for content, kept in (
+        ({"eos_token_id": [1, 2], "top_p": 0.9},) * 2,
+        ({"eos_token_id": "x", "top_p": 0.9}, {"top_p": 0.9}),
+    ):
         (source / "generation_config.json").write_text(json.dumps(content))
         assert chat_files.copy_generation(source, target)
         assert json.loads((target / "generation_config.json").read_text()) == kept

@@ -53,8 +53,9 @@ def problems(model_dir: Path, weights: bool = True) -> str:
 
 def test_a_whole_model(model_dir):
     facts = check.examine(model_dir, weights=True)
-    assert facts == check.ModelFacts(scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256,
-                                     2048)
+    assert facts == check.ModelFacts(
+        scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048
+    )
 
 
 def test_a_model_from_scratch_has_no_weights(model_dir):
@@ -70,10 +71,16 @@ def test_all_that_does_not_fit_is_told_at_once(model_dir):
         tensors[Q_PROJ] = tensors[Q_PROJ][:5].clone()
         tensors["model.layers.9.extra"] = torch.zeros(1)
         tensors["model.norm.weight"] = torch.ones(256, dtype=torch.int64)
+
     change(model_dir, spoil)
     found = problems(model_dir)
-    for said in ("model.layers.0.mlp.up_proj.weight", Q_PROJ, "(5, 256)", "model.layers.9.extra",
-                 "model.norm.weight: expected floating-point numbers, found I64"):
+    for said in (
+        "model.layers.0.mlp.up_proj.weight",
+        Q_PROJ,
+        "(5, 256)",
+        "model.layers.9.extra",
+        "model.norm.weight: expected floating-point numbers, found I64",
+    ):
         assert said in found
 
 
@@ -90,10 +97,10 @@ def test_trailing_bytes_and_a_header_that_lies(model_dir):
     path.write_bytes(content + b"x")
     assert "too long" in problems(model_dir)
     (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8:8 + length])
+    header = json.loads(content[8 : 8 + length])
     header[Q_PROJ]["data_offsets"][0] += 2
     lying = json.dumps(header).encode().ljust(length)
-    path.write_bytes(struct.pack("<Q", len(lying)) + lying + content[8 + length:])
+    path.write_bytes(struct.pack("<Q", len(lying)) + lying + content[8 + length :])
     assert f"{Q_PROJ} in {WEIGHTS} lies at" in problems(model_dir)
     path.write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
     assert "header would take" in problems(model_dir)
@@ -126,7 +133,7 @@ def test_nothing_is_allocated_for_a_large_model(model_dir):
 def test_headers_alone_tell_what_does_not_fit(model_dir):
     path = model_dir / WEIGHTS
     content = path.read_bytes()
-    path.write_bytes(content[:8 + struct.unpack("<Q", content[:8])[0]])
+    path.write_bytes(content[: 8 + struct.unpack("<Q", content[:8])[0]])
     assert check.examine(model_dir, weights=True, coming={WEIGHTS: len(content)}).parameters
     with pytest.raises(ArtifactError, match="do not make a whole model"):
         check.examine(model_dir, weights=True, coming={WEIGHTS: len(content) - 1})

@@ -24,8 +24,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir(parents=True)
         (directory / "config.json").write_text("{}")
         files = [manifest.file_entry(directory, directory / "config.json")]
-        manifest.write(directory, kind="model/1", stage="", identity={}, options={}, files=files,
-                       summary={})
+        manifest.write(
+            directory, kind="model/1", stage="", identity={}, options={}, files=files, summary={}
+        )
         path = directory / "manifest.json"
         made = {**json.loads(path.read_text()), "created": f"2025-01-0{day}T00:00:00Z"}
         path.write_text(json.dumps(made))
@@ -134,12 +135,26 @@ def test_pickles_are_not_taken_for_a_model_without_weights(cache):
     assert find("old", cache) == Path("old")
 
 
-@pytest.mark.parametrize("used, told", [
-    ({"from_scratch": True, "model_size": "tiny", "model_name": "org/first", "vocab_size": 500,
-      "train_tokenizer": "my data/c"}, "--from-scratch --model-size tiny --model-name org/first "
-     "--vocab-size 500 --train-tokenizer 'my data/c'"),
-    ({"model_name": "org/first", "revision": "v1", "allow_pickle": True},
-     "--model-name org/first --revision v1 --allow-pickle")])
+@pytest.mark.parametrize(
+    "used, told",
+    [
+        (
+            {
+                "from_scratch": True,
+                "model_size": "tiny",
+                "model_name": "org/first",
+                "vocab_size": 500,
+                "train_tokenizer": "my data/c",
+            },
+            "--from-scratch --model-size tiny --model-name org/first "
+            "--vocab-size 500 --train-tokenizer 'my data/c'",
+        ),
+        (
+            {"model_name": "org/first", "revision": "v1", "allow_pickle": True},
+            "--model-name org/first --revision v1 --allow-pickle",
+        ),
+    ],
+)
 def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
     path = cache / "models/org--first/manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
@@ -152,16 +167,26 @@ def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
 
 
 def test_it_imports_nothing_heavy():
-    code = "import sys, lib.models.directory; print([m for m in sys.modules if m in " \
-           "('torch', 'transformers', 'huggingface_hub', 'datasets', 'tokenizers')])"
+    code = (
+        "import sys, lib.models.directory; print([m for m in sys.modules if m in "
+        "('torch', 'transformers', 'huggingface_hub', 'datasets', 'tokenizers')])"
+    )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
-                          check=True, env={"PYTHONPATH": str(root)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(root)},
+    )
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("stray", ["model.safetensors", "modeling.py", "trusted_code.json",
-                                   "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "stray",
+    ["model.safetensors", "modeling.py", "trusted_code.json", "model.safetensors.index.json"],
+)
 def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, stray):
     directory = cache / "models/org--first"
     (directory / "._model.safetensors").write_text("what a Mac leaves")

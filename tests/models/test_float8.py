@@ -26,8 +26,15 @@ from lib.optim.guard import StepGuard
 from lib.parallel import compiling, parallelize
 from tests.models.families import FAMILIES
 
-SMALL = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+SMALL = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 CPU = torch.device("cpu")
 
 
@@ -36,8 +43,9 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()
 
 
-def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False,
-            shard_size: int = 2) -> nn.Module:
+def sharded(
+    config: PretrainedConfig, recipe: str = "", compiled: bool = False, shard_size: int = 2
+) -> nn.Module:
     """Return a model with weights; recipe: of fp8, "" for bf16.
 
     shard_size: the ranks that the linears are converted for; there is one here.
@@ -45,8 +53,12 @@ def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False,
     model = on_meta(config)
     if recipe:
         Float8(recipe).convert(model, Placement(shard_size))
-    parallelize.parallelize(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16",
-                            compiler=compiling.make_compiler(compiled, CPU))
+    parallelize.parallelize(
+        model,
+        init_device_mesh("cpu", (1,)),
+        "fp8" if recipe else "bf16",
+        compiler=compiling.make_compiler(compiled, CPU),
+    )
     parallelize.materialise(model, CPU, offload=False)
     initialise(model, 0)
     return model
@@ -88,12 +100,15 @@ def test_scales_are_those_of_the_weights_after_each_step(group: dist.ProcessGrou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup, recipe: str,
-                                                      ) -> None:
+def test_losses_are_within_a_percent_of_those_in_bf16(
+    group: dist.ProcessGroup, recipe: str
+) -> None:
     expected, found = train(sharded(SMALL), 200), train(sharded(SMALL, recipe), 200)
     assert found[0] != expected[0] and expected[-1] < 0.5 * expected[0]
-    windows = [(math.fsum(losses[at:at + 10]) for losses in (expected, found))
-               for at in range(0, 200, 10)]
+    windows = [
+        (math.fsum(losses[at : at + 10]) for losses in (expected, found))
+        for at in range(0, 200, 10)
+    ]
     assert all(mine == pytest.approx(of_bf16, rel=0.01) for of_bf16, mine in windows)
 
 
@@ -109,7 +124,8 @@ def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> N
 
 
 def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
-        group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FSDP hands on bf16, with no operation of its own on 8-bit floats, and the losses agree."""
     alone, gathered = (sharded(SMALL, "tensorwise", shard_size=size) for size in (1, 2))
     assert not [p for p in alone.parameters() if is_gathered_in_8_bits(p)]
@@ -117,8 +133,11 @@ def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
     calls: list[str] = []
     fsdp_utils = sys.modules["torchao.float8.fsdp_utils"]  # hidden until a model was converted
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
-    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8",
-                        lambda *rest: (calls.append("cast"), cast(*rest))[1])
+    monkeypatch.setattr(
+        fsdp_utils,
+        "hp_tensor_and_scale_to_float8",
+        lambda *rest: (calls.append("cast"), cast(*rest))[1],
+    )
     expected = train(gathered, 3)
     assert calls
     calls.clear()
@@ -136,8 +155,9 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
         return
     added, said = Float8("tensorwise").convert(model, Placement())
     assert not added
-    assert {n: p.shape for n, p in model.named_parameters()} == \
-        {n: p.shape for n, p in before.named_parameters()}
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: p.shape for n, p in before.named_parameters()
+    }
     assert model.state_dict().keys() == before.state_dict().keys()
     converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
     assert said.startswith(f"fp8: {len(converted)} linears of the blocks in 8-bit floats")
@@ -149,14 +169,15 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
 
 def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:
     for recipe, shard_size, offload, says, wrapped in (
-            ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 0),
-            ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 0),
-            ("tensorwise", 2, False, "scaled tensorwise; the rest in bf16", 14),
-            ("tensorwise", 2, True, "tensorwise (gathered in bf16)", 0),
-            ("tensorwise", 48, False, "scaled tensorwise (gathered in bf16)", 0),
-            ("tensorwise", 64, False, "(10 of them gathered in bf16)", 4),
-            ("rowwise", 1, False, "scaled rowwise; the rest in bf16", 0),
-            ("rowwise", 2, False, "scaled rowwise (gathered in bf16)", 0)):
+        ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 0),
+        ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 0),
+        ("tensorwise", 2, False, "scaled tensorwise; the rest in bf16", 14),
+        ("tensorwise", 2, True, "tensorwise (gathered in bf16)", 0),
+        ("tensorwise", 48, False, "scaled tensorwise (gathered in bf16)", 0),
+        ("tensorwise", 64, False, "(10 of them gathered in bf16)", 4),
+        ("rowwise", 1, False, "scaled rowwise; the rest in bf16", 0),
+        ("rowwise", 2, False, "scaled rowwise (gathered in bf16)", 0),
+    ):
         model = on_meta(SMALL)
         assert says in Float8(recipe).convert(model, Placement(shard_size, offload))[1]
         assert sum(hasattr(p, "fsdp_pre_all_gather") for p in model.parameters()) == wrapped

@@ -17,13 +17,17 @@ from tests.models.families import FAMILIES, make_checkpoint
 
 def _streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    return {key: tensor for group in group_for_export(model)
-            for key, tensor in convert_to_hub(model, {name: state[name] for name in group})}
+    return {
+        key: tensor
+        for group in group_for_export(model)
+        for key, tensor in convert_to_hub(model, {name: state[name] for name in group})
+    }
 
 
 def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
-        torch.equal(found[key], expected[key]) for key in expected)
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -55,8 +59,14 @@ def test_one_parameter_is_exported_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="this transformers has no hrm_text")
 def test_parameters_that_share_a_hub_tensor_are_exported_together(tmp_path: Path) -> None:
     config = CONFIG_MAPPING["hrm_text"](
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+    )
     model = make_checkpoint(tmp_path, config)
     assert max(map(len, group_for_export(model))) == 4
     assert _same(_streamed(model), load_file(tmp_path / "model.safetensors"))

@@ -23,16 +23,35 @@ def on_meta(family: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(FAMILIES[family]())
 
 
-@pytest.mark.parametrize("targets", [
-    "gate_up_proj", ".*experts.*", "experts", "q_proj|down_proj",
-    r"model\.layers\.1\.mlp\.experts\.down_proj"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "gate_up_proj",
+        ".*experts.*",
+        "experts",
+        "q_proj|down_proj",
+        r"model\.layers\.1\.mlp\.experts\.down_proj",
+    ],
+)
 @pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss"])
 def test_what_is_added_is_as_if_it_were_in_the_weights(family: str, targets: str) -> None:
     """Also where weights are transposed and have biases, as in gpt-oss."""
     torch.manual_seed(0)
-    config = FAMILIES[family]() if family in FAMILIES else GptOssConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = (
+        FAMILIES[family]()
+        if family in FAMILIES
+        else GptOssConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            head_dim=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model, lora = copy.deepcopy(plain), Lora(3, 6.0, targets=targets)
     added = lora.attach(model)
@@ -71,11 +90,13 @@ def test_dropout_is_refused() -> None:
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_run_says_how_many_parameters_of_experts_have_no_adapter(family: str) -> None:
     model = on_meta(family)
-    held = sum(parameter.numel() for name, parameter in model.named_parameters()
-               if ".experts." in name)
+    held = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+    )
     added, said = Lora(4, 8.0).convert(model, Placement())
-    assert said.endswith(f"; {units.count(held)} parameters are of fused experts, which have no "
-                         "adapters")
+    assert said.endswith(
+        f"; {units.count(held)} parameters are of fused experts, which have no adapters"
+    )
     assert held and not any(".experts." in name for name in added)
 
 
@@ -83,6 +104,7 @@ def test_linears_are_no_experts() -> None:
     for family in ("llama", "gpt2"):
         _, said = Lora(4, 8.0).convert(on_meta(family), Placement())
         assert "experts" not in said
-    added, _ = Lora(4, 8.0, targets=r".*shared_expert\.down_proj").convert(on_meta("qwen2_moe"),
-                                                                          Placement())
+    added, _ = Lora(4, 8.0, targets=r".*shared_expert\.down_proj").convert(
+        on_meta("qwen2_moe"), Placement()
+    )
     assert len(added) == 4

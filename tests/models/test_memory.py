@@ -25,15 +25,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
         load = benchmark.measured("ours", model, benchmark.RANKS)
         benchmark.measured("checkpoint", model, benchmark.RANKS)
         export = benchmark.measured("export", model, out=root / "out", dtype="bfloat16")
-        found[layers] = {"bytes": benchmark.weight_bytes(model), "load": load, "export": export,
-                         "exported": benchmark.weight_bytes(root / "out")}
+        found[layers] = {
+            "bytes": benchmark.weight_bytes(model),
+            "load": load,
+            "export": export,
+            "exported": benchmark.weight_bytes(root / "out"),
+        }
         shutil.rmtree(root)
     return found
 
 
 @pytest.mark.parametrize("layers", [2, 8])
-def test_each_rank_reads_and_holds_its_shard_alone(measured: dict[int, dict[str, Any]],
-                                                   layers: int) -> None:
+def test_each_rank_reads_and_holds_its_shard_alone(
+    measured: dict[int, dict[str, Any]], layers: int
+) -> None:
     found = measured[layers]
     assert found["load"]["read"] == pytest.approx(found["bytes"], rel=0.01)
     shard = found["bytes"] * 2 / benchmark.RANKS  # float32 out of bfloat16
@@ -44,5 +49,6 @@ def test_an_export_holds_no_more_than_three_tensors(measured: dict[int, dict[str
     memory = {layers: found["export"]["memory"] for layers, found in measured.items()}
     assert max(memory.values()) < 3 * EMBEDDING
     assert abs(memory[8] - memory[2]) < 32 << 20  # whatever the size of the model
-    assert all(found["exported"] == pytest.approx(found["bytes"], rel=0.001)
-               for found in measured.values())
+    assert all(
+        found["exported"] == pytest.approx(found["bytes"], rel=0.001) for found in measured.values()
+    )

@@ -29,8 +29,10 @@ def build(family: str) -> PreTrainedModel:
 
 def written_by_peft(model: PreTrainedModel, out: Path, **settings: object) -> torch.Tensor:
     """Save an adapter with random B, and return the logits that PEFT computes with it."""
-    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(
-        **{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings}))
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model),
+        peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings}),
+    )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -45,13 +47,27 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize(("family", "settings"), [
-    ("llama", {}), ("llama", {"use_rslora": True, "layers_to_transform": [1],
-                              "target_modules": ["q_proj", "down_proj"]}),
-    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}), ("phi3", {}),
-    ("falcon_7b", {}), ("mixtral", {"target_modules": ["q_proj", "o_proj"]})])
-def test_it_computes_what_peft_does(tmp_path: Path, family: str, settings: dict[str, object],
-                                    ) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        (
+            "llama",
+            {
+                "use_rslora": True,
+                "layers_to_transform": [1],
+                "target_modules": ["q_proj", "down_proj"],
+            },
+        ),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+        ("phi3", {}),
+        ("falcon_7b", {}),
+        ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+    ],
+)
+def test_it_computes_what_peft_does(
+    tmp_path: Path, family: str, settings: dict[str, object]
+) -> None:
     model = build(family)
     expected = written_by_peft(model, tmp_path, **settings)
     found = peft_adapter.read(tmp_path)
@@ -77,16 +93,25 @@ def test_a_pattern_matches_the_names_and_no_others() -> None:
     assert len(peft_adapter.pattern(many)) < 300
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"use_dora": True}, "use_dora: True"), ({"bias": "all"}, "bias: all"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"rank_pattern": {"q": 8}}, "rank_pa"),
-    ({"alpha_pattern": {"q": 8}}, "alpha_pattern"), ({"lora_bias": True}, "lora_bias"),
-    ({"init_lora_weights": "pissa_niter_4"}, "may have changed the weights of the base"),
-    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-    ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"peft_type": "IA3"}, "IA3"),
-    ({"something_new": 7}, "something_new: 7")])
-def test_what_is_not_plain_lora_is_refused(adapter: Path, settings: dict[str, object], says: str,
-                                           ) -> None:
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_dora": True}, "use_dora: True"),
+        ({"bias": "all"}, "bias: all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q": 8}}, "rank_pa"),
+        ({"alpha_pattern": {"q": 8}}, "alpha_pattern"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"init_lora_weights": "pissa_niter_4"}, "may have changed the weights of the base"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"something_new": 7}, "something_new: 7"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(
+    adapter: Path, settings: dict[str, object], says: str
+) -> None:
     path = adapter / peft_adapter.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with pytest.raises(UsageError, match="is not plain LoRA on linears") as refused:
@@ -136,30 +161,37 @@ def change_header(path: Path, change: object) -> None:
     """Change the header of a safetensors file in place: its tensors in order, and its text."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + length])
+    header = json.loads(data[8 : 8 + length])
     names = sorted(header.keys() - {"__metadata__"}, key=lambda key: header[key]["data_offsets"])
     change([header[name] for name in names], header)
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-@pytest.mark.parametrize("change", [
-    lambda tensors, _: tensors[1].update(data_offsets=tensors[0]["data_offsets"]),
-    lambda tensors, _: tensors[0].update(data_offsets=[-8, tensors[0]["data_offsets"][1]]),
-    lambda tensors, _: tensors[1].update(data_offsets=tensors[1]["data_offsets"][::-1]),
-    lambda tensors, _: tensors[0].update(data_offsets=[0.0, tensors[0]["data_offsets"][1]]),
-    lambda tensors, _: tensors[0].update(data_offsets=[0]),
-    lambda tensors, _: tensors[0].update(data_offsets=None),
-    lambda tensors, _: tensors[0].update(shape=[*map(float, tensors[0]["shape"])]),
-    lambda tensors, _: tensors[0].update(shape=[-3, -32]),
-    lambda tensors, _: tensors[0].update(shape=[3, 31]),
-    lambda tensors, _: tensors[0].update(shape=[3, True]),
-    lambda tensors, _: tensors[0].update(shape="3"), lambda tensors, _: tensors[0].pop("shape"),
-    lambda tensors, _: tensors[0].update(dtype="F64"), lambda tensors, _: tensors[0].pop("dtype"),
-    lambda tensors, _: tensors[0].update(dtype=["F32"]),
-    lambda _, header: header.update(dict.fromkeys(header, 5)),
-    lambda _, header: header.update(x={"dtype": "F32", "shape": [10 ** 30], "data_offsets":
-                                       [10 ** 30, 10 ** 31]})])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, _: tensors[1].update(data_offsets=tensors[0]["data_offsets"]),
+        lambda tensors, _: tensors[0].update(data_offsets=[-8, tensors[0]["data_offsets"][1]]),
+        lambda tensors, _: tensors[1].update(data_offsets=tensors[1]["data_offsets"][::-1]),
+        lambda tensors, _: tensors[0].update(data_offsets=[0.0, tensors[0]["data_offsets"][1]]),
+        lambda tensors, _: tensors[0].update(data_offsets=[0]),
+        lambda tensors, _: tensors[0].update(data_offsets=None),
+        lambda tensors, _: tensors[0].update(shape=[*map(float, tensors[0]["shape"])]),
+        lambda tensors, _: tensors[0].update(shape=[-3, -32]),
+        lambda tensors, _: tensors[0].update(shape=[3, 31]),
+        lambda tensors, _: tensors[0].update(shape=[3, True]),
+        lambda tensors, _: tensors[0].update(shape="3"),
+        lambda tensors, _: tensors[0].pop("shape"),
+        lambda tensors, _: tensors[0].update(dtype="F64"),
+        lambda tensors, _: tensors[0].pop("dtype"),
+        lambda tensors, _: tensors[0].update(dtype=["F32"]),
+        lambda _, header: header.update(dict.fromkeys(header, 5)),
+        lambda _, header: header.update(
+            x={"dtype": "F32", "shape": [10**30], "data_offsets": [10**30, 10**31]}
+        ),
+    ],
+)
 def test_a_header_that_lies_is_damage(adapter: Path, change: object) -> None:
     change_header(adapter / peft_adapter.WEIGHTS, change)
     with pytest.raises(ArtifactError, match="is damaged"):
@@ -167,8 +199,9 @@ def test_a_header_that_lies_is_damage(adapter: Path, change: object) -> None:
 
 
 def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
-    change_header(adapter / peft_adapter.WEIGHTS,
-                  lambda _, header: header.update(__metadata__={"format": 5}))
+    change_header(
+        adapter / peft_adapter.WEIGHTS, lambda _, header: header.update(__metadata__={"format": 5})
+    )
     model, found = build("llama"), peft_adapter.read(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged"):
@@ -178,8 +211,13 @@ def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
 def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) -> None:
     weights = adapter / peft_adapter.WEIGHTS
     tensors = {key: tensor.double() for key, tensor in load_file(weights).items()}
-    save_file({key: tensor + 1e39 * (number == 0) for number, (key, tensor) in
-               enumerate(sorted(tensors.items()))}, weights)
+    save_file(
+        {
+            key: tensor + 1e39 * (number == 0)
+            for number, (key, tensor) in enumerate(sorted(tensors.items()))
+        },
+        weights,
+    )
     model, found = build("llama"), peft_adapter.read(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     for module in model.modules():
@@ -190,7 +228,7 @@ def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) ->
     assert "beyond torch.float32" in error.value.render()
 
 
-@pytest.mark.parametrize("alpha", [1e300, 10 ** 400, 1e-300, 2e6])
+@pytest.mark.parametrize("alpha", [1e300, 10**400, 1e-300, 2e6])
 def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter: Path, alpha: float) -> None:
     path = adapter / peft_adapter.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
@@ -220,15 +258,24 @@ def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
             lora.choose(model, lora.MLP)
     else:
         assert mine == attention | set(lora.choose(model, lora.MLP))
-    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(
-        r=2, target_modules="all-linear"))
-    theirs = {name.removeprefix("base_model.model.") for name, module in adapted.named_modules()
-              if isinstance(module, peft.tuners.lora.LoraLayer)}
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(r=2, target_modules="all-linear")
+    )
+    theirs = {
+        name.removeprefix("base_model.model.")
+        for name, module in adapted.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
     blocks = tuple(f"{name}." for name in decoder_layers(model))
     others = theirs ^ mine
     # PEFT takes routers and fused experts as well, and linears outside of the blocks.
-    assert not [name for name in others if name.startswith(blocks) and ".experts" not in name
-                and name.rpartition(".")[2] not in ("gate", "router", "shared_expert_gate")]
+    assert not [
+        name
+        for name in others
+        if name.startswith(blocks)
+        and ".experts" not in name
+        and name.rpartition(".")[2] not in ("gate", "router", "shared_expert_gate")
+    ]
     assert not mine - theirs
     assert set(lora.choose(model, ".*")) >= mine
     with pytest.raises(UsageError, match=r"--lora-targets .* matches"):
@@ -249,5 +296,7 @@ def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptur
             model(input_ids=TOKENS)
         told = [record.getMessage() for record in caplog.records]
         assert bool(told) is (forward is None)
-    assert told == ["1 adapter had no part in a trial of the model, and may learn nothing: "
-                    "model.layers.0.mlp.up_proj"]
+    assert told == [
+        "1 adapter had no part in a trial of the model, and may learn nothing: "
+        "model.layers.0.mlp.up_proj"
+    ]

@@ -7,8 +7,17 @@ import pytest
 from lib.models import architecture, scratch
 from lib.models.design import Design
 
-NAMED = {"1M": 1e6, "tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e9,
-         "30B": 30e9, "70B": 70e9}
+NAMED = {
+    "1M": 1e6,
+    "tiny": 3e6,
+    "350M": 350e6,
+    "1B": 1e9,
+    "3B": 3e9,
+    "7B": 7e9,
+    "13B": 13e9,
+    "30B": 30e9,
+    "70B": 70e9,
+}
 
 
 @pytest.mark.parametrize("size", scratch.SIZES)
@@ -19,8 +28,9 @@ def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == scratch.SIZES[size].parameters(vocabulary)
     assert count == pytest.approx(NAMED[size], rel=0.11)
-    assert (model.config.num_key_value_heads < model.config.num_attention_heads) != \
-        bool(scratch.SIZES[size].like)
+    assert (model.config.num_key_value_heads < model.config.num_attention_heads) != bool(
+        scratch.SIZES[size].like
+    )
 
 
 def test_some_sizes_are_those_of_llama_2() -> None:

@@ -28,28 +28,34 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> Non
     model = build_on_meta(tmp_path)
     tied, most = model.all_tied_weights_keys, 0
     with StoredModel(model, tmp_path) as stored:
+
         def read(name: str) -> Tensor:
             nonlocal most
             most = max(most, in_memory(model))
             return stored.read(name)
+
         with streamed(model, read):
             found = model(input_ids=TOKENS).logits
     assert torch.allclose(found, expected, atol=1e-6 * float(expected.std()))
-    blocks = [sum(p.numel() for p in block.parameters())
-              for block in decoder_layers(model).values()]
+    blocks = [
+        sum(p.numel() for p in block.parameters()) for block in decoder_layers(model).values()
+    ]
     assert 0 < most < 1.5 * max(blocks) and in_memory(model) == 0 and model.training
-    assert all(model.get_parameter(name) is model.get_parameter(source)
-               for name, source in tied.items())
+    assert all(
+        model.get_parameter(name) is model.get_parameter(source) for name, source in tied.items()
+    )
 
 
 def test_a_part_that_fails_leaves_nothing_in_memory(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["gpt2"]())
     model = build_on_meta(tmp_path)
     with StoredModel(model, tmp_path) as stored:
+
         def fail(name: str) -> Tensor:
             if "h.1.mlp" in name:
                 raise OSError(5, "Input/output error")
             return stored.read(name)
+
         with pytest.raises(OSError, match="Input"), streamed(model, fail):
             model(input_ids=TOKENS)
         assert in_memory(model) == 0

@@ -16,10 +16,21 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import chat_rows
 from lib.models import scratch, tokenizer, training_text
 
-HARD = ["", " ", "  a  ", "\n\n\r\n\t ", "\x00\x01\x7f\x1b[0m", "don't 'S 12345",
-        "naïve Ж 漢字 👩🏽‍🚀",
-        "e\u0301 \u200b\ufeff\u2028", f"{tokenizer.BOS}{tokenizer.EOS}", "<s></s>[INST]<|pad|>",
-        "a ,b .c n't", "\ufffd\uffff\U0010ffff", "Ġ Ċ ▁"]
+HARD = [
+    "",
+    " ",
+    "  a  ",
+    "\n\n\r\n\t ",
+    "\x00\x01\x7f\x1b[0m",
+    "don't 'S 12345",
+    "naïve Ж 漢字 👩🏽‍🚀",
+    "e\u0301 \u200b\ufeff\u2028",
+    f"{tokenizer.BOS}{tokenizer.EOS}",
+    "<s></s>[INST]<|pad|>",
+    "a ,b .c n't",
+    "\ufffd\uffff\U0010ffff",
+    "Ġ Ċ ▁",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +40,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["".join(draw.choices("etaoinshrdluäЖ漢", k=draw.randint(1, 8))) for _ in range(900)]
     texts = [" ".join(draw.choices(words, k=60)) + f" {i}.\n" for i in range(400)]
     path = tmp_path_factory.mktemp("data") / "corpus"
-    datasets.Dataset.from_dict({"text": [*texts, None, ""], "other": ["x"] * 402}) \
-        .save_to_disk(path)
+    datasets.Dataset.from_dict({"text": [*texts, None, ""], "other": ["x"] * 402}).save_to_disk(
+        path
+    )
     return path
 
 
@@ -51,9 +63,17 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_string_survives(trained):
     loaded = AutoTokenizer.from_pretrained(trained, local_files_only=True)
     draw = random.Random(1)
-    strange = ["".join(chr(draw.choice([draw.randrange(0x80), draw.randrange(0xD800),
-                                        draw.randrange(0xE000, 0x110000)]))
-                       for _ in range(draw.randint(1, 40))) for _ in range(300)]
+    strange = [
+        "".join(
+            chr(
+                draw.choice(
+                    [draw.randrange(0x80), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)]
+                )
+            )
+            for _ in range(draw.randint(1, 40))
+        )
+        for _ in range(300)
+    ]
     for text in HARD + strange:
         ids = loaded(text)["input_ids"]
         assert ids[0] == loaded.bos_token_id
@@ -125,8 +145,10 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     tokenizer.train([shard], 600, None, tmp_path / "plain", **how)  # as it lies in a cache
     alone = tmp_path / "alone"
     train(corpus, alone)
-    assert json.loads((tmp_path / "plain/tokenizer.json").read_text())["model"] == \
-        json.loads((alone / "tokenizer.json").read_text())["model"]
+    assert (
+        json.loads((tmp_path / "plain/tokenizer.json").read_text())["model"]
+        == json.loads((alone / "tokenizer.json").read_text())["model"]
+    )
     assert training_text.fingerprint([shard]) == training_text.fingerprint([shard])
     (tmp_path / "bytes").mkdir()
     made, _ = tokenizer.train([], 300, None, tmp_path / "bytes", **how)
@@ -167,8 +189,9 @@ def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tm
 
     assert tokenizer.find_losses(tokenizer.load(trained), trained) == []
     for name, change, words in (
-            ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
-            ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3)):
+        ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
+        ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3),
+    ):
         (tmp_path / name).mkdir()
         where = made_of(tmp_path / name, change)
         assert len(tokenizer.find_losses(tokenizer.load(where), where)) >= words
@@ -181,10 +204,15 @@ def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tm
 
 def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: Path) -> None:
     said = ["Where does the heron stand?", "In the reeds by the water."]
-    turns = [{"role": role, "content": text}
-             for role, text in zip(("user", "assistant"), said, strict=True)]
-    calls = {"role": "assistant", "content": "",
-             "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant"), said, strict=True)
+    ]
+    calls = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f"}}],
+    }
     rows = [(Conversation([*turns, calls]), Place("a", n)) for n in range(50)]
     chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.batch(rows)]))
     chat.save_to_disk(tmp_path / "chat")

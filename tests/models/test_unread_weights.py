@@ -52,8 +52,9 @@ def test_pickled_weights_are_converted_by_what_the_error_says(model: Path) -> No
 
 @pytest.mark.parametrize("inner", [".", "pytorch_model_fsdp_0", "a/b"])
 @pytest.mark.parametrize("has_config", [True, False])
-def test_shards_of_fsdp_are_named_with_what_merges_them(model: Path, inner: str, has_config: bool,
-                                                        ) -> None:
+def test_shards_of_fsdp_are_named_with_what_merges_them(
+    model: Path, inner: str, has_config: bool
+) -> None:
     shards = model / inner
     shards.mkdir(parents=True, exist_ok=True)
     (shards / "__0_0.distcp").touch()
@@ -67,8 +68,9 @@ def test_shards_of_fsdp_are_named_with_what_merges_them(model: Path, inner: str,
     assert shlex.split(train)[-1] == "a model-merged"
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step_00000002",
-                                  "checkpoints/step_00000002/dcp"])
+@pytest.mark.parametrize(
+    "part", ["", "checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000002/dcp"]
+)
 def test_a_run_is_exported(model: Path, part: str) -> None:
     step = model / "checkpoints/step_00000002"
     (step / "dcp").mkdir(parents=True)

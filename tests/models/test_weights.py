@@ -42,9 +42,11 @@ def _reference(directory: Path) -> PreTrainedModel:
 
 
 def _differences(found: Tensors, expected: Tensors) -> list[str]:
-    return [name for name in found.keys() | expected.keys()
-            if name not in found or name not in expected
-            or not torch.equal(found[name], expected[name])]
+    return [
+        name
+        for name in found.keys() | expected.keys()
+        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+    ]
 
 
 def _assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -54,12 +56,14 @@ def _assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
 @pytest.fixture
 def rewrite(tmp_path: Path) -> Callable[[Callable[[Tensors], Any]], Path]:
     """Return a function that saves a tiny Llama whose tensors went through a change."""
+
     def rewritten(change: Callable[[Tensors], Any], family: str = "llama") -> Path:
         make_checkpoint(tmp_path, FAMILIES[family]())
         tensors = load_file(tmp_path / WEIGHTS)
         change(tensors)
         save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
         return tmp_path
+
     return rewritten
 
 
@@ -100,9 +104,18 @@ def test_loads_a_checkpoint_with_fused_experts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="this transformers has no hrm_text")
 def test_loads_a_tensor_that_becomes_several_parameters(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, CONFIG_MAPPING["hrm_text"](
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=8))
+    make_checkpoint(
+        tmp_path,
+        CONFIG_MAPPING["hrm_text"](
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=8,
+        ),
+    )
     _assert_same(_loaded(tmp_path), _reference(tmp_path))
 
 
@@ -113,20 +126,32 @@ def test_ignores_what_old_checkpoints_hold(rewrite: Callable[..., Path]) -> None
 
 
 def test_takes_a_tied_weight_under_both_names(rewrite: Callable[..., Path]) -> None:
-    directory = rewrite(lambda tensors: tensors.update(
-        {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}), "llama_tied")
+    directory = rewrite(
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+        "llama_tied",
+    )
     _assert_same(_loaded(directory), _reference(directory))
 
 
 def test_takes_a_tied_weight_under_the_other_name(rewrite: Callable[..., Path]) -> None:
-    directory = rewrite(lambda tensors: tensors.update(
-        {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}), "llama_tied")
+    directory = rewrite(
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+        ),
+        "llama_tied",
+    )
     _assert_same(_loaded(directory), _reference(directory))
 
 
 def test_tied_weights_that_differ_are_refused(rewrite: Callable[..., Path]) -> None:
-    directory = rewrite(lambda tensors: tensors.update(
-        {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}), "llama_tied")
+    directory = rewrite(
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+        ),
+        "llama_tied",
+    )
     with pytest.raises(ArtifactError) as error:
         _loaded(directory)
     assert "tie_word_embeddings" in error.value.render()
@@ -145,8 +170,9 @@ def test_all_misfits_are_told_at_once(rewrite: Callable[..., Path]) -> None:
     assert "missing: model.norm.weight" in told
     assert "lm_head.weight: expected shape (97, 32), found (96, 32)" in told
     assert "unexpected: model.layers.9.extra" in told
-    assert "model.layers.1.input_layernorm.weight: expected floating-point numbers, found I8" in \
-        told
+    assert (
+        "model.layers.1.input_layernorm.weight: expected floating-point numbers, found I8" in told
+    )
     assert len(told.splitlines()) == 4
 
 
@@ -191,8 +217,9 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_draws_by_the_rules_of_the_family(tmp_path: Path, name: str) -> None:
     # Wide enough that the spread of each matrix is known to a few percent.
-    FAMILIES[name](hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-                   num_attention_heads=8).save_pretrained(tmp_path)
+    FAMILIES[name](
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8
+    ).save_pretrained(tmp_path)
     model = _empty(tmp_path)
     initialise(model, seed=1)
     torch.manual_seed(0)
@@ -235,11 +262,14 @@ def test_the_seed_decides_and_leaves_the_generator_alone(tmp_path: Path) -> None
     assert not torch.equal(*layers)
 
 
-@pytest.mark.parametrize("rope", [
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+)
 def test_scaled_rope_tables_are_restored(tmp_path: Path, rope: dict[str, Any]) -> None:
     FAMILIES["llama"](rope_parameters={"rope_theta": 10000.0, **rope}).save_pretrained(tmp_path)
     model = _empty(tmp_path)
@@ -279,12 +309,13 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_two_ranks_hold_what_one_process_holds(
-        tmp_path: Path, stage: Callable[..., Any], cases: dict[str, tuple[Any, dict[str, Any]]],
+    tmp_path: Path, stage: Callable[..., Any], cases: dict[str, tuple[Any, dict[str, Any]]]
 ) -> None:
     for name, (config, _) in cases.items():
         make_checkpoint(tmp_path / name, config)
     (tmp_path / "cases.json").write_text(
-        json.dumps({name: how for name, (_, how) in cases.items()}))
+        json.dumps({name: how for name, (_, how) in cases.items()})
+    )
     stage("tests/models/two_ranks.py", tmp_path, ranks=2)
     for name in cases:
         reference = _reference(tmp_path / name)

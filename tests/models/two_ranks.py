@@ -31,7 +31,7 @@ TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
     """Shard as the trainer does: layers, then norm and head (and a tied embedding), then root."""
-    names = ("replicate", "shard")[-len(mesh_shape):]
+    names = ("replicate", "shard")[-len(mesh_shape) :]
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)}
     for layer in decoder_layers(model).values():
         place = None if placement is None else lambda p: Shard(min(placement, p.ndim - 1))
@@ -55,8 +55,10 @@ def spoil(model: nn.Module) -> None:
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers, gathered. All ranks must call this."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-            for name, t in named}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in named
+    }
 
 
 def check_slices(model: nn.Module) -> None:
@@ -69,9 +71,13 @@ def check_slices(model: nn.Module) -> None:
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what an export writes, and assert that it was foretold. All ranks must call this."""
     state = model.state_dict()
-    tensors = {key: tensor.clone() for group in keys.group_for_export(model)
-               for key, tensor in keys.convert_to_hub(
-                   model, {name: state[name].full_tensor() for name in group})}
+    tensors = {
+        key: tensor.clone()
+        for group in keys.group_for_export(model)
+        for key, tensor in keys.convert_to_hub(
+            model, {name: state[name].full_tensor() for name in group}
+        )
+    }
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     assert keys.list_expected(model) == shapes
     return tensors
@@ -101,8 +107,14 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
     logits = model.eval()(TOKENS, use_cache=False).logits.detach()
     spoil(model)
     weights.initialise(model, seed=3)
-    return {"logits": logits, "loaded": loaded, "drawn": full_weights(model),
-            "exported": written, "read": sum(read), "held": held}
+    return {
+        "logits": logits,
+        "loaded": loaded,
+        "drawn": full_weights(model),
+        "exported": written,
+        "read": sum(read),
+        "held": held,
+    }
 
 
 def main() -> None:

@@ -43,12 +43,18 @@ def everything(model: nn.Module, adamw: torch.optim.Optimizer) -> dict[str, Tens
 
 def test_states_take_a_quarter() -> None:
     model = model_of((64, 1024), (10, 300), (6, 4, 64), (1024,))
-    sizes = {kind: {name: tensor.nbytes for name, tensor in
-                    registry.named_states(model, build(model, kind)).items()}
-             for kind in ("adamw", "adamw8bit")}
+    sizes = {
+        kind: {
+            name: tensor.nbytes
+            for name, tensor in registry.named_states(model, build(model, kind)).items()
+        }
+        for kind in ("adamw", "adamw8bit")
+    }
     for i, ratio in ((0, 1 / 4), (1, 1 / 4), (2, 1 / 4), (3, 1)):
-        old, new = (sum(size for name, size in sizes[kind].items() if name.endswith(f".{i}"))
-                    for kind in sizes)
+        old, new = (
+            sum(size for name, size in sizes[kind].items() if name.endswith(f".{i}"))
+            for kind in sizes
+        )
         assert new == pytest.approx(ratio * old, rel=0.03)
 
 
@@ -109,8 +115,13 @@ def test_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch)
     """Rows as shards hold them, and as they are worked on one after the other: the same bits."""
     whole, parts = model_of((7, 600)), model_of((7, 600))
     monkeypatch.setitem(adamw8bit.AT_ONCE, "cpu", 1300)  # two rows
-    halves = nn.ParameterList([parts[0][:3].detach().clone(), parts[0][3:].detach().clone(),
-                               parts[0][7:].detach().clone()])  # the last rank has no row
+    halves = nn.ParameterList(
+        [
+            parts[0][:3].detach().clone(),
+            parts[0][3:].detach().clone(),
+            parts[0][7:].detach().clone(),
+        ]
+    )  # the last rank has no row
     ours, theirs = build(whole), build(halves)
     for seed in range(5):
         fill_gradients(whole, seed)
@@ -150,8 +161,9 @@ def test_nothing_overflows() -> None:
     for scale in (1e-25, 1e15, 0.0, 1.0):
         model[0].grad = torch.randn(2, 256) * scale
         adamw.step()
-        assert all(t.isfinite().all() for t in everything(model, adamw).values()
-                   if t.is_floating_point())
+        assert all(
+            t.isfinite().all() for t in everything(model, adamw).values() if t.is_floating_point()
+        )
         assert adamw8bit._read(list(adamw.state[model[0]].values())[1:3]).isfinite().all()
 
 
@@ -174,8 +186,10 @@ def test_scalars_are_computed_once_per_group_and_step(monkeypatch: pytest.Monkey
 def test_scalars_are_those_of_one_parameter() -> None:
     """Powers of many counts at once, which a processor computes in another way than one."""
     counts = torch.arange(1, 3001, 7).float()
-    for group in ({"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
-                  {"lr": 1e-3, "betas": (0.8, 0.999), "weight_decay": 0.0}):
+    for group in (
+        {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
+        {"lr": 1e-3, "betas": (0.8, 0.999), "weight_decay": 0.0},
+    ):
         one_by_one = torch.cat([step_scalars(group, count[None]) for count in counts])
         assert torch.equal(step_scalars(group, counts), one_by_one)
     rows = step_scalars(group, counts)
@@ -203,8 +217,7 @@ def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.Mo
 
 
 def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
-    """Return the operations of the update of a matrix as a compiler gets them, and their results.
-    """
+    """Return the operations of a matrix update as a compiler gets them, and their results."""
     nodes: list[torch.fx.Node] = []
 
     def keep(graph: torch.fx.GraphModule, _: object):
@@ -216,9 +229,13 @@ def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
     numbers = [torch.ones(8, 256), torch.ones(8, 256)]
     moments = [torch.zeros(8, 256, dtype=torch.uint8), torch.ones(8, 1)] * 2
     torch.compile(adamw8bit._take, backend=aot_autograd(fw_compiler=keep), dynamic=False)(
-        rule, now, torch.tensor(False), None, *numbers, *(t.clone() for t in moments))
-    return [(str(node.target), node.meta["val"]) for node in nodes
-            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]
+        rule, now, torch.tensor(False), None, *numbers, *(t.clone() for t in moments)
+    )
+    return [
+        (str(node.target), node.meta["val"])
+        for node in nodes
+        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+    ]
 
 
 def test_compiled_updates_compute_no_powers() -> None:
@@ -230,10 +247,13 @@ def test_compiled_updates_compute_no_powers() -> None:
     assert not [name for name, result in found if result.dtype == torch.float64]
 
 
-@pytest.mark.parametrize(("capability", "by_bits"), [
-    ((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)])
-def test_old_gpus_get_kernels_without_8bit_floats(capability: tuple[int, int], by_bits: bool,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "by_bits"),
+    [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)],
+)
+def test_old_gpus_get_kernels_without_8bit_floats(
+    capability: tuple[int, int], by_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton casts to e4m3 from compute capability 8.9 on."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     group = {"betas": BETAS, "eps": 1e-8}
@@ -248,32 +268,52 @@ def test_old_gpus_get_kernels_without_8bit_floats(capability: tuple[int, int], b
 def test_the_lowered_update_has_no_float64() -> None:
     rule = adamw8bit._Rule(*BETAS, 1e-8, by_bits=False)
     now = step_scalars({"lr": 1e-2, "betas": BETAS, "weight_decay": 0.1}, torch.ones(1))[0]
-    tensors = [torch.ones(64, 256), torch.ones(64, 256),
-               *(t for _ in range(2) for t in (torch.zeros(64, 256, dtype=torch.uint8),
-                                               torch.ones(64, 1)))]
+    tensors = [
+        torch.ones(64, 256),
+        torch.ones(64, 256),
+        *(
+            t
+            for _ in range(2)
+            for t in (torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 1))
+        ),
+    ]
     torch._dynamo.reset()
-    _, (code, *_) = run_and_get_code(torch.compile(adamw8bit._take, dynamic=False), rule, now,
-                                     torch.tensor(False), None, *tensors)
+    _, (code, *_) = run_and_get_code(
+        torch.compile(adamw8bit._take, dynamic=False),
+        rule,
+        now,
+        torch.tensor(False),
+        None,
+        *tensors,
+    )
     assert "sqrt" in code and "pow(" not in code
     assert "double" not in code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "by_bits"), [
-    ("aot_eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True)])
-def test_two_graphs_update_all_parameters_alike(backend: str, by_bits: bool,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "by_bits"),
+    [("aot_eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True)],
+)
+def test_two_graphs_update_all_parameters_alike(
+    backend: str, by_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for matrices, one for vectors, while the learning rate changes in each step."""
-    monkeypatch.setattr(adamw8bit._Rule, "from_group", classmethod(
-        lambda cls, group, _: cls(*group["betas"], group["eps"], by_bits)))
+    monkeypatch.setattr(
+        adamw8bit._Rule,
+        "from_group",
+        classmethod(lambda cls, group, _: cls(*group["betas"], group["eps"], by_bits)),
+    )
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     shapes = (96, 256), (8, 1024), (40, 300), (3, 4, 64), (7,), (256,), (2, 256), (0, 256)
     models = model_of(*shapes), model_of(*shapes)
     compiler = compiling.make_compiler(True, torch.device("cpu"))
-    steps = [registry.build("adamw8bit", model, 0.0, BETAS, 0.1, made)
-             for model, made in zip(models, (None, compiler.wrap), strict=True)]
+    steps = [
+        registry.build("adamw8bit", model, 0.0, BETAS, 0.1, made)
+        for model, made in zip(models, (None, compiler.wrap), strict=True)
+    ]
     for seed in range(4):
         for model, adamw in zip(models, steps, strict=True):
             fill_gradients(model, seed)
@@ -282,8 +322,7 @@ def test_two_graphs_update_all_parameters_alike(backend: str, by_bits: bool,
             adamw.step()
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
-    expected, found = (everything(model, adamw) for model, adamw in
-                       zip(models, steps, strict=True))
+    expected, found = (everything(model, adamw) for model, adamw in zip(models, steps, strict=True))
     for name, tensor in expected.items():
         if backend == "aot_eager":
             assert torch.equal(tensor, found[name]), name
@@ -293,29 +332,34 @@ def test_two_graphs_update_all_parameters_alike(backend: str, by_bits: bool,
             torch.testing.assert_close(tensor, found[name], rtol=1e-4, atol=1e-5)
 
 
-def test_an_update_that_is_compiled_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog,
-                                                        ) -> None:
+def test_an_update_that_is_compiled_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     def wrongly(function, **_):
         return lambda rule, now, skip, *rest: function(rule, now, ~skip, *rest)
 
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     monkeypatch.setattr(torch, "compile", wrongly)
-    for model, made in zip(models, (None, compiling.make_compiler(True, torch.device("cpu")).wrap),
-                           strict=True):
+    for model, made in zip(
+        models, (None, compiling.make_compiler(True, torch.device("cpu")).wrap), strict=True
+    ):
         fill_gradients(model, 1)
         registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
     assert all(map(torch.equal, *models))
     assert "adamw8bit runs uncompiled" in caplog.text
 
 
-def test_a_first_step_that_overflows_leaves_the_update_compiled(monkeypatch: pytest.MonkeyPatch,
-                                                                caplog) -> None:
+def test_a_first_step_that_overflows_leaves_the_update_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap
-    steps = [registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made)
-             for model, made in zip(models, (None, wrap), strict=True)]
+    steps = [
+        registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made)
+        for model, made in zip(models, (None, wrap), strict=True)
+    ]
     for seed in range(2):
         for model, adamw in zip(models, steps, strict=True):
             fill_gradients(model, seed)

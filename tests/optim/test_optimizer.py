@@ -43,7 +43,11 @@ def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[1].weight)}
     assert {id(p) for p in plain["params"]} == {
-        id(model[1].bias), id(model[2].weight), id(model[2].bias), id(model[3].bias)}
+        id(model[1].bias),
+        id(model[2].weight),
+        id(model[2].bias),
+        id(model[3].bias),
+    }
 
 
 def test_tied_weights_are_updated_once(model: nn.Module) -> None:
@@ -81,23 +85,24 @@ def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(model: nn.Module, precision: str,
-                                                                  ) -> None:
+def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(
+    model: nn.Module, precision: str
+) -> None:
     fill_gradients(model)
     expected = gradients(model)
     guard, optimizer = guarded(model, precision)
     fill_gradients(model, guard.scale)
     norm = guard.clip(optimizer, 0)
-    assert norm.item() == pytest.approx(
-        torch.cat([g.ravel() for g in expected]).norm().item())
+    assert norm.item() == pytest.approx(torch.cat([g.ravel() for g in expected]).norm().item())
     torch.testing.assert_close(gradients(model), expected)
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.5, 1e6])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
-def test_the_optimizer_may_scale_the_gradients(model: nn.Module, kind: str, precision: str,
-                                               max_norm: float) -> None:
+def test_the_optimizer_may_scale_the_gradients(
+    model: nn.Module, kind: str, precision: str, max_norm: float
+) -> None:
     """It does what `clip` does otherwise, a step that is skipped among others."""
     model[3].weight.requires_grad_(False)
     models = model, copy.deepcopy(model)
@@ -136,8 +141,10 @@ def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) 
 
 
 def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
-    guard, optimizer = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True), \
-        build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    guard, optimizer = (
+        StepGuard("fp32", 0.0, torch.device("cpu"), fold=True),
+        build("adamw", model, 1e-2, (0.9, 0.95), 0.1),
+    )
     fill_gradients(model)
     guard.clip(optimizer, 1.0)
     assert optimizer.grad_scale is not None
@@ -155,8 +162,9 @@ def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_step_that_is_no_number_leaves_all_as_it_was(model: nn.Module, precision: str,
-                                                       value: float) -> None:
+def test_a_step_that_is_no_number_leaves_all_as_it_was(
+    model: nn.Module, precision: str, value: float
+) -> None:
     guard, optimizer = guarded(model, precision)
     fill_gradients(model, guard.scale)
     guard.clip(optimizer, 1.0)
@@ -205,7 +213,8 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
     reference = copy.deepcopy(model)
     fill_gradients(reference)
     assert norm.item() == pytest.approx(
-        nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item())
+        nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
+    )
 
 
 def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:

@@ -42,7 +42,8 @@ def test_cosine() -> None:
     after = rates("cosine", warmup=0, total=101)
     for step, rate in enumerate(after):
         assert rate == pytest.approx(
-            MINIMUM + (PEAK - MINIMUM) * (1 + math.cos(math.pi * step / 100)) / 2)
+            MINIMUM + (PEAK - MINIMUM) * (1 + math.cos(math.pi * step / 100)) / 2
+        )
     assert after[50] == pytest.approx((PEAK + MINIMUM) / 2)
 
 
@@ -78,7 +79,8 @@ def test_a_raised_total_stretches_the_schedule(kind: str) -> None:
     assert long[10:][2 * 25] == pytest.approx(short[10:][25], rel=0.02)
 
 
-@pytest.mark.parametrize(("total", "steps"), [(1, 0), (19, 0), (20, 1), (1000, 50),
-                                              (20_000, 1000), (10**6, 1000)])
+@pytest.mark.parametrize(
+    ("total", "steps"), [(1, 0), (19, 0), (20, 1), (1000, 50), (20_000, 1000), (10**6, 1000)]
+)
 def test_the_warm_up_when_none_is_given(total: int, steps: int) -> None:
     assert schedule.default_warmup(total) == steps

@@ -27,9 +27,17 @@ def main() -> None:
     """Shard a model, try its experts, and write which function each rank uses."""
     layout = ParallelLayout.start()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MixtralConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))
+        model = AutoModelForCausalLM.from_config(
+            MixtralConfig(
+                vocab_size=97,
+                hidden_size=32,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_local_experts=4,
+            )
+        )
     experts.use_own_function(model)
     parallelize.parallelize(model, layout.fsdp, "fp32")
     parallelize.materialise(model, layout.device, offload=False)

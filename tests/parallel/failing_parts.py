@@ -38,16 +38,24 @@ def fail(*_: Any) -> None:
 def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     """Return the losses of all ranks together. All ranks must call this."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
     parallelize.parallelize(model, layout.fsdp, "fp32", compiler=compiler)
     wrap = compiler.for_part("the update").wrap if compiler else None
     adamw = registry.build("adamw8bit", model, 1e-2, (0.9, 0.95), 0.1, wrap)
     guard = StepGuard("fp32", 30.0, layout.device, layout.ranks)
     loss_sum = loss.build_loss(model, layout, "concat", compiler)
-    tokens = torch.randint(0, 96, (STEPS, layout.ranks, 2, 33),
-                           generator=torch.Generator().manual_seed(1))[:, layout.rank]
+    tokens = torch.randint(
+        0, 96, (STEPS, layout.ranks, 2, 33), generator=torch.Generator().manual_seed(1)
+    )[:, layout.rank]
     losses = []
     for step in range(STEPS):
         batch = MicroBatch(tokens[step, :, :-1], tokens[step, :, 1:])
@@ -69,6 +77,7 @@ def main() -> None:
         def run(*arguments: Any) -> Any:
             calls[0] += any("attention" in str(node.target) for node in graph.graph.nodes)
             return graph.forward(*arguments)
+
         return run
 
     def compile_(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -80,9 +89,16 @@ def main() -> None:
     expected = train(layout, None)
     with mock.patch.object(torch, "compile", compile_):
         found = train(layout, make_compiler(True, layout.device))
-    (Path(sys.argv[1]) / f"{layout.rank}.json").write_text(json.dumps(
-        {"uncompiled": expected, "compiled": found, "blocks": calls[0],
-         "warnings": [text for text in said if text.startswith("compile:")]}))
+    (Path(sys.argv[1]) / f"{layout.rank}.json").write_text(
+        json.dumps(
+            {
+                "uncompiled": expected,
+                "compiled": found,
+                "blocks": calls[0],
+                "warnings": [text for text in said if text.startswith("compile:")],
+            }
+        )
+    )
     layout.stop()
 
 

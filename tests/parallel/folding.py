@@ -16,8 +16,12 @@ from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout, make_mesh
 from tests.parallel.summing import train
 
-CASES = [("adamw", "fp32", False), ("adamw8bit", "fp32", False), ("adamw", "fp16", False),
-         ("adamw", "fp32", True)]
+CASES = [
+    ("adamw", "fp32", False),
+    ("adamw8bit", "fp32", False),
+    ("adamw", "fp16", False),
+    ("adamw", "fp32", True),
+]
 
 
 def main() -> None:
@@ -28,9 +32,16 @@ def main() -> None:
         mesh = make_mesh("cpu", ranks, ranks // shard)
         for optimizer, precision, offload in CASES:
             found[f"{optimizer} {precision} {shard} {offload}"] = [
-                train(layout, mesh, precision,
-                      StepGuard(precision, 30.0, layout.device, ranks, fold), optimizer, offload)
-                for fold in (False, True)]
+                train(
+                    layout,
+                    mesh,
+                    precision,
+                    StepGuard(precision, 30.0, layout.device, ranks, fold),
+                    optimizer,
+                    offload,
+                )
+                for fold in (False, True)
+            ]
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     layout.stop()

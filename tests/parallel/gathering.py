@@ -32,26 +32,48 @@ from lib.tokens.batches import MicroBatch
 
 STEPS = 2
 CASES: dict[str, dict[str, Any]] = {
-    "one pass": {"passes": 1}, "three passes": {}, "tied": {"tied": True}, "adapters": {"lora": 2},
-    "recomputed": {"recompute": "full"}, "bf16": {"precision": "bf16"},
-    "offload": {"offload": True}}
+    "one pass": {"passes": 1},
+    "three passes": {},
+    "tied": {"tied": True},
+    "adapters": {"lora": 2},
+    "recomputed": {"recompute": "full"},
+    "bf16": {"precision": "bf16"},
+    "offload": {"offload": True},
+}
 
 
 def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
     """Return a model of three blocks on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied),
-            dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                vocab_size=96,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                tie_word_embeddings=tied,
+            ),
+            dtype=torch.float32,
+        ).train()
     if lora:
         Lora(lora, 2.0 * lora, precision=precision).convert(model, Placement())
     return model
 
 
-def train(layout: ParallelLayout, shard_size: int, kept: bool, passes: int = 3, tied: bool = False,
-          lora: int = 0, recompute: str = "none", precision: str = "fp32", offload: bool = False,
-          separate: bool = False) -> dict[str, Any]:
+def train(
+    layout: ParallelLayout,
+    shard_size: int,
+    kept: bool,
+    passes: int = 3,
+    tied: bool = False,
+    lora: int = 0,
+    recompute: str = "none",
+    precision: str = "fp32",
+    offload: bool = False,
+    separate: bool = False,
+) -> dict[str, Any]:
     """Return what `STEPS` steps of a sharded model gather and give. All ranks must call this."""
     model = make_model(tied, lora, precision)
     mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard_size)
@@ -68,8 +90,9 @@ def train(layout: ParallelLayout, shard_size: int, kept: bool, passes: int = 3, 
     loss.chunk(model, layout)
     adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
     guard = StepGuard(precision, 30.0, torch.device("cpu"), layout.ranks)
-    tokens = torch.randint(0, 96, (STEPS, passes, layout.ranks, 17),
-                           generator=torch.Generator().manual_seed(1))[:, :, layout.rank]
+    tokens = torch.randint(
+        0, 96, (STEPS, passes, layout.ranks, 17), generator=torch.Generator().manual_seed(1)
+    )[:, :, layout.rank]
     gathered: list[str] = []
     gather = _fsdp_param_group.foreach_all_gather
 
@@ -88,7 +111,7 @@ def train(layout: ParallelLayout, shard_size: int, kept: bool, passes: int = 3, 
                 found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:]), factor)
                 forward = list(gathered)
                 found.backward()
-                seen.append([forward, gathered[len(forward):]])
+                seen.append([forward, gathered[len(forward) :]])
                 gathered.clear()
                 total += found.item()
             losses.append(layout.total([total])[0])
@@ -97,18 +120,29 @@ def train(layout: ParallelLayout, shard_size: int, kept: bool, passes: int = 3, 
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         validated = validate(model, tokens[0, 0][None])
-    weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters()
-                       if isinstance(p, DTensor) and p.requires_grad)
-    return {"passes": seen, "losses": losses, "validated": validated,
-            "weights": hashlib.sha256(weights).hexdigest()}
+    weights = b"".join(
+        p.full_tensor().detach().numpy().tobytes()
+        for p in model.parameters()
+        if isinstance(p, DTensor) and p.requires_grad
+    )
+    return {
+        "passes": seen,
+        "losses": losses,
+        "validated": validated,
+        "weights": hashlib.sha256(weights).hexdigest(),
+    }
 
 
 def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
     """Return a loss without gradients, after which everything must be sharded."""
     with torch.no_grad(), loss.eval_mode(model):
         found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
-    groups = [group for module in model.modules() if isinstance(module, FSDPModule)
-              for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
     assert groups and all(group.is_sharded for group in groups)
     return found
 

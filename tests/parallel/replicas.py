@@ -26,11 +26,19 @@ def main() -> None:
     for precision in ("fp32", "fp16"):
         found[precision] = []
         for averaged_on in ((), ("cpu",)):
-            with mock.patch.object(parallelize, "_AVERAGED_ON", averaged_on), \
-                    mock.patch.object(parallelize, "_sum_gradients",
-                                      wraps=parallelize._sum_gradients) as summing:
-                guard = StepGuard(precision, 30.0, layout.device, ranks,
-                                  divisor=parallelize.gradient_divisor(mesh))
+            with (
+                mock.patch.object(parallelize, "_AVERAGED_ON", averaged_on),
+                mock.patch.object(
+                    parallelize, "_sum_gradients", wraps=parallelize._sum_gradients
+                ) as summing,
+            ):
+                guard = StepGuard(
+                    precision,
+                    30.0,
+                    layout.device,
+                    ranks,
+                    divisor=parallelize.gradient_divisor(mesh),
+                )
                 found[precision].append(train(layout, mesh, precision, guard))
                 found[precision][-1]["told"] = summing.call_count
     if layout.rank == 0:

@@ -45,13 +45,26 @@ class AveragingGuard(StepGuard):
         return power * self.scale
 
 
-def train(layout: ParallelLayout, mesh: DeviceMesh, precision: str, guard: StepGuard,
-          optimizer: str = "adamw", offload: bool = False) -> dict[str, Any]:
+def train(
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    precision: str,
+    guard: StepGuard,
+    optimizer: str = "adamw",
+    offload: bool = False,
+) -> dict[str, Any]:
     """Return what `STEPS` steps of a sharded model give. All ranks must call this."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
     parallelize.shard(model, mesh, precision, offload)
     adamw = registry.build(optimizer, model, 1e-2, (0.9, 0.95), 0.1)
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))
@@ -72,8 +85,12 @@ def train(layout: ParallelLayout, mesh: DeviceMesh, precision: str, guard: StepG
         adamw.zero_grad(set_to_none=True)
         found.append([layout.total([total])[0] / count, norm])
     weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
-    return {"steps": found, "scale": guard.scale, "skipped": guard.read().steps,
-            "weights": hashlib.sha256(weights).hexdigest()}
+    return {
+        "steps": found,
+        "scale": guard.scale,
+        "skipped": guard.read().steps,
+        "weights": hashlib.sha256(weights).hexdigest(),
+    }
 
 
 def main() -> None:
@@ -83,8 +100,9 @@ def main() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):
             mesh = make_mesh("cpu", ranks, ranks // shard)
-            summed = train(layout, mesh, precision,
-                           StepGuard(precision, 30.0, layout.device, ranks))
+            summed = train(
+                layout, mesh, precision, StepGuard(precision, 30.0, layout.device, ranks)
+            )
             with mock.patch.object(parallelize, "_sum_gradients"):
                 averaged = train(layout, mesh, precision, AveragingGuard(precision, ranks))
             found[f"{precision} {shard}"] = summed, averaged

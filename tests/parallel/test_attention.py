@@ -30,6 +30,7 @@ LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Return a function that stands in for a GPU of some compute capability."""
+
     def set_up(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -43,11 +44,14 @@ def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
     assert attention.choose("auto", "documents", "bf16", LLAMA) == "varlen"
     assert attention.choose("auto", "concat", "fp32", LLAMA) == "sdpa"
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)  # 260 numbers per head
-    cases = [((9, 0), "fp32", LLAMA, "takes no fp32"), ((7, 5), "fp16", LLAMA, "a GPU is older"),
-             ((9, 0), "bf16", wide, "256 numbers per head at most, and this model has 260"),
-             ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
-             ((9, 0), "bf16", GPT2Config(), "knows no dropout"),
-             ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel")]
+    cases = [
+        ((9, 0), "fp32", LLAMA, "takes no fp32"),
+        ((7, 5), "fp16", LLAMA, "a GPU is older"),
+        ((9, 0), "bf16", wide, "256 numbers per head at most, and this model has 260"),
+        ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
+        ((9, 0), "bf16", GPT2Config(), "knows no dropout"),
+        ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel"),
+    ]
     for capability, precision, config, says in cases:
         gpu(*capability)
         assert attention.choose("auto", "documents", precision, config) == "sdpa"
@@ -66,9 +70,10 @@ def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, 
     assert attention.choose("flash_attention_2", "concat", "bf16", LLAMA) == "flash_attention_2"
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
     for capability, precision, config, says in (
-            ((9, 0), "fp32", LLAMA, "flash_attn takes no fp32"),
-            ((7, 5), "fp16", LLAMA, "a GPU is older"),
-            ((9, 0), "bf16", wide, "this model has 260")):
+        ((9, 0), "fp32", LLAMA, "flash_attn takes no fp32"),
+        ((7, 5), "fp16", LLAMA, "a GPU is older"),
+        ((9, 0), "bf16", wide, "this model has 260"),
+    ):
         gpu(*capability)
         assert attention.flash_or_auto(precision, config) == "auto"
         told = capsys.readouterr().out
@@ -78,18 +83,27 @@ def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, 
         assert says in error.value.render() and "--attention flash" in error.value.run
 
 
-@pytest.mark.parametrize("config, sizes", [
-    (LLAMA, (8, 8)), (DeepseekV3Config(), (192, 128)), (Gemma3TextConfig(head_dim=256), (256, 256)),
-    (LlamaConfig(hidden_size=36, num_attention_heads=3), (12, 12)), (GPT2Config(), (64, 64))],
-    ids=lambda value: getattr(value, "model_type", ""))
+@pytest.mark.parametrize(
+    "config, sizes",
+    [
+        (LLAMA, (8, 8)),
+        (DeepseekV3Config(), (192, 128)),
+        (Gemma3TextConfig(head_dim=256), (256, 256)),
+        (LlamaConfig(hidden_size=36, num_attention_heads=3), (12, 12)),
+        (GPT2Config(), (64, 64)),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
 def test_the_config_tells_how_wide_heads_are(config: PretrainedConfig, sizes: tuple) -> None:
     assert attention.head_sizes(config) == sizes
 
 
 @pytest.mark.parametrize("wide, of_values", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
-def test_the_kernel_gets_heads_of_a_size_that_it_takes(monkeypatch: pytest.MonkeyPatch, wide: int,
-                                                       of_values: int) -> None:
+def test_the_kernel_gets_heads_of_a_size_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, wide: int, of_values: int
+) -> None:
     """Its limits, as torch's sources have them: one size for all, a multiple of eight."""
+
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
         return attention._by_document(query, key, value, ends, 20, scale, 0)
@@ -104,20 +118,35 @@ def test_the_kernel_gets_heads_of_a_size_that_it_takes(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("knows_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_the_kernel_is_asked_in_the_words_of_its_version(monkeypatch: pytest.MonkeyPatch,
-                                                         knows_groups: bool, window: int) -> None:
+def test_the_kernel_is_asked_in_the_words_of_its_version(
+    monkeypatch: pytest.MonkeyPatch, knows_groups: bool, window: int
+) -> None:
     """The kernel itself needs a GPU; what takes its place knows as many heads as it is given."""
-    def attend(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple,
-               ) -> Tensor:
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple
+    ) -> Tensor:
         return attention._by_document(query, key, value, boundaries, 13, None, window[0] + 1)
 
-    def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
-            window_size=(-1, -1), enable_gqa=False):
+    def new(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
         assert enable_gqa and key.shape[1] == 2 and max_q == max_k == 13
         return attend(query, key, value, cu_seq_q, window_size)
 
-    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
-            window_size=(-1, -1)):
+    def old(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+    ):
         assert key.shape[1] == 2
         return attend(query, key, value, cu_seq_q, window_size)
 
@@ -154,12 +183,14 @@ def test_the_model_gets_boundaries_and_the_longest_document(implementation: str)
     assert shorter["max_length_q"] == shorter["max_length_k"] == 128
 
 
-def test_the_longest_document_of_a_batch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch,
-                                                            ) -> None:
+def test_the_longest_document_of_a_batch_reaches_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[int] = []
 
-    def note(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, *_: Any,
-             ) -> Tensor:
+    def note(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, *_: Any
+    ) -> Tensor:
         asked.append(longest)
         return query
 

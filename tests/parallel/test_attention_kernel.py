@@ -26,8 +26,9 @@ NOT_HERE = "(flash_attn_3 is not installed)"
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Stand in for a GPU of compute capability 9.0, with flash_attn_3 and heads on the CPU."""
     heads, order = attention_kernel._heads, torch._C._get_sdp_priority_order()
-    monkeypatch.setattr(attention_kernel, "_heads", lambda config, dtype, _: heads(
-        config, torch.float32, CPU))
+    monkeypatch.setattr(
+        attention_kernel, "_heads", lambda config, dtype, _: heads(config, torch.float32, CPU)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: True)
@@ -47,8 +48,13 @@ def provide(monkeypatch: pytest.MonkeyPatch, register: object) -> None:
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
 
 
-def settled(name: str = "sdpa", packing: str = "concat", precision: str = "bf16",
-            device: torch.device = GPU, config: PretrainedConfig | None = None) -> str:
+def settled(
+    name: str = "sdpa",
+    packing: str = "concat",
+    precision: str = "bf16",
+    device: torch.device = GPU,
+    config: PretrainedConfig | None = None,
+) -> str:
     config = config or LlamaConfig(**LLAMA)
     config._attn_implementation = name
     return attention_kernel.settle(SimpleNamespace(config=config), packing, precision, device)
@@ -62,8 +68,9 @@ def test_flash_attention_3_is_taken_where_it_computes_the_same(hopper) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raises", "is not there", "is wrong"])
-def test_one_that_fails_its_trial_is_left_alone(hopper, monkeypatch: pytest.MonkeyPatch,
-                                                fault: str) -> None:
+def test_one_that_fails_its_trial_is_left_alone(
+    hopper, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     """In words, and torch's own kernel is back."""
     tried = attention_kernel._tried
 
@@ -81,11 +88,15 @@ def test_one_that_fails_its_trial_is_left_alone(hopper, monkeypatch: pytest.Monk
     if fault == "is not there":
         provide(monkeypatch, absent)
     before = torch._C._get_sdp_priority_order()
-    says = {"raises": "RuntimeError: no kernel image is available",
-            "is not there": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
-            "is wrong": "its results differ by 0.1 of their norm"}[fault]
-    assert settled("varlen", "documents") == "varlen, by FlashAttention 2 of torch " \
+    says = {
+        "raises": "RuntimeError: no kernel image is available",
+        "is not there": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
+        "is wrong": "its results differ by 0.1 of their norm",
+    }[fault]
+    assert (
+        settled("varlen", "documents") == "varlen, by FlashAttention 2 of torch "
         f"(FlashAttention 3 fails here: {says})"
+    )
     assert current_flash_attention_impl() is None
     assert torch._C._get_sdp_priority_order() == before
 
@@ -108,8 +119,10 @@ def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) 
     kernel = "torch's memory-efficient kernel"
     assert settled(precision="fp32") == f"sdpa, by {kernel}"
     assert settled("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
-    assert settled("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the " \
+    assert (
+        settled("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
         "kernel for packed documents takes no fp32; that is several times slower"
+    )
     assert settled("eager") == "eager, by matrix products, which is slow"
     assert settled(device=CPU) == "sdpa, by torch's kernel for CPUs"
 
@@ -119,5 +132,9 @@ def test_torch_is_asked_as_transformers_will_ask_it(by_mask: bool) -> None:
     heads = attention_kernel._heads(LlamaConfig(**LLAMA), torch.float32, CPU)
     assert [tuple(part.shape) for part in heads] == [(1, n, 256, 16) for n in (4, 2, 2)]
     assert attention_kernel._torch_takes(heads, by_mask) in SDPBackend.__members__.values()
-    assert attention_kernel._heads(LlamaConfig(**LLAMA | {"num_key_value_heads": 3}),
-                                   torch.float32, CPU) == []
+    assert (
+        attention_kernel._heads(
+            LlamaConfig(**LLAMA | {"num_key_value_heads": 3}), torch.float32, CPU
+        )
+        == []
+    )

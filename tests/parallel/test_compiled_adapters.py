@@ -21,8 +21,14 @@ from lib.parallel.compiling import Compiler
 from lib.tokens.batches import MicroBatch
 
 RANK, LINEARS = 4, 7
-CONFIG = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-                     num_attention_heads=4, num_key_value_heads=2)
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 Graphs = dict[str, list[torch.fx.GraphModule]]
 
 
@@ -49,11 +55,21 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         def kept(graph: torch.fx.GraphModule, _: object) -> object:
             found[way].append(graph)
             return make_boxed_func(graph)
+
         return kept
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=aot_autograd(
-        fw_compiler=keep("forward"), bw_compiler=keep("backward"),
-        partition_fn=min_cut_rematerialization_partition)))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        functools.partial(
+            torch.compile,
+            backend=aot_autograd(
+                fw_compiler=keep("forward"),
+                bw_compiler=keep("backward"),
+                partition_fn=min_cut_rematerialization_partition,
+            ),
+        ),
+    )
     torch._dynamo.reset()
     return found
 
@@ -65,10 +81,14 @@ def batch() -> MicroBatch:
 
 def over_the_rank(graph: torch.fx.GraphModule, wide: bool = True) -> int:
     """Return the matrix products over the rank in a graph, with a wide result."""
-    sizes = [[argument.meta["val"].shape for argument in node.args[:2]]
-             for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
-    return sum(one[1] == RANK and one[0] == 64 and (other[1] > RANK) == wide
-               for one, other in sizes)
+    sizes = [
+        [argument.meta["val"].shape for argument in node.args[:2]]
+        for node in graph.graph.nodes
+        if node.target is torch.ops.aten.mm.default
+    ]
+    return sum(
+        one[1] == RANK and one[0] == 64 and (other[1] > RANK) == wide for one, other in sizes
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -98,9 +118,13 @@ def test_selective_recomputation_keeps_no_sum(model: nn.Module, graphs: Graphs) 
         loss.token_loss_sum(again, batch()).backward()
         forward, backward = (found[-1] for found in graphs.values())
         products[recompute] = over_the_rank(backward)
-        sums = [node for node in forward.graph.output_node().args[0]
-                if isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.add.Tensor
-                and node.meta["val"].shape[-1] == CONFIG.intermediate_size]
+        sums = [
+            node
+            for node in forward.graph.output_node().args[0]
+            if isinstance(node, torch.fx.Node)
+            and node.target is torch.ops.aten.add.Tensor
+            and node.meta["val"].shape[-1] == CONFIG.intermediate_size
+        ]
         assert len(sums) == (2 if recompute == "none" else 0)
     # Nothing in the backward pass needs the result of the last linear.
     assert products["selective"] == products["none"] + LINEARS - 1
@@ -109,25 +133,34 @@ def test_selective_recomputation_keeps_no_sum(model: nn.Module, graphs: Graphs) 
 def test_uncompiled_adapters_add_within_the_product(model: nn.Module) -> None:
     linear = model.model.layers[0].mlp.up_proj
     x = torch.randn(2, 5, 64)
-    expected = torch.addmm(nn.functional.linear(x, linear.weight).flatten(0, 1),
-                           linear.lora_A(x).flatten(0, 1), linear.lora_B.weight.t())
+    expected = torch.addmm(
+        nn.functional.linear(x, linear.weight).flatten(0, 1),
+        linear.lora_A(x).flatten(0, 1),
+        linear.lora_B.weight.t(),
+    )
     assert torch.equal(linear(x).flatten(0, 1), expected)
 
 
 @pytest.mark.slow
-def test_the_sum_is_part_of_other_kernels(model: nn.Module, monkeypatch: pytest.MonkeyPatch,
-                                          ) -> None:
+def test_the_sum_is_part_of_other_kernels(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Inductor's code the sums cost no kernel, and no `addmm` is left that copies an output."""
     kernels, added = [], []
-    for add_to in (Factor.add_to, lambda factor, output, low: torch.addmm(
-            output.flatten(0, -2), low.flatten(0, -2), factor.weight.t()).view_as(output)):
+    for add_to in (
+        Factor.add_to,
+        lambda factor, output, low: torch.addmm(
+            output.flatten(0, -2), low.flatten(0, -2), factor.weight.t()
+        ).view_as(output),
+    ):
         monkeypatch.setattr(Factor, "add_to", add_to)
         torch._dynamo.reset()
         again = copy.deepcopy(model)
         parallelize.wrap_blocks(again, "none", Compiler(required=True))
-        _, (code, *_) = run_and_get_code(lambda m: loss.token_loss_sum(m, batch()).backward(),
-                                         again)
-        call = code[code.rindex("def call"):]
+        _, (code, *_) = run_and_get_code(
+            lambda m: loss.token_loss_sum(m, batch()).backward(), again
+        )
+        call = code[code.rindex("def call") :]
         kernels.append(len(re.findall(r"\bcpp_fused\w*\(", call)))
         added.append(call.count("extern_kernels.addmm("))
     assert kernels[0] == kernels[1] > 0

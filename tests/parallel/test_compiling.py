@@ -11,8 +11,9 @@ from tests.conftest import run_stage
 from tests.parallel.failing_parts import STEPS
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
+)
 def test_a_failing_loss_and_update_leave_the_blocks_compiled(tmp_path: Path, ranks: int) -> None:
     """Also with `--compile on`, and where one rank alone fails; none waits for another."""
     run_stage("tests/parallel/failing_parts.py", tmp_path, cwd=tmp_path, ranks=ranks, timeout=100)

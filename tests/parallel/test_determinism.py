@@ -20,16 +20,23 @@ from tests.training import VOCABULARY, metrics, save_model
 
 # What has no deterministic way on CUDA (torch.use_deterministic_algorithms of torch 2.11 to 2.13);
 # the second set is refused for floating-point numbers only.
-REFUSED = {"aten::put_", "aten::median", "aten::nll_loss2d_forward", "aten::_ctc_loss_backward",
-           "aten::_embedding_bag", "aten::grid_sampler_2d_backward"}
+REFUSED = {
+    "aten::put_",
+    "aten::median",
+    "aten::nll_loss2d_forward",
+    "aten::_ctc_loss_backward",
+    "aten::_embedding_bag",
+    "aten::grid_sampler_2d_backward",
+}
 REFUSED_IF_FLOAT = {"aten::histc", "aten::cumsum", "aten::bincount"}
 
 
 class Strict(TorchDispatchMode):
     """Fails where CUDA would refuse an operation."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                           named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         name = function._schema.name
         assert name not in REFUSED, name
         assert name not in REFUSED_IF_FLOAT or not arguments[0].is_floating_point(), name
@@ -37,8 +44,9 @@ class Strict(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_has_no_operation_that_cuda_refuses(name: str, monkeypatch: pytest.MonkeyPatch,
-                                                    ) -> None:
+def test_a_model_has_no_operation_that_cuda_refuses(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On meta tensors; experts are computed as stage 04 does."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.bfloat16).train()
@@ -61,8 +69,9 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("given", [None, ":16:8"])
-def test_torch_and_cublas_are_asked_strictly(monkeypatch: pytest.MonkeyPatch, given: str | None,
-                                             ) -> None:
+def test_torch_and_cublas_are_asked_strictly(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
     monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
     determinism.require()
     assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": given or ":4096:8"}
@@ -85,14 +94,35 @@ def test_a_run_of_experts(prepared_once: Path, tmp_path: Path) -> None:
     """All of stage 04 has a deterministic way; stopped and gone on, the figures are the same."""
     shutil.copytree(prepared_once / "model", tmp_path / "mixtral")
     save_model(tmp_path / "mixtral", FAMILIES["mixtral"](VOCABULARY))
-    common = ("-d", prepared_once / "hf_datasets" / "corpus", "-m", tmp_path / "mixtral",
-              "--cache-dir", tmp_path / ".cache", "--precision", "fp32", "--log-freq", 1,
-              "-s", 64, "--lr-scheduler", "constant")
+    common = (
+        "-d",
+        prepared_once / "hf_datasets" / "corpus",
+        "-m",
+        tmp_path / "mixtral",
+        "--cache-dir",
+        tmp_path / ".cache",
+        "--precision",
+        "fp32",
+        "--log-freq",
+        1,
+        "-s",
+        64,
+        "--lr-scheduler",
+        "constant",
+    )
     strict = ("-e", "strict", "--deterministic", "on")
-    for more in (("-e", "plain", "--max-steps", 3), (*strict, "--max-steps", 2),
-                 (*strict, "--max-steps", 3)):
+    for more in (
+        ("-e", "plain", "--max-steps", 3),
+        (*strict, "--max-steps", 2),
+        (*strict, "--max-steps", 3),
+    ):
         done = run_stage("04_train_fsdp.py", *common, *more, cwd=tmp_path)
     assert "deterministic: as a processor does anyway" in done.stdout
-    figures = [[(row["step"], row["train/loss"], row["train/grad_norm"]) for row in
-                metrics(tmp_path, name)] for name in ("plain", "strict")]
+    figures = [
+        [
+            (row["step"], row["train/loss"], row["train/grad_norm"])
+            for row in metrics(tmp_path, name)
+        ]
+        for name in ("plain", "strict")
+    ]
     assert figures[0] == figures[1] and len(figures[0]) == 3

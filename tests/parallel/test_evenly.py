@@ -21,7 +21,8 @@ from tests.training import SEQ_LENGTH, metrics, save_model, steps_saved
 FAMILIES = {
     "Mixtral 8x7B": MixtralConfig(num_hidden_layers=1),
     "Qwen 1.5 MoE": AutoConfig.for_model("qwen2_moe", num_hidden_layers=1),
-    "gpt-oss 20B": GptOssConfig(num_hidden_layers=1, num_local_experts=32)}
+    "gpt-oss 20B": GptOssConfig(num_hidden_layers=1, num_local_experts=32),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -30,9 +31,12 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
         model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
     whole, shapes = model.num_parameters(), [p.shape for p in model.parameters()]
     for ranks in range(1, 129):
-        most = sum(shape.numel() / ranks *
-                   evenly.unevenness(shape, ranks, evenly.sharded_dim(shape, ranks))
-                   for shape in shapes)
+        most = sum(
+            shape.numel()
+            / ranks
+            * evenly.unevenness(shape, ranks, evenly.sharded_dim(shape, ranks))
+            for shape in shapes
+        )
         assert most <= 1.15 * whole / ranks, ranks
     for ranks in (3, 16, 24, 100):  # as FSDP2 has it
         with torch.device("meta"):
@@ -44,8 +48,10 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
 
 
 def test_what_has_few_rows_is_shared_as_before() -> None:
-    assert [evenly.sharded_dim(shape, 64) for shape in (
-        (96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))] == [0, 0, 1, 0, 0]
+    assert [
+        evenly.sharded_dim(shape, 64)
+        for shape in ((96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))
+    ] == [0, 0, 1, 0, 0]
     assert evenly.sharded_dim((40, 60, 8), 64) == 1
 
 
@@ -68,10 +74,28 @@ def test_neither_weights_nor_states_have_padding() -> None:
 
 def test_blocks_of_8_bits_are_not_cut(project: Path) -> None:
     save_model(project / "moe", MIXTRAL)
-    shutil.copytree(project / "model", project / "moe", dirs_exist_ok=True,
-                    ignore=lambda _, names: [name for name in names if "token" not in name])
-    result = run_stage("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "moe", "--optimizer",
-                       "adamw8bit", "--dry-run", "--plan-gpus", 3, cwd=project, expect=2)
+    shutil.copytree(
+        project / "model",
+        project / "moe",
+        dirs_exist_ok=True,
+        ignore=lambda _, names: [name for name in names if "token" not in name],
+    )
+    result = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "run",
+        "-d",
+        "corpus",
+        "-m",
+        "moe",
+        "--optimizer",
+        "adamw8bit",
+        "--dry-run",
+        "--plan-gpus",
+        3,
+        cwd=project,
+        expect=2,
+    )
     assert "--optimizer adamw8bit cannot be shared by 3 ranks" in result.stderr
     assert "parameters of 4 × 32 × 48" in result.stderr
 
@@ -82,19 +106,58 @@ def test_as_on_one_rank(project: Path) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MIXTRAL)
-    common = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--max-steps", 6, "--ckpt-freq", 3,
-              "--lr", "1e-2", "--precision", "fp32", "--log-freq", 1)
-    run_stage("04_train_fsdp.py", "-e", "one", "-b", 2, "--grad-accum-steps", 3, *common,
-              cwd=project)
+    common = (
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        6,
+        "--ckpt-freq",
+        3,
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--log-freq",
+        1,
+    )
+    run_stage(
+        "04_train_fsdp.py", "-e", "one", "-b", 2, "--grad-accum-steps", 3, *common, cwd=project
+    )
     expected = [(row["train/loss"], row["train/grad_norm"]) for row in metrics(project, "one")]
-    run_stage("04_train_fsdp.py", "-e", "three", "-b", 2, "--compile", "on",
-              "--activation-checkpointing", "selective", *common, cwd=project, ranks=3)
+    run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "three",
+        "-b",
+        2,
+        "--compile",
+        "on",
+        "--activation-checkpointing",
+        "selective",
+        *common,
+        cwd=project,
+        ranks=3,
+    )
     shutil.copytree(project / "outputs" / "three", project / "outputs" / "two")
     shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000006")
     state = project / "outputs" / "two" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"status": "running"}))
-    result = run_stage("04_train_fsdp.py", "-e", "two", "-b", 3, "--ckpt-async", "off", *common,
-                       cwd=project, ranks=2)
+    result = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "two",
+        "-b",
+        3,
+        "--ckpt-async",
+        "off",
+        *common,
+        cwd=project,
+        ranks=2,
+    )
     assert "resumed from" in result.stdout + result.stderr
     for name in ("three", "two"):
         assert steps_saved(project, name)[-1] == 6
@@ -104,9 +167,13 @@ def test_as_on_one_rank(project: Path) -> None:
     exported = []
     for name in ("one", "three", "two"):
         run_stage("05_export_checkpoint.py", "-e", name, "--dtype", "float32", cwd=project)
-        exported.append(AutoModelForCausalLM.from_pretrained(
-            project / "outputs" / name / "export" / "step_00000006"))
+        exported.append(
+            AutoModelForCausalLM.from_pretrained(
+                project / "outputs" / name / "export" / "step_00000006"
+            )
+        )
     for other in exported[1:]:
-        for (key, mine), theirs in zip(exported[0].named_parameters(), other.parameters(),
-                                       strict=True):
+        for (key, mine), theirs in zip(
+            exported[0].named_parameters(), other.parameters(), strict=True
+        ):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=key)

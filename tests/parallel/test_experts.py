@@ -32,26 +32,74 @@ from tests.models.families import FAMILIES
 from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
 HIDDEN, COUNT, CHOICES, TOKENS = 24, 5, 3, 40
-GPT_OSS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-           "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 16}
+GPT_OSS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 16,
+}
 MODELS = {name: FAMILIES[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe")} | {
-    "gpt_oss": lambda vocabulary=97: GptOssConfig(**GPT_OSS, vocab_size=vocabulary)}
+    "gpt_oss": lambda vocabulary=97: GptOssConfig(**GPT_OSS, vocab_size=vocabulary)
+}
 # Families whose experts differ (by layout, activation, biases, norms or names in the config), and
 # those that people train most.
-MODULES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
-           "deepseek_v4", "glm4_moe", "olmoe", "phimoe", "nemotron_h", "ernie4_5_moe", "jamba",
-           "granitemoe", "lfm2_moe", "minimax_m2", "dots1", "hunyuan_v1_moe", "flex_olmo", "aria",
-           "muse_spark")
-SIZES = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts",
-                       "moe_num_experts"), COUNT) | {
-    "hidden_size": HIDDEN, "intermediate_size": 16, "moe_intermediate_size": 16,
-    "moe_hidden_size": HIDDEN, "moe_latent_size": None, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2}
-SORTED = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::index_add",
-          "aten::index_add_", "aten::scatter", "aten::scatter_", "aten::scatter_add",
-          "aten::scatter_add_", "aten::sort", "aten::argsort", "aten::index_reduce",
-          "aten::scatter_reduce", "aten::embedding_dense_backward"}
+MODULES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v4",
+    "glm4_moe",
+    "olmoe",
+    "phimoe",
+    "nemotron_h",
+    "ernie4_5_moe",
+    "jamba",
+    "granitemoe",
+    "lfm2_moe",
+    "minimax_m2",
+    "dots1",
+    "hunyuan_v1_moe",
+    "flex_olmo",
+    "aria",
+    "muse_spark",
+)
+SIZES = dict.fromkeys(
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), COUNT
+) | {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "moe_hidden_size": HIDDEN,
+    "moe_latent_size": None,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+SORTED = {
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::index_add",
+    "aten::index_add_",
+    "aten::scatter",
+    "aten::scatter_",
+    "aten::scatter_add",
+    "aten::scatter_add_",
+    "aten::sort",
+    "aten::argsort",
+    "aten::index_reduce",
+    "aten::scatter_reduce",
+    "aten::embedding_dense_backward",
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -61,8 +109,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                           named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         self.counts[function._schema.name] += 1
         return function(*arguments, **(named or {}))
 
@@ -73,12 +122,20 @@ def make_module(family: str, implementation: str = experts.NAME) -> nn.Module:
         modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     except ModuleNotFoundError:
         pytest.skip(f"this transformers has no {family}")
-    kind = next(value for name, value in vars(modeling).items() if name.endswith("Experts")
-                and value.__module__ == modeling.__name__)
+    kind = next(
+        value
+        for name, value in vars(modeling).items()
+        if name.endswith("Experts") and value.__module__ == modeling.__name__
+    )
     if not hasattr(kind, "_apply_gate"):
         pytest.skip(f"the interface of this transformers has no experts of {family}")
-    names = [name for name, value in vars(modeling).items() if name.endswith("Config")
-             and issubclass(value, PretrainedConfig) and value is not PretrainedConfig]
+    names = [
+        name
+        for name, value in vars(modeling).items()
+        if name.endswith("Config")
+        and issubclass(value, PretrainedConfig)
+        and value is not PretrainedConfig
+    ]
     config_class = getattr(modeling, min(names, key=lambda name: ("Text" not in name, name)))
     default = config_class()
     config = config_class(**{name: size for name, size in SIZES.items() if hasattr(default, name)})
@@ -90,17 +147,26 @@ def make_module(family: str, implementation: str = experts.NAME) -> nn.Module:
     return module
 
 
-def make_inputs(count: int = COUNT, choices: int = CHOICES, used: int = COUNT,
-                ) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(
+    count: int = COUNT, choices: int = CHOICES, used: int = COUNT
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, the experts that each of them chooses (of the first `used`), and weights."""
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(TOKENS, used, generator=generator).argsort(1)[:, :choices]
-    return torch.randn(TOKENS, HIDDEN, generator=generator), index, \
-        torch.rand(TOKENS, choices, generator=generator)
+    return (
+        torch.randn(TOKENS, HIDDEN, generator=generator),
+        index,
+        torch.rand(TOKENS, choices, generator=generator),
+    )
 
 
-def results(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor,
-            dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def results(
+    module: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
     """Return what experts make of tokens, and all gradients."""
     module = copy.deepcopy(module).to(dtype)
     inputs = [part.to(dtype).detach().requires_grad_() for part in (hidden, weights)]
@@ -112,8 +178,10 @@ def results(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor,
 
 def difference(ones: list[Tensor], others: list[Tensor]) -> float:
     """Return the largest difference of two lists of tensors, as a share of their norms."""
-    return max(((one.double() - other.double()).norm() / other.double().norm()).item()
-               for one, other in zip(ones, others, strict=True))
+    return max(
+        ((one.double() - other.double()).norm() / other.double().norm()).item()
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize("family", MODULES)
@@ -133,8 +201,14 @@ def test_as_in_a_loop_over_experts_in_double_precision(family: str) -> None:
 def test_no_family_has_a_property_that_is_not_known_here() -> None:
     """A flag that a later transformers adds to the interface is one for `compute` to heed."""
     assert set(inspect.signature(moe.use_experts_implementation).parameters) <= {
-        "experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias",
-        "has_gate", "has_post_expert_norm"}
+        "experts_class",
+        "experts_interface",
+        "is_concatenated",
+        "is_transposed",
+        "has_bias",
+        "has_gate",
+        "has_post_expert_norm",
+    }
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -153,8 +227,9 @@ def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize(("choices", "used"), [(1, COUNT), (3, 3), (1, 1), (5, COUNT)])
-def test_experts_without_tokens_and_other_numbers_of_choices(family: str, choices: int, used: int,
-                                                             ) -> None:
+def test_experts_without_tokens_and_other_numbers_of_choices(
+    family: str, choices: int, used: int
+) -> None:
     module, given = make_module(family), make_inputs(choices=choices, used=used)
     ours = results(module, *given)
     module.config._experts_implementation_internal = "eager"
@@ -210,8 +285,9 @@ def gradients(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
     tokens = torch.randint(0, 97, (2, 25), generator=generator)
     total = loss.token_loss_sum(model, MicroBatch(tokens[:, :-1], tokens[:, 1:]))
     total.backward()
-    return total.item(), {name: p.grad for name, p in model.named_parameters()
-                          if p.grad is not None}
+    return total.item(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("targets", ["", "gate_up_proj|down_proj"], ids=["weights", "adapters"])
@@ -260,26 +336,40 @@ def test_the_product_for_compiled_code_is_torchs(is_transposed: bool) -> None:
     weights = torch.randn(5, *((8, 12) if is_transposed else (12, 8)), generator=generator)
     weights = (weights if is_transposed else weights.transpose(1, 2)).requires_grad_()
     ends = torch.tensor([0, 7, 7, 18, 18], dtype=torch.int32)
-    found, expected = ((out := function(rows, weights, ends)[:18], *torch.autograd.grad(
-        out.square().sum(), (rows, weights))) for function in (
-            experts._group_by_group, lambda *given: F.grouped_mm(*given[:2], offs=given[2])))
+    found, expected = (
+        (
+            out := function(rows, weights, ends)[:18],
+            *torch.autograd.grad(out.square().sum(), (rows, weights)),
+        )
+        for function in (
+            experts._group_by_group,
+            lambda *given: F.grouped_mm(*given[:2], offs=given[2]),
+        )
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one[:18], other[:18])
     torch.library.opcheck(experts._group_by_group, (rows, weights, ends))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize(("family", "backend"), [
-    ("mixtral", "aot_eager"), ("gpt_oss", "aot_eager"),
-    *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in MODELS)])
-def test_compiled_blocks_have_no_break(monkeypatch: pytest.MonkeyPatch, family: str, backend: str,
-                                       recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("mixtral", "aot_eager"),
+        ("gpt_oss", "aot_eager"),
+        *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in MODELS),
+    ],
+)
+def test_compiled_blocks_have_no_break(
+    monkeypatch: pytest.MonkeyPatch, family: str, backend: str, recompute: str
+) -> None:
     plain = make_model(family)
     experts.use_own_function(plain)
     compiled = copy.deepcopy(plain)
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(
-        torch.compile, backend=backend, fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True)
+    )
     parallelize.wrap_blocks(compiled, recompute, compiling.Compiler(required=True))
     (ours, found), (theirs, expected) = gradients(compiled), gradients(plain)
     assert ours == pytest.approx(theirs, rel=1e-6)
@@ -316,8 +406,9 @@ def test_a_model_without_experts_says_nothing_of_them(here: SimpleNamespace) -> 
 
 
 def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
-    return 2 * (rows.index_select(0, routing.inverse).view(*weights.shape, -1)
-                * weights[..., None]).sum(1)
+    return 2 * (
+        rows.index_select(0, routing.inverse).view(*weights.shape, -1) * weights[..., None]
+    ).sum(1)
 
 
 def wrong_gradient(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
@@ -333,11 +424,18 @@ def failing(*_: Tensor) -> Tensor:
     raise RuntimeError("no such kernel\nmore")
 
 
-@pytest.mark.parametrize(("combine", "said"), [
-    (twice, "differ by"), (wrong_gradient, "differ by"), (not_a_number, "differ by inf"),
-    (failing, "RuntimeError: no such kernel")])
-def test_other_numbers_leave_experts_to_transformers(monkeypatch: pytest.MonkeyPatch, combine: Any,
-                                                     said: str, here: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("combine", "said"),
+    [
+        (twice, "differ by"),
+        (wrong_gradient, "differ by"),
+        (not_a_number, "differ by inf"),
+        (failing, "RuntimeError: no such kernel"),
+    ],
+)
+def test_other_numbers_leave_experts_to_transformers(
+    monkeypatch: pytest.MonkeyPatch, combine: Any, said: str, here: SimpleNamespace
+) -> None:
     """Also where blocks have been wrapped for selective checkpointing before."""
     model = make_model("gpt_oss")
     plain = copy.deepcopy(model)
@@ -356,8 +454,9 @@ def test_other_numbers_leave_experts_to_transformers(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_failure_on_one_rank_decides_for_all(tmp_path: Path, ranks: int) -> None:
     """The others wait for that rank within the forward pass, which it must not leave."""
-    run_stage("tests/parallel/failing_experts.py", tmp_path / "lines.json", cwd=tmp_path,
-              ranks=ranks)
+    run_stage(
+        "tests/parallel/failing_experts.py", tmp_path / "lines.json", cwd=tmp_path, ranks=ranks
+    )
     lines = json.loads((tmp_path / "lines.json").read_text())
     assert len({*lines}) == 1 and "RuntimeError: no such kernel" in lines[0]
 
@@ -379,16 +478,48 @@ def test_any_number_of_ranks_trains_alike(project: Path, family: str) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MODELS[family](VOCABULARY))
-    common = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--max-steps", 4, "--lr", "1e-2",
-              "--precision", "fp32", "--log-freq", 1, "--eval-freq", 0)
+    common = (
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        4,
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--log-freq",
+        1,
+        "--eval-freq",
+        0,
+    )
     expected = {}
     for ranks, batch, kind, compiled in (
-            (0, 6, "none", "off"), (2, 3, "none", "off"), (3, 2, "none", "off"),
-            (0, 6, "selective", "off"), (2, 3, "selective", "on"), (3, 2, "full", "off")):
+        (0, 6, "none", "off"),
+        (2, 3, "none", "off"),
+        (3, 2, "none", "off"),
+        (0, 6, "selective", "off"),
+        (2, 3, "selective", "on"),
+        (3, 2, "full", "off"),
+    ):
         name = f"{ranks}_{kind}_{compiled}"
-        done = run_stage("04_train_fsdp.py", "-e", name, "-b", batch, *common, "--compile",
-                         compiled, "--activation-checkpointing", kind, cwd=project,
-                         **({"ranks": ranks} if ranks else {}))
+        done = run_stage(
+            "04_train_fsdp.py",
+            "-e",
+            name,
+            "-b",
+            batch,
+            *common,
+            "--compile",
+            compiled,
+            "--activation-checkpointing",
+            kind,
+            cwd=project,
+            **({"ranks": ranks} if ranks else {}),
+        )
         assert f"experts: {experts.NAME}, by grouped products" in done.stdout
         found = losses(project, name)
         expected = expected or found

@@ -13,8 +13,9 @@ BLOCKS = ["0", "1", "2"]
 ALL = ["embedding", *BLOCKS, "head"]
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))]
+)
 def test_weights_are_gathered_once_where_they_may_stay(tmp_path: Path, ranks: int) -> None:
     """Backward never gathers the embedding, nor the last block, with which it begins.
 

@@ -40,8 +40,16 @@ def put_smi(folder: Path) -> None:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Return what makes a machine of files, and torch one that finds no GPU there."""
-    def make(smi: bool = True, files: int = 2, driver: str = "", version: str = "2.13.0+cu126",
-             cuda: str | None = "12.6", visible: str | None = None, says: str = "") -> None:
+
+    def make(
+        smi: bool = True,
+        files: int = 2,
+        driver: str = "",
+        version: str = "2.13.0+cu126",
+        cuda: str | None = "12.6",
+        visible: str | None = None,
+        says: str = "",
+    ) -> None:
         for name in ("dev", "proc"):
             (tmp_path / name).mkdir()
         for number in range(files):
@@ -50,7 +58,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
             (tmp_path / "proc" / "gpus" / "0000:53:00.0").mkdir(parents=True)
             (tmp_path / "proc" / "version").write_text(
                 "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  "
-                f"{driver}  Release Build\nGCC version: gcc version 12.3.0\n")
+                f"{driver}  Release Build\nGCC version: gcc version 12.3.0\n"
+            )
         if smi:
             put_smi(tmp_path / "bin")
         monkeypatch.setattr(nvidia, "DEV", tmp_path / "dev")
@@ -61,32 +70,54 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         def init() -> None:
             if says:
                 raise RuntimeError(says)
+
         monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
     return make
 
 
-@pytest.mark.parametrize(("how", "problem", "hint"), [
-    ({"version": "2.13.0+cu130", "cuda": "13.0"},
-     "driver 535.104.05 is too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
-     "update the driver or install torch 2.13.0+cu126, which runs with it"),
-    ({"version": "2.13.0+cpu", "cuda": None}, "torch 2.13.0+cpu is built without CUDA",
-     "install torch 2.13.0+cu126, which runs with it"),
-    ({"smi": False, "driver": "580.65.06", "version": "2.13.0+cpu", "cuda": None},
-     "is built without CUDA", "install torch 2.13.0+cu130, which runs with it"),
-    ({"visible": ""}, "CUDA_VISIBLE_DEVICES is empty, which hides them", "unset CUDA_VIS"),
-    ({"visible": "NoDevFiles"}, "is 'NoDevFiles', which hides them", "--gres=gpu:8"),
-    ({"visible": "7", "says": "No CUDA GPUs are available"},
-     "No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=7", "name GPUs that are here"),
-    ({"smi": False, "files": 0, "driver": "580.65.06"}, "was given none of them", "--gpus all"),
-    ({"smi": False, "driver": "470.57"}, "driver 470.57 is too old", "update the driver"),
-    ({"says": "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"},
-     "Error 802", "nvidia-fabricmanager"),
-    ({"says": "CUDA unknown error\nmore"}, "CUDA unknown error", "dmesg"),
-])
+@pytest.mark.parametrize(
+    ("how", "problem", "hint"),
+    [
+        (
+            {"version": "2.13.0+cu130", "cuda": "13.0"},
+            "driver 535.104.05 is too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
+            "update the driver or install torch 2.13.0+cu126, which runs with it",
+        ),
+        (
+            {"version": "2.13.0+cpu", "cuda": None},
+            "torch 2.13.0+cpu is built without CUDA",
+            "install torch 2.13.0+cu126, which runs with it",
+        ),
+        (
+            {"smi": False, "driver": "580.65.06", "version": "2.13.0+cpu", "cuda": None},
+            "is built without CUDA",
+            "install torch 2.13.0+cu130, which runs with it",
+        ),
+        ({"visible": ""}, "CUDA_VISIBLE_DEVICES is empty, which hides them", "unset CUDA_VIS"),
+        ({"visible": "NoDevFiles"}, "is 'NoDevFiles', which hides them", "--gres=gpu:8"),
+        (
+            {"visible": "7", "says": "No CUDA GPUs are available"},
+            "No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=7",
+            "name GPUs that are here",
+        ),
+        ({"smi": False, "files": 0, "driver": "580.65.06"}, "was given none of them", "--gpus all"),
+        ({"smi": False, "driver": "470.57"}, "driver 470.57 is too old", "update the driver"),
+        (
+            {
+                "says": "Unexpected error from cudaGetDeviceCount(). "
+                "Error 802: system not yet initialized"
+            },
+            "Error 802",
+            "nvidia-fabricmanager",
+        ),
+        ({"says": "CUDA unknown error\nmore"}, "CUDA unknown error", "dmesg"),
+    ],
+)
 def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> None:
     node(**how)
     found = gpus.unusable()
@@ -100,8 +131,10 @@ def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> N
 
 def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node(version="2.12.1+cu132", cuda="13.2", visible="")
-    assert [reason.problem.split()[0] for reason in gpus.unusable().reasons] == \
-        ["driver", "CUDA_VISIBLE_DEVICES"]
+    assert [reason.problem.split()[0] for reason in gpus.unusable().reasons] == [
+        "driver",
+        "CUDA_VISIBLE_DEVICES",
+    ]
     gpus.require(is_plan=True)
     assert "training would end here: torch cannot use the GPUs" in caplog.text
 
@@ -109,13 +142,15 @@ def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixtur
 def test_a_device_that_may_not_be_opened(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> int:
         raise PermissionError
+
     node(smi=False, driver="580.65.06")
     monkeypatch.setattr(gpus.os, "open", refuse)
     assert "may not open" in gpus.unusable().problem
 
 
 def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
-        node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node(version="2.13.0+cpu", cuda=None)
     assert gpus.unusable()
     gpus.settle("auto")
@@ -138,17 +173,32 @@ def test_what_nvidia_smi_says_instead_of_a_gpu(node: Node, tmp_path: Path) -> No
     assert nvidia.driver() == "580.65.06" and nvidia.names() == []
 
 
-@pytest.mark.parametrize(("capability", "known", "runs"), [
-    ((9, 0), ["sm_75", "sm_80", "sm_90"], True), ((8, 9), ["sm_80", "sm_86"], True),
-    ((7, 0), ["sm_75", "sm_80", "sm_90"], False), ((12, 0), ["sm_80", "sm_90"], False),
-    ((12, 0), ["sm_90", "compute_90"], True), ((9, 0), ["sm_90a"], True),
-    ((10, 3), ["sm_100a"], False), ((10, 3), ["sm_100f"], True), ((8, 0), ["sm_86"], False),
-    ((9, 4), ["gfx90a", "gfx942"], True)])
+@pytest.mark.parametrize(
+    ("capability", "known", "runs"),
+    [
+        ((9, 0), ["sm_75", "sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_86"], True),
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 4), ["gfx90a", "gfx942"], True),
+    ],
+)
 def test_a_build_of_torch_without_code_for_the_gpu(
-        monkeypatch: pytest.MonkeyPatch, capability: tuple, known: list, runs: bool) -> None:
+    monkeypatch: pytest.MonkeyPatch, capability: tuple, known: list, runs: bool
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name, value in (("is_available", True), ("device_count", 2), ("get_arch_list", known),
-                        ("get_device_capability", capability), ("get_device_name", "a GPU")):
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 2),
+        ("get_arch_list", known),
+        ("get_device_capability", capability),
+        ("get_device_name", "a GPU"),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     found = gpus.unusable()
     assert (found is None) == runs
@@ -156,13 +206,19 @@ def test_a_build_of_torch_without_code_for_the_gpu(
     assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint
 
 
-def test_preflight_and_validate_tell_it_too(node: Node, monkeypatch: pytest.MonkeyPatch,
-                                            tmp_path: Path) -> None:
+def test_preflight_and_validate_tell_it_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     node(version="2.13.0+cu130", cuda="13.0")
-    monkeypatch.setattr(machine, "disk", lambda directory: {"directory": "/", "free": 10 ** 12})
+    monkeypatch.setattr(machine, "disk", lambda directory: {"directory": "/", "free": 10**12})
     facts = machine.describe(tmp_path, tmp_path, [], tmp_path)
-    told = [found for found in judge._node({**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}},
-                                           "node 0", False) if found.check == "torch"]
+    told = [
+        found
+        for found in judge._node(
+            {**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}}, "node 0", False
+        )
+        if found.check == "torch"
+    ]
     assert [found.severity for found in told] == ["error"] and "too old" in told[0].text
     assert "+cu126" in told[0].remedy
     [alone] = validate._gpus()
@@ -184,10 +240,20 @@ def with_gpus(rank: int) -> None:
 
 
 def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
-    """All ranks say the same before anything is read of the model; --device cpu says it is meant.
-    """
-    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
-             "--max-steps", 1)
+    """All ranks fail with the same error before the model is read; it mentions --device cpu."""
+    train = (
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "corpus",
+        "-m",
+        "model",
+        "-s",
+        SEQ_LENGTH,
+        "--max-steps",
+        1,
+    )
     fake = {"cwd": project, "before": "tests.parallel.test_gpus:with_gpus"}
     refused = run_stage(*train, ranks=2, expect=1, **fake)
     assert refused.stderr.count("error: torch cannot use the GPUs of this machine: ") >= 1

@@ -38,18 +38,23 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphMod
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     monkeypatch.setattr(graphs._report, "is_done", False)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8), \
-            torch.compiler.config.patch(dynamic_sources=""):
+    with (
+        torch._dynamo.config.patch(recompile_limit=8),
+        torch.compiler.config.patch(dynamic_sources=""),
+    ):
         yield found
     torch._dynamo.reset()
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float,
-              ) -> list[Tensor]:
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
+) -> list[Tensor]:
     """Return heads, each [H, tokens, D], and weights; beyond `longest` tokens nothing is seen."""
     groups = query.shape[1] // key.shape[1]
-    parts = [part.transpose(0, 1) for part in
-             (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))]
+    parts = [
+        part.transpose(0, 1)
+        for part in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    ]
     at = torch.arange(len(query))
     of = torch.bucketize(at, ends[1:], right=True)
     sees = (of[:, None] == of) & (at[:, None] >= at) & (at - ends[of] < longest)[:, None]
@@ -60,11 +65,15 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's own operation for documents run on a CPU, which it has no kernel for."""
+
     @varlen._varlen_attn.register_kernel("cpu")
     def forward(query, key, value, ends, _, longest, *others):
         *_, values, weights = _attended(query, key, value, ends, longest, others[2])
-        return ((weights @ values).transpose(0, 1).contiguous(),
-                torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64))
+        return (
+            (weights @ values).transpose(0, 1).contiguous(),
+            torch.zeros(query.shape[1], len(query)),
+            torch.zeros(2, dtype=torch.uint64),
+        )
 
     @varlen._varlen_attn_backward.register_kernel("cpu")
     def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
@@ -72,8 +81,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         queries, keys, values, weights = _attended(query, key, value, ends, longest, scale)
         of_weights = given @ values.mT
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
-        found = [part.transpose(0, 1).contiguous() for part in
-                 (of_scores @ keys, of_scores.mT @ queries, weights.mT @ given)]
+        found = [
+            part.transpose(0, 1).contiguous()
+            for part in (of_scores @ keys, of_scores.mT @ queries, weights.mT @ given)
+        ]
         return found[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in found[1:])
 
     monkeypatch.setattr(tokens, "_TILE", LENGTH // 4)
@@ -95,8 +106,10 @@ def batch(documents: int, longest: int, generator: np.random.Generator) -> Micro
 def batches() -> list[MicroBatch]:
     """Return batches of many numbers of documents, and of each length that a kernel is told."""
     generator = np.random.default_rng(0)
-    made = [batch(*kind, generator) for kind in (
-        (17, 60), (3, 60), (40, 60), (60, 12), (24, 16), (7, 17), (2, 64))]
+    made = [
+        batch(*kind, generator)
+        for kind in ((17, 60), (3, 60), (40, 60), (60, 12), (24, 16), (7, 17), (2, 64))
+    ]
     assert {one.longest for one in made} == {16, 32, 64}
     return made
 
@@ -104,10 +117,18 @@ def batches() -> list[MicroBatch]:
 def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a small model with compiled blocks, and as it is."""
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2), attn_implementation="varlen",
-        dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        attn_implementation="varlen",
+        dtype=torch.float32,
+    )
     model = copy.deepcopy(plain)
     parallelize.wrap_blocks(model, recompute, compiling.make_compiler(True, CPU))
     return model, plain
@@ -115,7 +136,8 @@ def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_packed_documents_of_any_number_and_length_run_one_graph(
-        compiled: list[torch.fx.GraphModule], kernel: None, recompute: str) -> None:
+    compiled: list[torch.fx.GraphModule], kernel: None, recompute: str
+) -> None:
     """Losses and gradients are those of the plain model."""
     model, plain = models(recompute)
     for one in batches():
@@ -129,7 +151,8 @@ def test_packed_documents_of_any_number_and_length_run_one_graph(
 
 
 def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
-        compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup) -> None:
+    compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup
+) -> None:
     """The batch passes FSDP's hooks on its way to the blocks."""
     model, plain = models("none")
     parallelize.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "fp32")
@@ -138,14 +161,15 @@ def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
     assert len(compiled) == 1
     with torch.no_grad(), loss.eval_mode(model):
         for one in batches():
-            torch.testing.assert_close(loss.token_loss_sum(model, one),
-                                       loss.token_loss_sum(plain, one))
+            torch.testing.assert_close(
+                loss.token_loss_sum(model, one), loss.token_loss_sum(plain, one)
+            )
     assert len(compiled) == 2
 
 
 def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
-        compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch,
-        ) -> None:
+    compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A torch that finds the lengths under another name compiles three graphs here, not seven."""
     monkeypatch.setattr(graphs, "_LENGTHS", "nothing")
     model, _ = models("none")
@@ -159,8 +183,9 @@ def test_a_kernel_that_is_told_too_little_computes_something_else(kernel: None) 
     """So what these tests put in the place of the GPU's kernel reads what it is told."""
     _, plain = models("none")
     one = batch(17, 60, np.random.default_rng(0))
-    losses = [loss.token_loss_sum(plain, one._replace(longest=longest))
-              for longest in (None, 64, 60, 59)]
+    losses = [
+        loss.token_loss_sum(plain, one._replace(longest=longest)) for longest in (None, 64, 60, 59)
+    ]
     assert losses[0] == losses[1] == losses[2] != losses[3]
     assert longest_document(one.boundaries.numpy(), LENGTH) == one.longest == 64
 
@@ -180,15 +205,19 @@ def run(blocks: list[nn.Module]) -> None:
     found.sum().backward()
 
 
-def test_layers_that_all_differ_are_all_compiled(compiled: list[torch.fx.GraphModule], caplog,
-                                                 ) -> None:
+def test_layers_that_all_differ_are_all_compiled(
+    compiled: list[torch.fx.GraphModule], caplog
+) -> None:
     run(layers(20))
     assert len(compiled) == 20 and not caplog.records
 
 
 def test_the_limit_of_graphs_is_reported_once(
-        compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    compiled: list[torch.fx.GraphModule],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Of all functions that reach it; calls beyond it give the same without a graph."""
     monkeypatch.setattr(graphs, "_MOST", 8)
     run(layers(12))

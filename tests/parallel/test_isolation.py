@@ -56,8 +56,9 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits stay, and no number is read in a forward pass, with sliding windows too."""
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices",
-                        masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(
+        masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices
+    )
     torch.manual_seed(0)
     model, ids = built(family, "sdpa").eval(), torch.randint(3, 97, (2, 24))
     with torch.no_grad():
@@ -68,18 +69,33 @@ def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyP
     assert torch.equal(asked, logits)
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1, 1.2],
-        "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.1, 1.2],
+    "long_factor": [2.0, 3.0],
+    "original_max_position_embeddings": 16,
+}
 
 
-@pytest.mark.parametrize("packing, parameters, asks", [
-    ("concat", LONG, False), ("documents", LONG, True),
-    ("documents", LONG | {"original_max_position_embeddings": 24}, False),
-    ("documents", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, False)])
-def test_rope_asks_how_far_positions_go_where_that_matters(packing: str, parameters: dict,
-                                                           asks: bool) -> None:
-    config = LlamaConfig(hidden_size=16, num_attention_heads=4, max_position_embeddings=32,
-                         rope_parameters=parameters)
+@pytest.mark.parametrize(
+    "packing, parameters, asks",
+    [
+        ("concat", LONG, False),
+        ("documents", LONG, True),
+        ("documents", LONG | {"original_max_position_embeddings": 24}, False),
+        ("documents", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, False),
+    ],
+)
+def test_rope_asks_how_far_positions_go_where_that_matters(
+    packing: str, parameters: dict, asks: bool
+) -> None:
+    config = LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        rope_parameters=parameters,
+    )
     asked, rope = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
     positions = torch.arange(24)[None]
     expected = asked(torch.ones(1), positions)
@@ -90,13 +106,16 @@ def test_rope_asks_how_far_positions_go_where_that_matters(packing: str, paramet
     assert (rope.rope_type == "default") != asks
 
 
-@pytest.mark.parametrize("implementation, asks", [("sdpa", True), ("varlen", False),
-                                                  ("flash_attention_2", False)])
-def test_packed_documents_ask_where_there_is_a_mask(monkeypatch: pytest.MonkeyPatch,
-                                                    implementation: str, asks: bool) -> None:
+@pytest.mark.parametrize(
+    "implementation, asks", [("sdpa", True), ("varlen", False), ("flash_attention_2", False)]
+)
+def test_packed_documents_ask_where_there_is_a_mask(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, asks: bool
+) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", pytest.fail)
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation),
-                            modules=list)
+    model = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation=implementation), modules=list
+    )
     attention.ask_no_device(model, "documents", 24)
     assert (masking_utils.find_packed_sequence_indices is pytest.fail) == asks
 
@@ -111,5 +130,6 @@ def test_flash_attention_is_told_where_rows_end() -> None:
 
 
 def built(family: str, implementation: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32,
-                                            attn_implementation=implementation)
+    return AutoModelForCausalLM.from_config(
+        FAMILIES[family](), dtype=torch.float32, attn_implementation=implementation
+    )

@@ -28,8 +28,11 @@ from lib.train.config import Config
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return an environment of its own, without torchrun's words."""
-    own = {key: value for key, value in os.environ.items()
-           if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
     monkeypatch.setattr(os, "environ", own)
     return own
 
@@ -44,14 +47,23 @@ def left() -> Iterator[None]:
 
 
 def tiny(tied: bool = False) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied))
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
 
 
 @pytest.mark.parametrize("minutes", [30.0, 0.0])
-def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str, str], left: None,
-                                                           minutes: float) -> None:
+def test_the_watchdog_speaks_before_a_collective_times_out(
+    environment: dict[str, str], left: None, minutes: float
+) -> None:
     patience = watchdog.longest_section(minutes)
     layout = ParallelLayout.start(patience=patience)
     for group in (dist.group.WORLD, layout.fsdp.get_group(), layout.control, layout.saving):
@@ -63,7 +75,8 @@ def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str
 
 
 def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
-        environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
     seen: list[str] = []
     stage_04 = importlib.import_module("04_train_fsdp")
@@ -71,6 +84,7 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
     def ask() -> bool:
         seen.append(environment["PYTORCH_ALLOC_CONF"])
         raise LookupError
+
     monkeypatch.setattr(torch.cuda, "is_available", ask)
     monkeypatch.setattr(model, "build_model", lambda *_: torch.cuda.is_available())
     with pytest.raises(LookupError):
@@ -79,15 +93,22 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
-def test_a_thousand_ranks_start_in_replicas_of_eight(environment: dict[str, str], left: None,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_ranks_start_in_replicas_of_eight(
+    environment: dict[str, str], left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups that only pretend stand for the network; all else is what a rank does."""
     join = dist.init_process_group
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: join(
-        "fake", rank=0, world_size=1024, store=FakeStore()))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, **__: join("fake", rank=0, world_size=1024, store=FakeStore()),
+    )
     make = dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks=None, *_, **named: make(
-        ranks, **named | {"backend": "fake"}))
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda ranks=None, *_, **named: make(ranks, **named | {"backend": "fake"}),
+    )
     layout = ParallelLayout.start(Degrees(8), patience=60.0)
     assert layout.fsdp.shape == (128, 8) and layout.ranks == 1024
     model = tiny()
@@ -100,31 +121,42 @@ def test_a_thousand_ranks_start_in_replicas_of_eight(environment: dict[str, str]
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_group_is_gathered_while_the_one_before_computes(
-        environment: dict[str, str], left: None, tied: bool) -> None:
+    environment: dict[str, str], left: None, tied: bool
+) -> None:
     model = tiny(tied)
     parallelize.shard(model, ParallelLayout.start().fsdp, "bf16")
-    names = {module._get_fsdp_state(): name for name, module in model.named_modules()
-             if isinstance(module, FSDPModule)}
+    names = {
+        module._get_fsdp_state(): name
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
     first, *blocks = "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))
     last = names[model.lm_head._get_fsdp_state()]
 
     def ahead(kind: str) -> dict[str, list[str]]:
-        return {name: [names[s] for s in getattr(state, f"_states_to_{kind}_prefetch")]
-                for state, name in names.items()}
+        return {
+            name: [names[s] for s in getattr(state, f"_states_to_{kind}_prefetch")]
+            for state, name in names.items()
+        }
+
     start = last if tied else first
     forward = dict(zip([start, *blocks], [[b] for b in blocks], strict=False))
     forward[blocks[-1]] = [] if tied else [last]
     backward = {last: [blocks[2]], blocks[2]: [blocks[1]], blocks[1]: [blocks[0]]}
-    assert {k: v for k, v in ahead("forward").items() if v} == {k: v for k, v in forward.items()
-                                                                if v}
+    assert {k: v for k, v in ahead("forward").items() if v} == {
+        k: v for k, v in forward.items() if v
+    }
     assert {k: v for k, v in ahead("backward").items() if v} == backward
 
 
-@pytest.mark.parametrize(("listed", "bound"), [
-    ("2-3,6\n", {2, 3}), ("0-127\n", {0, 1, 2, 3}), ("8-9\n", None), ("\n", None), (None, None)])
-def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                listed: str | None, bound: set[int] | None) -> None:
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3b, pci_device_id=0)
+@pytest.mark.parametrize(
+    ("listed", "bound"),
+    [("2-3,6\n", {2, 3}), ("0-127\n", {0, 1, 2, 3}), ("8-9\n", None), ("\n", None), (None, None)],
+)
+def test_a_rank_stays_on_the_cores_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str | None, bound: set[int] | None
+) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     taken: list[set[int]] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr("lib.parallel.layout._PCI", tmp_path)
@@ -143,9 +175,12 @@ def test_degrees_multiply_to_the_ranks() -> None:
     assert Degrees(4).dp_size(8) == 8 and Degrees(4).dp_rank(5) == 5
     shared = Degrees(context=2)
     assert shared.dp_size(8) == 4 and [shared.dp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
-    for degrees, says in ((Degrees(4), "--shard-size 4 does not divide the 6 ranks"),
-                          (Degrees(8), "ranks = replicas × 8"), (shared, "over 2 and experts"),
-                          (Degrees(2, experts=2), "can be divided yet")):
+    for degrees, says in (
+        (Degrees(4), "--shard-size 4 does not divide the 6 ranks"),
+        (Degrees(8), "ranks = replicas × 8"),
+        (shared, "over 2 and experts"),
+        (Degrees(2, experts=2), "can be divided yet"),
+    ):
         with pytest.raises(UsageError) as caught:
             degrees.replicas(6)
         assert says in caught.value.render()

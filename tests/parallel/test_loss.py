@@ -24,8 +24,15 @@ from lib.parallel import loss
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
-TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 Gradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HERE = SimpleNamespace(device=torch.device("cpu"))
 
@@ -41,7 +48,8 @@ def batch(ignored: bool = False) -> MicroBatch:
 @pytest.mark.parametrize("rows", [1000, 7, 1])
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_give_the_loss_and_the_gradients(
-        monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool, gradient: Gradient) -> None:
+    monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool, gradient: Gradient
+) -> None:
     monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
     torch.manual_seed(0)
     parts = [torch.randn(40, 16), torch.randn(50, 16)] + [torch.randn(50)] * bias
@@ -85,14 +93,30 @@ def with_gradients(model: torch.nn.Module, ignored: bool) -> dict[str, torch.Ten
     return {"loss": value.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize(("config", "in_layer"), [
-    (LlamaConfig(**TINY), True), (LlamaConfig(**TINY, tie_word_embeddings=True), True),
-    (PhiConfig(**TINY), True),  # its output layer has a bias
-    (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0), True),
-    (Gemma2Config(**TINY, head_dim=8), False),  # caps its logits
-    (CohereConfig(**TINY), False), (GraniteConfig(**TINY, logits_scaling=3.0), False)],
-    ids=lambda value: getattr(value, "model_type", None))
+@pytest.mark.parametrize(
+    ("config", "in_layer"),
+    [
+        (LlamaConfig(**TINY), True),
+        (LlamaConfig(**TINY, tie_word_embeddings=True), True),
+        (PhiConfig(**TINY), True),  # its output layer has a bias
+        (
+            GPT2Config(
+                vocab_size=300,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            ),
+            True,
+        ),
+        (Gemma2Config(**TINY, head_dim=8), False),  # caps its logits
+        (CohereConfig(**TINY), False),
+        (GraniteConfig(**TINY, logits_scaling=3.0), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
 def test_families(config, in_layer: bool) -> None:
     """Loss and gradients are those of the plain logits, whichever way was chosen."""
     torch.manual_seed(0)
@@ -108,8 +132,9 @@ def test_families(config, in_layer: bool) -> None:
 
 @pytest.mark.parametrize("in_layer", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, in_layer: bool,
-                                                               ) -> None:
+def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
+    precision: str, in_layer: bool
+) -> None:
     """A document repeated: the gradient is that of one, however many are in the step."""
     torch.manual_seed(0)
     masters = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
@@ -131,14 +156,17 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, i
 
 
 @pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
-def test_sums_in_place_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch,
-                                                      found: float | None, used: bool) -> None:
-    def addmm(total: torch.Tensor, *_: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor,
-              ) -> torch.Tensor:
+def test_sums_in_place_are_tried_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, found: float | None, used: bool
+) -> None:
+    def addmm(
+        total: torch.Tensor, *_: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor
+    ) -> torch.Tensor:
         assert out is total and out_dtype == total.dtype == torch.float32
         if found is None:
             raise NotImplementedError("no such kernel")
         return out.fill_(found)
+
     loss._adds_in_place.cache_clear()
     monkeypatch.setattr(torch, "addmm", addmm)
     assert loss._adds_in_place(torch.device("cpu"), torch.bfloat16) == used

@@ -42,17 +42,28 @@ def launch(tmp_path: Path):
     port, launches = free_port(), []
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     environment = {**os.environ, **forks.CPU}
-    ranks = [variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-             for variables in forks.rank_variables(2, port)]
+    ranks = [
+        variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for variables in forks.rank_variables(2, port)
+    ]
 
     def start(*seconds: float) -> list[tuple[forks.Launch, Path]]:
         life = []
         for rank, prepares_s in enumerate(seconds):
             said = tmp_path / f"said_{len(launches)}"
             with said.open("ab") as file:
-                one = forks.Launch(forks.server("stages").start(
-                    "", [prepares_s], tmp_path, environment, file.fileno(), file.fileno(),
-                    [ranks[rank]], call="tests.parallel.test_meeting:take_part"))
+                one = forks.Launch(
+                    forks.server("stages").start(
+                        "",
+                        [prepares_s],
+                        tmp_path,
+                        environment,
+                        file.fileno(),
+                        file.fileno(),
+                        [ranks[rank]],
+                        call="tests.parallel.test_meeting:take_part",
+                    )
+                )
             launches.append(one)
             life.append((one, said))
         return life

@@ -28,13 +28,21 @@ from lib.parallel import offload, parallelize
 
 CPU = torch.device("cpu")
 LAYERS, PASSES, STEPS = 3, 2, 2
-CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2,
-                     num_hidden_layers=LAYERS, num_key_value_heads=2, max_position_embeddings=64)
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=2,
+    num_hidden_layers=LAYERS,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 FORWARD = ["embedding", *map(str, range(LAYERS)), "last"]
 
 
-def sharded(precision: str = "bf16", rank: int = 0, offloaded: bool = True, recompute: str = "none",
-            ) -> nn.Module:
+def sharded(
+    precision: str = "bf16", rank: int = 0, offloaded: bool = True, recompute: str = "none"
+) -> nn.Module:
     """Return a model with weights; rank: of its adapters, 0 without any."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.float32)
@@ -43,8 +51,9 @@ def sharded(precision: str = "bf16", rank: int = 0, offloaded: bool = True, reco
         Float8("tensorwise").convert(model, placement)
     if rank:
         Lora(rank, 8.0, precision=precision).convert(model, placement)
-    parallelize.parallelize(model.train(), init_device_mesh("cpu", (1,)), precision, recompute,
-                            offload=offloaded)
+    parallelize.parallelize(
+        model.train(), init_device_mesh("cpu", (1,)), precision, recompute, offload=offloaded
+    )
     parallelize.materialise(model, CPU, offload=offloaded)
     restore_buffers(model)
     generator = torch.Generator().manual_seed(0)
@@ -80,11 +89,23 @@ def train(model: nn.Module) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "rank", "recompute"), [
-    ("fp32", 0, "none"), ("bf16", 0, "full"), ("fp32", 2, "selective"), ("bf16", 2, "none"),
-    ("fp8", 0, "none")])
-def test_losses_are_the_same_to_the_bit(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch,
-                                        precision: str, rank: int, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "rank", "recompute"),
+    [
+        ("fp32", 0, "none"),
+        ("bf16", 0, "full"),
+        ("fp32", 2, "selective"),
+        ("bf16", 2, "none"),
+        ("fp8", 0, "none"),
+    ],
+)
+def test_losses_are_the_same_to_the_bit(
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    rank: int,
+    recompute: str,
+) -> None:
     ahead = sharded(precision, rank, recompute=recompute)
     on_device = sharded(precision, rank, offloaded=precision == "fp8", recompute=recompute)
     monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
@@ -114,11 +135,14 @@ class Recorder(TorchDispatchMode):
         if not self.events or self.events[-1] != (kind, name):
             self.events.append((kind, name))
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                           named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         for tensor in arguments:
             if isinstance(tensor, torch.Tensor) and function._schema.name in (
-                    "aten::copy_", "aten::_to_copy"):
+                "aten::copy_",
+                "aten::_to_copy",
+            ):
                 name = self._groups.get(tensor.untyped_storage().data_ptr())
                 if name is not None:
                     self.note("copy", name)
@@ -140,6 +164,7 @@ class Recorder(TorchDispatchMode):
         def recorded(*arguments: Any, **named: Any) -> Any:
             recorder.note("forward", name)
             return Computing.apply(forward(*arguments, **named))
+
         return recorded
 
 
@@ -152,8 +177,10 @@ def test_a_group_is_copied_before_the_group_before_it_computes(group: dist.Proce
         loss_of(model, tokens(0)).backward()
     events = recorder.events
     assert [name for kind, name in events if kind == "copy"] == [
-        *FORWARD, *map(str, reversed(range(LAYERS)))], events  # backward needs no embedding
-    computed = events[:events.index(("backward", str(LAYERS - 1)))]
+        *FORWARD,
+        *map(str, reversed(range(LAYERS))),
+    ], events  # backward needs no embedding
+    computed = events[: events.index(("backward", str(LAYERS - 1)))]
     for block in range(LAYERS):
         at = computed.index(("forward", str(block)))
         assert computed[at - 1] == ("copy", FORWARD[block + 2])
@@ -193,16 +220,21 @@ class StreamLog:
 
             def wait_stream(self, other: Stream) -> None:
                 self.wait_event(other.record_event())
+
         self.Event, self.Stream = Event, Stream
         self.main = self.current = Stream()
 
     def orders(self, first: Any, then: Any, begin: int, end: int) -> bool:
-        """Return whether what a stream did up to an entry comes before what another does at `end`.
-        """
-        behind = {event for number, (kind, stream, event) in enumerate(self.entries[:end])
-                  if (kind, stream) == ("record", first) and number >= begin}
-        return any((kind, stream) == ("wait", then) and event in behind
-                   for kind, stream, event in self.entries[begin:end])
+        """Return whether a stream's work up to an entry precedes another stream's work at `end`."""
+        behind = {
+            event
+            for number, (kind, stream, event) in enumerate(self.entries[:end])
+            if (kind, stream) == ("record", first) and number >= begin
+        }
+        return any(
+            (kind, stream) == ("wait", then) and event in behind
+            for kind, stream, event in self.entries[begin:end]
+        )
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
@@ -211,8 +243,9 @@ class StreamLog:
         self.current = before
 
 
-def test_no_stream_reads_what_another_has_not_written(group: dist.ProcessGroup,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stream_reads_what_another_has_not_written(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = StreamLog()
     for name in ("Event", "Stream", "stream"):
         monkeypatch.setattr(torch.cpu, name, getattr(log, name))
@@ -231,13 +264,15 @@ def test_no_stream_reads_what_another_has_not_written(group: dist.ProcessGroup,
         def taken() -> None:
             log.entries.append(("take", log.current, copied))
             wait()
+
         copied._wait = taken
         takes(copied)
         copied._wait = wait
 
     class Copying(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                               named: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
             if function._schema.name == "aten::copy_":
                 log.entries.append(("copy", log.current, None))
             return function(*arguments, **(named or {}))

@@ -28,16 +28,29 @@ from lib.parallel.compiling import Compiler
 from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-         "max_position_embeddings": 64}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("config", [
-    LlamaConfig(**SMALL), MixtralConfig(**SMALL, **EXPERTS),
-    GptOssConfig(**SMALL, **EXPERTS, sliding_window=8)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL),
+        MixtralConfig(**SMALL, **EXPERTS),
+        GptOssConfig(**SMALL, **EXPERTS, sliding_window=8),
+    ],
+    ids=lambda config: config.model_type,
+)
 def test_gradients_stay(config: PretrainedConfig, recompute: str) -> None:
     torch.manual_seed(0)
     kept = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
@@ -64,9 +77,17 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     torch._dynamo.reset()
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        attn_implementation="sdpa",
+    )
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
     here = SimpleNamespace(device=torch.device("cpu"))
     loss.chunk(model, here)
@@ -81,8 +102,12 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
         loss.token_loss_sum(model, batch)
     loss.token_loss_sum(model, batch).backward()
     assert len(graphs) == 2
-    sizes = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
-             and isinstance(node.meta["example_value"], torch.SymInt)]
+    sizes = [
+        node
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta["example_value"], torch.SymInt)
+    ]
     assert not sizes
 
 
@@ -95,15 +120,28 @@ def cannot_start(*_: object) -> Callable[..., object]:
 
 
 @pytest.mark.parametrize("required", [True, False])
-@pytest.mark.parametrize(("backend", "failing"), [
-    (cannot_compile, ["decoder", "loss"]), (cannot_start, ["decoder", "loss"]),
-    (aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph),
-                  bw_compiler=lambda *_: make_boxed_func(cannot_compile)), ["decoder"])],
-    ids=["compiler", "first launch", "first launch backward"])
-def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, required: bool,
-                                               backend: Callable[..., object],
-                                               failing: list[str],
-                                               caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("backend", "failing"),
+    [
+        (cannot_compile, ["decoder", "loss"]),
+        (cannot_start, ["decoder", "loss"]),
+        (
+            aot_autograd(
+                fw_compiler=lambda graph, _: make_boxed_func(graph),
+                bw_compiler=lambda *_: make_boxed_func(cannot_compile),
+            ),
+            ["decoder"],
+        ),
+    ],
+    ids=["compiler", "first launch", "first launch backward"],
+)
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    required: bool,
+    backend: Callable[..., object],
+    failing: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The parts that fail warn once each, and the gradients are those of the plain model."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
@@ -131,10 +169,14 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, 
     assert all("no compiler is here" in text and "\n" not in text for text in said)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("sizes do not fit"), UsageError("not so"),
-                                   torch.OutOfMemoryError("full")], ids=lambda error: str(error))
-def test_what_fails_without_the_compiler_too_is_raised(monkeypatch: pytest.MonkeyPatch,
-                                                       error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("sizes do not fit"), UsageError("not so"), torch.OutOfMemoryError("full")],
+    ids=lambda error: str(error),
+)
+def test_what_fails_without_the_compiler_too_is_raised(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def failing(_: torch.Tensor) -> None:
         raise error
 
@@ -179,12 +221,16 @@ def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.Monk
 
 def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert [compiling.is_wanted(option, device) for option in (None, True, False)
-            for device in (gpu, cpu)] == [True, False, True, True, False, False]
+    assert [
+        compiling.is_wanted(option, device)
+        for option in (None, True, False)
+        for device in (gpu, cpu)
+    ] == [True, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))]
+)
 def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> None:
     """A power of two of ranks changes no bit, whatever the precision, and with replicas too."""
     run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
@@ -206,23 +252,30 @@ def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks
     for precision, (summed, averaged) in found[ranks].items():
         assert (summed["told"], averaged["told"]) == (1, 0)
         close = 1e-6 if precision == "fp32" else 1e-3
-        for alone, one, other in zip(found[1][precision][0]["steps"], summed["steps"],
-                                     averaged["steps"], strict=True):
+        for alone, one, other in zip(
+            found[1][precision][0]["steps"], summed["steps"], averaged["steps"], strict=True
+        ):
             assert other == pytest.approx(one, rel=close)
             assert other == pytest.approx(alone, rel=close)
 
 
-@pytest.mark.parametrize(("device", "replicas", "shard_size", "divisor"), [
-    ("cuda", 4, 1, 4), ("cuda", 2, 2, 1), ("cuda", 1, 1, 1), ("cuda", 1, 4, 1), ("cpu", 4, 1, 1)])
-def test_only_replicas_of_one_gpu_average(device: str, replicas: int, shard_size: int,
-                                          divisor: int) -> None:
-    mesh = SimpleNamespace(device_type=device, size=lambda dim=None: (
-        replicas * shard_size if dim is None else shard_size))
+@pytest.mark.parametrize(
+    ("device", "replicas", "shard_size", "divisor"),
+    [("cuda", 4, 1, 4), ("cuda", 2, 2, 1), ("cuda", 1, 1, 1), ("cuda", 1, 4, 1), ("cpu", 4, 1, 1)],
+)
+def test_only_replicas_of_one_gpu_average(
+    device: str, replicas: int, shard_size: int, divisor: int
+) -> None:
+    mesh = SimpleNamespace(
+        device_type=device,
+        size=lambda dim=None: replicas * shard_size if dim is None else shard_size,
+    )
     assert parallelize.gradient_divisor(mesh) == divisor
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
+)
 def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
     """As `clip` does, with replicas, in host memory and with the loss scale of fp16.
 

@@ -16,18 +16,35 @@ from tests.planning.test_memory import ASKED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [
-    pytest.param(MixtralConfig(), id="Mixtral 8x7B"),
-    pytest.param(LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
-                             max_position_embeddings=512), id="small Llama")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(MixtralConfig(), id="Mixtral 8x7B"),
+        pytest.param(
+            LlamaConfig(
+                hidden_size=1024,
+                intermediate_size=4096,
+                num_hidden_layers=8,
+                max_position_embeddings=512,
+            ),
+            id="small Llama",
+        ),
+    ],
+)
 def test_both_stages_say_the_same(tmp_path: Path, config: PretrainedConfig) -> None:
     config.save_pretrained(tmp_path)
     advice = Advice.of(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     planned = Estimates(model)
     for gpus, needed in advice.per_gpu.items():
-        given = replace(ASKED, batch_size=1, seq_length=advice.tokens, precision="bf16",
-                        activation_checkpointing="none", plan_gpus=[gpus])
+        given = replace(
+            ASKED,
+            batch_size=1,
+            seq_length=advice.tokens,
+            precision="bf16",
+            activation_checkpointing="none",
+            plan_gpus=[gpus],
+        )
         case = plan.memory_case(given, model, gpus, True)
         assert needed == pytest.approx(planned.step(case).total, rel=0.1)
     assert advice.per_gpu[1] > 3 * advice.per_gpu[8] and set(advice.per_gpu) == {1, 8, 64}
@@ -38,8 +55,16 @@ def test_experts_are_shared_by_more_ranks_than_there_are(tmp_path: Path) -> None
     MixtralConfig().save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     planned = Estimates(model)
-    given = replace(ASKED, batch_size=1, seq_length=1024, precision="bf16",
-                    activation_checkpointing="full", plan_gpus=[16, 24, 32])
-    needed = [planned.step(plan.memory_case(given, model, gpus, True)).total / 2**30
-              for gpus in given.plan_gpus]
+    given = replace(
+        ASKED,
+        batch_size=1,
+        seq_length=1024,
+        precision="bf16",
+        activation_checkpointing="full",
+        plan_gpus=[16, 24, 32],
+    )
+    needed = [
+        planned.step(plan.memory_case(given, model, gpus, True)).total / 2**30
+        for gpus in given.plan_gpus
+    ]
     assert needed[0] < 0.9 * 80e9 / 2**30 and needed[0] > needed[1] > needed[2]

@@ -21,8 +21,13 @@ from lib.planning.trace import Case
 from lib.train import fitting
 from tests.planning.test_memory import ASKED, on_meta
 
-LARGE = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=8,
-                    num_attention_heads=4, vocab_size=40000)
+LARGE = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    vocab_size=40000,
+)
 
 
 class Endless:
@@ -43,9 +48,14 @@ def end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("function", "why"), [
-    (refuse, "ValueError: no such operator"), (end, "its process was killed"),
-    (lambda: time.sleep(60), "it takes longer than 1 s")])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (refuse, "ValueError: no such operator"),
+        (end, "its process was killed"),
+        (lambda: time.sleep(60), "it takes longer than 1 s"),
+    ],
+)
 def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> None:
     assert apart(sum, (1, 2), patience_s=30) == 3
     began = time.monotonic()
@@ -54,8 +64,9 @@ def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> No
     assert str(error.value) == why and time.monotonic() - began < 10
 
 
-def test_stage_03_goes_on_without_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          caplog: pytest.LogCaptureFixture) -> None:
+def test_stage_03_goes_on_without_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pipeline")
     LARGE.save_pretrained(tmp_path)
     monkeypatch.setattr(advice, "Estimates", Endless)
@@ -66,7 +77,8 @@ def test_stage_03_goes_on_without_figures(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_stage_04_takes_the_safest_and_asks_once(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "pipeline")
     monkeypatch.setattr(fit, "Estimates", Endless)
     monkeypatch.setattr(fit, "_PATIENCE_S", 1)

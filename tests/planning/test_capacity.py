@@ -9,8 +9,12 @@ from lib.planning import capacity
 
 def test_figures_of_this_process() -> None:
     figures = capacity.usage(torch.device("cpu"))
-    assert 0 < figures["memory/current_gib"] <= figures["memory/peak_gib"] \
+    assert (
+        0
+        < figures["memory/current_gib"]
+        <= figures["memory/peak_gib"]
         < figures["memory/total_gib"]
+    )
 
 
 def test_the_peak_is_that_since_the_last_look() -> None:

@@ -30,14 +30,22 @@ from lib.planning import compiled, trace
 from lib.planning.memory import Estimates
 from lib.planning.trace import Case
 
-SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 8,
-         "num_attention_heads": 4, "num_key_value_heads": 1}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
 FAMILIES = {
-    "llama": LlamaConfig(**SHAPE), "qwen2": Qwen2Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=64),
     "gemma3": Gemma3TextConfig(**SHAPE, head_dim=32, sliding_window=64),
     "gpt2": GPT2Config(vocab_size=64, n_embd=128, n_head=4, n_layer=8),
-    "phi": PhiConfig(**{**SHAPE, "intermediate_size": 512, "num_key_value_heads": 4})}
+    "phi": PhiConfig(**{**SHAPE, "intermediate_size": 512, "num_key_value_heads": 4}),
+}
 TOKENS = 256
 
 
@@ -51,8 +59,9 @@ def make(config: PretrainedConfig, device: str, lora: int = 0) -> PreTrainedMode
 
 def saved_bytes(model: PreTrainedModel) -> int:
     """Return what autograd saves of real tensors up to the output layer, but for weights."""
-    excluded = {tensor.untyped_storage().data_ptr()
-                for tensor in (*model.parameters(), *model.buffers())}
+    excluded = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     seen: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -73,18 +82,36 @@ def case(**changes: Any) -> Case:
     return replace(Case(1, 1, 1, TOKENS, "fp32", "none"), **changes)
 
 
-@pytest.mark.parametrize(("family", "lora"), [
-    ("llama", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("qwen2", 0), ("mistral", 0), ("gemma3", 0), ("gpt2", 0), ("phi", 0), ("llama", 4)))])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("qwen2", 0),
+                ("mistral", 0),
+                ("gemma3", 0),
+                ("gpt2", 0),
+                ("phi", 0),
+                ("llama", 4),
+            )
+        ),
+    ],
+)
 def test_the_plan_counts_no_less_than_the_partitioner_saves(
-        monkeypatch: pytest.MonkeyPatch, family: str, lora: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, family: str, lora: int
+) -> None:
     """And not much more: as the trainer compiles its blocks, by the backend that only divides."""
-    monkeypatch.setattr(torch, "compile", functools.partial(
-        torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
     torch._dynamo.reset()
     estimates = Estimates(make(FAMILIES[family], "meta", lora))
-    eager, planned = (estimates.step(case(compiled=is_compiled)).largest["activations"]
-                      for is_compiled in (False, True))
+    eager, planned = (
+        estimates.step(case(compiled=is_compiled)).largest["activations"]
+        for is_compiled in (False, True)
+    )
     model = make(FAMILIES[family], "cpu", lora)
     assert saved_bytes(model) == pytest.approx(eager, rel=0.06)
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
@@ -94,7 +121,8 @@ def test_the_plan_counts_no_less_than_the_partitioner_saves(
 
 
 def test_what_the_partitioner_cannot_tell_counts_as_if_not_compiled(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = make(FAMILIES["llama"], "meta")
     assert 0.6 < trace.kept_when_compiled(model, case()) < 0.8
     assert trace.kept_when_compiled(model, case(precision="fp8")) == 1.0

@@ -37,12 +37,21 @@ class Known:
         held = dict.fromkeys(KINDS, 0) | {
             "gradients": round(8 * share),
             "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
-            "activations": each * case.batch * case.seq_length // 1024}
+            "activations": each * case.batch * case.seq_length // 1024,
+        }
         return StepMemory(held, (held,), case.offload)
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float = 0, ranks: int = 1,
-            begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
+def refused(
+    monkeypatch: pytest.MonkeyPatch,
+    room_mib: float,
+    *,
+    gpu_mib: float = 0,
+    ranks: int = 1,
+    begun: bool = False,
+    seq_length: int = 1024,
+    **changes: Any,
+) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
     monkeypatch.setattr(fit, "Estimates", Known)
     monkeypatch.setattr(capacity, "swap", lambda device: 0)
@@ -54,8 +63,11 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
     monkeypatch.setattr(capacity, "total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
-    given = replace(ASKED, seq_length=seq_length, **{
-        "compile": False, "activation_checkpointing": "none", **changes})
+    given = replace(
+        ASKED,
+        seq_length=seq_length,
+        **{"compile": False, "activation_checkpointing": "none", **changes},
+    )
     inputs = Namespace(begun={"identity": {}} if begun else {}, recomputed="")
     try:
         given, found = fitting.settle(given, inputs, on_meta())
@@ -66,15 +78,15 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
 
 
 def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     warned: list[str] = []
     monkeypatch.setattr(fit.log, "warn", warned.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     need = states + 2 * 8  # two samples
     assert refused(monkeypatch, 100 * need) is None
     assert refused(monkeypatch, need / 0.89) is None and not warned
-    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False,
-                      swap=2 * need * MIB)
+    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False, swap=2 * need * MIB)
     assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
     assert "memory will be short: a rank needs about" in warned.pop()
@@ -90,8 +102,9 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     assert error and "16.0 MiB activations" in error.found and "without" not in error.found
     assert error.run.endswith("04_train_fsdp.py -e x --activation-checkpointing selective")
     error = refused(monkeypatch, (states + 2.1) / 0.9)
-    assert error and error.run.endswith("-b 1 --activation-checkpointing full "
-                                        "--global-batch-size 2")
+    assert error and error.run.endswith(
+        "-b 1 --activation-checkpointing full --global-batch-size 2"
+    )
     assert "it fits on 2 ranks, on machines with as much memory for each" in error.hint
     error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
     assert error and error.run.endswith("--global-batch-size 8")
@@ -99,8 +112,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
 
 
 def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that steps wait for checkpoints, for which host memory has no second copy of the states.
-    """
+    """The plan says that steps wait for checkpoints if host memory cannot hold a second copy."""
     told: list[str] = []
     monkeypatch.setattr(fit.log, "warn", told.append)
     monkeypatch.setattr(fit.log, "info", told.append)
@@ -121,8 +133,13 @@ def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch
     """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
     warned, here = [], os.getpid()
     monkeypatch.setattr(fit.log, "warn", warned.append)
-    monkeypatch.setattr(Known, "step", lambda known, case, step=Known.step: step(
-        known, replace(case, batch=case.batch if os.getpid() != here else 1000 * case.batch)))
+    monkeypatch.setattr(
+        Known,
+        "step",
+        lambda known, case, step=Known.step: step(
+            known, replace(case, batch=case.batch if os.getpid() != here else 1000 * case.batch)
+        ),
+    )
     need = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB + 2 * 8
     assert refused(monkeypatch, need / 0.95) is None and warned
 
@@ -144,11 +161,16 @@ def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a checkpoint hold it, of which host memory takes a copy."""
     model = on_meta(lora=Lora(4, 8.0, precision="bf16"))
-    base, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
-                     for is_trained in (False, True))
+    base, trained = (
+        sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
+        for is_trained in (False, True)
+    )
     fitted = fit.Fit(model, 0.1 * base, float("inf"), on_gpu=True)
     assert fitted.states(case(ranks=2)) == {
-        "parameters": base + 2 * trained, "gradients": 2 * trained, "optimizer": 4 * trained}
+        "parameters": base + 2 * trained,
+        "gradients": 2 * trained,
+        "optimizer": 4 * trained,
+    }
     fitted.unanswered = "not asked"
     error = fitted.refusal(case(ranks=2), fitted.states(case(ranks=2)), 4, False, False)
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
@@ -174,18 +196,41 @@ def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -
     assert error and "of host memory" in error.problem and not error.run
 
 
-@pytest.mark.parametrize(("line", "files", "free"), [
-    ("0::/job/step", {"job/memory.max": "1000", "job/memory.current": "900",
-                      "job/memory.stat": "anon 1\ninactive_file 300\nactive_file 100",
-                      "job/step/memory.max": "max", "job/step/memory.current": "5",
-                      "job/step/memory.stat": ""}, [500]),
-    ("5:memory:/outside/of/the/container", {
-        "memory/memory.limit_in_bytes": "800", "memory/memory.usage_in_bytes": "700",
-        "memory/memory.stat": "total_inactive_file 50\ntotal_active_file 0"}, [150]),
-    ("3:cpu:/job", {}, [])], ids=["version 2", "version 1", "another"])
-def test_control_groups_limit_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                            line: str, files: dict[str, str], free: list[int],
-                                            ) -> None:
+@pytest.mark.parametrize(
+    ("line", "files", "free"),
+    [
+        (
+            "0::/job/step",
+            {
+                "job/memory.max": "1000",
+                "job/memory.current": "900",
+                "job/memory.stat": "anon 1\ninactive_file 300\nactive_file 100",
+                "job/step/memory.max": "max",
+                "job/step/memory.current": "5",
+                "job/step/memory.stat": "",
+            },
+            [500],
+        ),
+        (
+            "5:memory:/outside/of/the/container",
+            {
+                "memory/memory.limit_in_bytes": "800",
+                "memory/memory.usage_in_bytes": "700",
+                "memory/memory.stat": "total_inactive_file 50\ntotal_active_file 0",
+            },
+            [150],
+        ),
+        ("3:cpu:/job", {}, []),
+    ],
+    ids=["version 2", "version 1", "another"],
+)
+def test_control_groups_limit_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    line: str,
+    files: dict[str, str],
+    free: list[int],
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -198,8 +243,17 @@ def test_control_groups_limit_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_run_that_cannot_fit_ends_before_the_tokens_are_made(project: Path) -> None:
     """On all ranks, none of which waits for the others."""
-    huge = ("-e", "huge", "-d", "corpus", "--from-scratch", "--model-size", "70B", "--tokenizer",
-            "model")
+    huge = (
+        "-e",
+        "huge",
+        "-d",
+        "corpus",
+        "--from-scratch",
+        "--model-size",
+        "70B",
+        "--tokenizer",
+        "model",
+    )
     done = run_stage("04_train_fsdp.py", *huge, cwd=project, ranks=2, expect=1, timeout=120)
     said = done.stdout + done.stderr
     assert "this run does not fit: a rank needs 510.0 GiB" in said

@@ -37,15 +37,23 @@ from lib.train.config import Config
 from tests.conftest import run_stage
 from tests.training import save_tokenizer
 
-SMALL = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 7,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
 ASKED = Config(batch_size=2, seq_length=64, precision="fp32")
 
 
 def on_meta(config: PretrainedConfig | None = None, lora: Lora | None = None) -> PreTrainedModel:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SMALL),
-                                                 dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_config(
+            config or LlamaConfig(**SMALL), dtype=torch.float32
+        ).train()
     if lora:
         lora.convert(model, Placement())
     return model
@@ -53,8 +61,17 @@ def on_meta(config: PretrainedConfig | None = None, lora: Lora | None = None) ->
 
 def case(**changes: Any) -> Case:
     ranks = changes.get("ranks", 8)
-    return Case(**{"ranks": ranks, "shard_size": ranks, "batch": 2, "seq_length": 256,
-                   "precision": "bf16", "recompute": "none", **changes})
+    return Case(
+        **{
+            "ranks": ranks,
+            "shard_size": ranks,
+            "batch": 2,
+            "seq_length": 256,
+            "precision": "bf16",
+            "recompute": "none",
+            **changes,
+        }
+    )
 
 
 def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
@@ -64,10 +81,14 @@ def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("config", [
-    pytest.param(LlamaConfig(**SMALL), id="llama"),
-    pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), id="tied"),
-    pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LlamaConfig(**SMALL), id="llama"),
+        pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), id="tied"),
+        pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral"),
+    ],
+)
 def test_a_few_blocks_stand_for_all(config: PretrainedConfig, recompute: str) -> None:
     model, wanted = on_meta(config), case(recompute=recompute)
     assert Estimates(model).step(wanted) == traced(model, wanted)
@@ -100,14 +121,27 @@ def test_uneven_shards() -> None:
 @pytest.mark.slow
 def test_every_knob_moves_memory_as_it_should() -> None:
     estimates = Estimates(on_meta())
-    total = {name: estimates.step(case(**changes)).total for name, changes in {
-        "plain": {}, "selective": {"recompute": "selective"}, "full": {"recompute": "full"},
-        "batch": {"batch": 4}, "accumulating": {"accumulates": True}, "fp32": {"precision": "fp32"},
-        "replicas": {"ranks": 64, "shard_size": 8}, "offload": {"offload": True},
-        "masked": {"masked": True}, "gathered": {"keep_gathered": True}}.items()}
+    total = {
+        name: estimates.step(case(**changes)).total
+        for name, changes in {
+            "plain": {},
+            "selective": {"recompute": "selective"},
+            "full": {"recompute": "full"},
+            "batch": {"batch": 4},
+            "accumulating": {"accumulates": True},
+            "fp32": {"precision": "fp32"},
+            "replicas": {"ranks": 64, "shard_size": 8},
+            "offload": {"offload": True},
+            "masked": {"masked": True},
+            "gathered": {"keep_gathered": True},
+        }.items()
+    }
     assert total["full"] < total["selective"] < total["plain"] < 0.6 * total["batch"]
-    assert total["offload"] < total["plain"] < min(total["fp32"], total["accumulating"],
-                                                   total["gathered"])
+    assert (
+        total["offload"]
+        < total["plain"]
+        < min(total["fp32"], total["accumulating"], total["gathered"])
+    )
     assert total["masked"] > total["plain"] + 2 * 256 * 256
     assert total["plain"] <= total["replicas"] < 1.2 * total["plain"]
     assert not set(estimates.step(case(offload=True)).peak) & {"parameters", "optimizer"}
@@ -122,13 +156,22 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
     assert more / 2 < many.total - few.total <= more  # the loss is no longer the most
 
 
-@pytest.mark.parametrize(("options", "precision", "on_gpu", "told"), [
-    ({}, "bf16", True, (False, 65)), ({"attention": "varlen"}, "bf16", True, (False, 65)),
-    ({"attention": "sdpa"}, "bf16", True, (True, 0)), ({}, "fp32", True, (True, 0)),
-    ({"attention": "flex"}, "bf16", True, (False, 0)), ({}, "bf16", False, (True, 0)),
-    ({"packing": "concat"}, "bf16", True, (False, 0))], ids=str)
-def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_gpu: bool,
-                                    told: tuple[bool, int]) -> None:
+@pytest.mark.parametrize(
+    ("options", "precision", "on_gpu", "told"),
+    [
+        ({}, "bf16", True, (False, 65)),
+        ({"attention": "varlen"}, "bf16", True, (False, 65)),
+        ({"attention": "sdpa"}, "bf16", True, (True, 0)),
+        ({}, "fp32", True, (True, 0)),
+        ({"attention": "flex"}, "bf16", True, (False, 0)),
+        ({}, "bf16", False, (True, 0)),
+        ({"packing": "concat"}, "bf16", True, (False, 0)),
+    ],
+    ids=str,
+)
+def test_which_attention_is_planned(
+    options: dict[str, Any], precision: str, on_gpu: bool, told: tuple[bool, int]
+) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
     planned = plan.memory_case(given, on_meta(), 1, on_gpu, 65)
     assert (planned.masked, planned.documents) == told
@@ -163,9 +206,15 @@ def test_blocks_that_differ_are_all_traced() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_adapters_take_a_gigabyte_beside_the_base_and_the_activations(recompute: str) -> None:
     """Of Llama 3.1 8B, on one GPU, and with them nothing that is computed to be forgotten."""
-    shape = LlamaConfig(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336,
-                        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                        max_position_embeddings=1 << 17)
+    shape = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 17,
+    )
     model = on_meta(shape, Lora(16, 32.0, precision="bf16"))
     base = 2 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert base == 2 * 8_030_261_248 and model.num_parameters(only_trainable=True) == 41_943_040
@@ -177,8 +226,9 @@ def test_adapters_take_a_gigabyte_beside_the_base_and_the_activations(recompute:
 
 
 def test_what_a_rank_has_whole_and_frozen_is_not_gathered() -> None:
-    model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 2}),
-                    Lora(4, 8.0, precision="bf16"))
+    model = on_meta(
+        LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
+    )
     adapters = 2 * model.num_parameters(only_trainable=True)
     frozen = 2 * (model.num_parameters() - model.num_parameters(only_trainable=True))
     for ranks, shard_size, offload in ((4, 1, False), (4, 1, True), (4, 2, False)):
@@ -190,10 +240,13 @@ def test_what_a_rank_has_whole_and_frozen_is_not_gathered() -> None:
 
 def test_selective_recomputation_keeps_no_product_of_an_adapter_with_many_features() -> None:
     """Else it would keep what the linear gives, and once more what its adapter adds to that."""
-    model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 2}),
-                    Lora(4, 8.0, precision="bf16"))
-    kept = {kind: traced(model, case(ranks=1, recompute=kind)).largest["activations"]
-            for kind in ("none", "selective")}
+    model = on_meta(
+        LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
+    )
+    kept = {
+        kind: traced(model, case(ranks=1, recompute=kind)).largest["activations"]
+        for kind in ("none", "selective")
+    }
     assert kept["selective"] < 0.75 * kept["none"]
 
 
@@ -208,8 +261,9 @@ def test_nothing_is_left_behind() -> None:
     model, resize = on_meta(), torch.UntypedStorage.resize_
     Estimates(model).step(case())
     assert not dist.is_initialized() and torch.UntypedStorage.resize_ is resize
-    assert all(p.device.type == "meta" and type(p) is torch.nn.Parameter
-               for p in model.parameters())
+    assert all(
+        p.device.type == "meta" and type(p) is torch.nn.Parameter for p in model.parameters()
+    )
     assert "forward" not in model.get_output_embeddings().__dict__
 
 
@@ -222,18 +276,26 @@ def alone() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("changes", "rank"), [
-    ({"precision": "fp32", "accumulates": True}, 0), ({"recompute": "selective"}, 0),
-    ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
-    ({"accumulates": True}, 8), ({"precision": "fp32", "recompute": "selective"}, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [
+        ({"precision": "fp32", "accumulates": True}, 0),
+        ({"recompute": "selective"}, 0),
+        ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
+        ({"accumulates": True}, 8),
+        ({"precision": "fp32", "recompute": "selective"}, 4),
+    ],
+    ids=str,
+)
 def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any], rank: int) -> None:
     wanted = case(ranks=1, seq_length=128, **changes)
     lora = Lora(rank, 2.0 * rank, precision=wanted.precision) if rank else None
     estimated = Estimates(on_meta(lora=lora)).step(wanted)
     model = on_meta(lora=lora)
     with alone() as mesh:
-        parallelize.parallelize(model, mesh, wanted.precision, wanted.recompute,
-                                keep_gathered=wanted.keep_gathered)
+        parallelize.parallelize(
+            model, mesh, wanted.precision, wanted.recompute, keep_gathered=wanted.keep_gathered
+        )
         with Tracker() as tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
             for parameter in model.parameters():
@@ -246,10 +308,12 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any], rank: in
         assert estimated.largest[kind] == pytest.approx(size, rel=0.05), kind
 
 
-def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
-                                            caplog: pytest.LogCaptureFixture) -> None:
+def test_an_estimate_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such operator\nmore")
+
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", broken)
     monkeypatch.setattr(memory.log, "info", lines.append)
@@ -268,7 +332,8 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -292,13 +357,24 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
 def test_dry_run_plans_memory(project: Path) -> None:
     before = sorted(project.rglob("*"))
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64)
-    done = run_stage(*command, "--global-batch-size", 64, "--dry-run", "--plan-gpus", "8,64",
-                     cwd=project, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})
+    done = run_stage(
+        *command,
+        "--global-batch-size",
+        64,
+        "--dry-run",
+        "--plan-gpus",
+        "8,64",
+        cwd=project,
+        env={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    )
     assert "float32 masters, bf16 compute" in done.stdout  # of those GPUs, not of this processor
     assert "64 tokens per sample, bf16" in done.stdout and "fp32" not in done.stdout
     for ranks, passes, replicas in ((8, 8, ""), (64, 1, " in 8 replicas")):  # one per node
-        assert re.search(rf"on {ranks} GPUs:\n  tokens/step +4,096 = 1 per process × 64 tokens × "
-                         rf"{passes} accumulation × {ranks} ranks\n", done.stdout)
+        assert re.search(
+            rf"on {ranks} GPUs:\n  tokens/step +4,096 = 1 per process × 64 tokens × "
+            rf"{passes} accumulation × {ranks} ranks\n",
+            done.stdout,
+        )
         assert re.search(rf"  {ranks} GPUs{replicas}: .* KiB parameters.*; in MiB:", done.stdout)
     assert " 0.00 " not in done.stdout
     told = re.search(r"not prepared yet .* ([\d.]+)K are estimated from a sample", done.stdout)
@@ -306,22 +382,30 @@ def test_dry_run_plans_memory(project: Path) -> None:
     assert len(re.findall(r"(none|selective|full) .* fits$", done.stdout, re.MULTILINE)) == 18
     assert sorted(project.rglob("*")) == before
     run_stage(*command, "--prepare-only", cwd=project)
-    tokens = sum(json.loads(path.read_text())["summary"]["splits"]["train"]["tokens"]
-                 for path in project.glob(".cache/tokens/*/manifest.json"))
+    tokens = sum(
+        json.loads(path.read_text())["summary"]["splits"]["train"]["tokens"]
+        for path in project.glob(".cache/tokens/*/manifest.json")
+    )
     assert float(told[1]) * 1000 == pytest.approx(tokens, rel=0.1)
 
 
-@pytest.mark.parametrize(("options", "usable_gib", "expected"), [
-    ({}, 9.5, "--activation-checkpointing selective: 9"),
-    ({}, 5.5, "--activation-checkpointing full: 5"),
-    ({"batch_size": 8}, 6.5, "-b 4 --activation-checkpointing full: 6"),
-    ({"activation_checkpointing": "full"}, 4.5, "-b 1 --activation-checkpointing full: 4.5"),
-    ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
-    ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
-    ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
-    ({}, 0.001, "nothing makes it fit")], ids=str)
-def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any],
-                               usable_gib: float, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "usable_gib", "expected"),
+    [
+        ({}, 9.5, "--activation-checkpointing selective: 9"),
+        ({}, 5.5, "--activation-checkpointing full: 5"),
+        ({"batch_size": 8}, 6.5, "-b 4 --activation-checkpointing full: 6"),
+        ({"activation_checkpointing": "full"}, 4.5, "-b 1 --activation-checkpointing full: 4.5"),
+        ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
+        ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
+        ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
+        ({}, 0.001, "nothing makes it fit"),
+    ],
+    ids=str,
+)
+def test_the_nearest_that_fits(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], usable_gib: float, expected: str
+) -> None:
     class Known:
         """Four GiB of states on 8 GPUs, and activations of 3, 2.5 or 0.5 GiB per sample."""
 
@@ -330,8 +414,10 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
         def step(self, case: Case) -> trace.StepMemory:
             each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
             held = dict.fromkeys(trace.KINDS, 0) | {
-                "gradients": (8 << 30) // case.ranks, "optimizer": (24 << 30) // case.ranks,
-                "activations": int(each * case.batch * case.seq_length / 1024 * (1 << 30))}
+                "gradients": (8 << 30) // case.ranks,
+                "optimizer": (24 << 30) // case.ranks,
+                "activations": int(each * case.batch * case.seq_length / 1024 * (1 << 30)),
+            }
             return trace.StepMemory(held, (held,), case.offload)
 
     lines: list[str] = []
@@ -345,9 +431,11 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
 def test_plans_that_make_no_sense(project: Path) -> None:
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--plan-gpus")
-    for arguments, says in (((8,), "--plan-gpus plans and does not train"),
-                            (("8,12", "--shard-size", 8, "--dry-run"), "divide the 12 ranks"),
-                            (("8;64", "--dry-run"), "a whole number above 0")):
+    for arguments, says in (
+        ((8,), "--plan-gpus plans and does not train"),
+        (("8,12", "--shard-size", 8, "--dry-run"), "divide the 12 ranks"),
+        (("8;64", "--dry-run"), "a whole number above 0"),
+    ):
         done = run_stage(*command, *arguments, cwd=project, expect=2)
         assert says in done.stderr and "Traceback" not in done.stderr
 
@@ -356,14 +444,40 @@ def test_plans_that_make_no_sense(project: Path) -> None:
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_run_takes_what_was_estimated(project: Path, ranks: int) -> None:
     model = project / "larger"
-    LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=16_000, hidden_size=512,
-                intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-                num_key_value_heads=4, max_position_embeddings=4096).save_pretrained(model)
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=16_000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    ).save_pretrained(model)
     save_tokenizer(model, project / "raw_text")
     # malloc keeps smaller blocks that were freed; so they are given back, as by a GPU's allocator.
-    done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "larger", "-s", 1024,
-                     "-b", 2, "--max-steps", 6, "--log-freq", 1, "--from-scratch", ranks=ranks,
-                     cwd=project, env={"MALLOC_MMAP_THRESHOLD_": "1000000"}, fresh=True)
+    done = run_stage(
+        "04_train_fsdp.py",
+        "-e",
+        "x",
+        "-d",
+        "corpus",
+        "-m",
+        "larger",
+        "-s",
+        1024,
+        "-b",
+        2,
+        "--max-steps",
+        6,
+        "--log-freq",
+        1,
+        "--from-scratch",
+        ranks=ranks,
+        cwd=project,
+        env={"MALLOC_MMAP_THRESHOLD_": "1000000"},
+        fresh=True,
+    )
     found = re.search(r"([\d.]+) GiB without .*; ([\d.]+) GiB were estimated", done.stdout)
     assert found, done.stdout
     measured, estimated = map(float, found.groups())

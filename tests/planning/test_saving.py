@@ -53,8 +53,10 @@ def test_dry_run_tells_the_best_interval(project: Path):
     numbers = ("--plan-mtbf-hours", 10, "--plan-write-gbps", 0.001, "--plan-step-seconds", 0.5)
     (project / "run.yaml").write_text("plan_gpus: '8'\n")
     done = run_stage(*command, *numbers, "--config", "run.yaml", cwd=project)
-    assert re.search(r"on 8 GPUs:\n(.*\n)*  best interval +a save every .*--ckpt-freq \d+ at 0.5 s "
-                     r"per step is best with a failure every 1 h 15 min.*at 0.001 GB/s",
-                     done.stdout)
+    assert re.search(
+        r"on 8 GPUs:\n(.*\n)*  best interval +a save every .*--ckpt-freq \d+ at 0.5 s "
+        r"per step is best with a failure every 1 h 15 min.*at 0.001 GB/s",
+        done.stdout,
+    )
     (project / "run.yaml").unlink()
     assert sorted(project.rglob("*")) == before

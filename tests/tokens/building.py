@@ -24,7 +24,13 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
     if float(pause):
         datasets._BATCH_ROWS, split_writer._SAVE_PROGRESS_S = 5, 0
         write = split_writer.Sink.write
-        split_writer.Sink.write = lambda self, array: (print("writing", flush=True),
-                                                 time.sleep(float(pause)), write(self, array))
-    print(build.prepare(datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache),
-                        100_000, 1, False))
+        split_writer.Sink.write = lambda self, array: (
+            print("writing", flush=True),
+            time.sleep(float(pause)),
+            write(self, array),
+        )
+    print(
+        build.prepare(
+            datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1, False
+        )
+    )

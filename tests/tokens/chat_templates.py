@@ -6,10 +6,14 @@ the text, up to its closing token.
 
 from __future__ import annotations
 
-_SYSTEM_FIRST = "{% set first = messages[0].content if messages[0].role == 'system' else '' %}" \
-                "{% set turns = messages[1:] if first else messages %}"
+_SYSTEM_FIRST = (
+    "{% set first = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% set turns = messages[1:] if first else messages %}"
+)
 
-LLAMA_2 = _SYSTEM_FIRST + """\
+LLAMA_2 = (
+    _SYSTEM_FIRST
+    + """\
 {%- for m in turns %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}
 {%- endif %}
@@ -19,6 +23,7 @@ LLAMA_2 = _SYSTEM_FIRST + """\
     + m.content.strip() + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}
 {%- endfor %}"""
+)
 
 LLAMA_3 = """\
 {{- bos_token }}
@@ -42,7 +47,9 @@ LLAMA_3 = """\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 # The system prompt stands before the last turn, if that is a question; tools before the last one.
-MISTRAL = _SYSTEM_FIRST + """\
+MISTRAL = (
+    _SYSTEM_FIRST
+    + """\
 {%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
 {{- bos_token }}
 {%- for m in turns %}
@@ -54,6 +61,7 @@ MISTRAL = _SYSTEM_FIRST + """\
 {%- elif m.tool_calls %}{{- '[TOOL_CALLS] ' + m.tool_calls | tojson + eos_token }}
 {%- else %}{{- ' ' + m.content | trim + eos_token }}{% endif %}
 {%- endfor %}"""
+)
 
 CHATML = """\
 {%- for m in messages %}
@@ -84,23 +92,34 @@ _TOOLS = """\
 {%- if tools %}{{- '\\n\\n# Tools\\n' }}
 {%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}{% endif %}"""
 
-QWEN_2_5 = """\
+QWEN_2_5 = (
+    """\
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system'
-    else 'You are a helpful assistant.') }}""" + _TOOLS + """{{- '<|im_end|>\\n' }}
+    else 'You are a helpful assistant.') }}"""
+    + _TOOLS
+    + """{{- '<|im_end|>\\n' }}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}""" + _RESULTS + """
+{%- if m.role == 'tool' %}"""
+    + _RESULTS
+    + """
 {%- elif m.role == 'assistant' %}
-{{- '<|im_start|>assistant' + ('\\n' + m.content if m.content else '') }}""" + _CALLS + """
+{{- '<|im_start|>assistant' + ('\\n' + m.content if m.content else '') }}"""
+    + _CALLS
+    + """
 {%- elif m.role != 'system' or not loop.first %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+)
 
 # Thoughts are kept since the last question, and dropped before it.
-QWEN_3 = """\
+QWEN_3 = (
+    """\
 {%- set first = messages[0].content if messages[0].role == 'system' else '' %}
-{%- if first or tools %}{{- '<|im_start|>system\\n' + first }}""" + _TOOLS + """\
+{%- if first or tools %}{{- '<|im_start|>system\\n' + first }}"""
+    + _TOOLS
+    + """\
 {{- '<|im_end|>\\n' }}{% endif %}
 {%- set ns = namespace(last=messages | length - 1, found=false) %}
 {%- for m in messages[::-1] %}
@@ -115,20 +134,28 @@ QWEN_3 = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}
 {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
-{{- answer.lstrip('\\n') }}""" + _CALLS + """
-{%- elif m.role == 'tool' %}""" + _RESULTS + """
+{{- answer.lstrip('\\n') }}"""
+    + _CALLS
+    + """
+{%- elif m.role == 'tool' %}"""
+    + _RESULTS
+    + """
 {%- elif m.role != 'system' or not loop.first %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+)
 
-GEMMA_3 = _SYSTEM_FIRST + """\
+GEMMA_3 = (
+    _SYSTEM_FIRST
+    + """\
 {{- bos_token }}
 {%- for m in turns %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'
     + (first + '\\n\\n' if first and loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{% endif %}"""
+)
 
 PHI_3 = """\
 {%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
@@ -161,16 +188,46 @@ GPT_OSS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
 
-TEMPLATES = {"llama 2": LLAMA_2, "llama 3": LLAMA_3, "mistral": MISTRAL, "chatml": CHATML,
-             "marked": MARKED, "qwen 2.5": QWEN_2_5, "qwen 3": QWEN_3, "gemma 3": GEMMA_3,
-             "phi 3": PHI_3, "gpt-oss": GPT_OSS}
-ANSWERS = {"llama 2": " {} </s>", "llama 3": "{}<|eot_id|>", "mistral": " {}</s>",
-           "gemma 3": "{}<end_of_turn>", "phi 3": "{}<|end|>",
-           "qwen 3": "<think>\n\n</think>\n\n{}<|im_end|>",
-           "gpt-oss": "<|channel|>final<|message|>{}<|return|>"}
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>",
-           "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>", "<|user|>",
-           "<|assistant|>", "<|system|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>",
-           "<|call|>")
+TEMPLATES = {
+    "llama 2": LLAMA_2,
+    "llama 3": LLAMA_3,
+    "mistral": MISTRAL,
+    "chatml": CHATML,
+    "marked": MARKED,
+    "qwen 2.5": QWEN_2_5,
+    "qwen 3": QWEN_3,
+    "gemma 3": GEMMA_3,
+    "phi 3": PHI_3,
+    "gpt-oss": GPT_OSS,
+}
+ANSWERS = {
+    "llama 2": " {} </s>",
+    "llama 3": "{}<|eot_id|>",
+    "mistral": " {}</s>",
+    "gemma 3": "{}<end_of_turn>",
+    "phi 3": "{}<|end|>",
+    "qwen 3": "<think>\n\n</think>\n\n{}<|im_end|>",
+    "gpt-oss": "<|channel|>final<|message|>{}<|return|>",
+}
+SPECIAL = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|return|>",
+    "<|call|>",
+)
 # These add no BOS by themselves.
 WITHOUT_BOS = ("chatml", "marked", "qwen 2.5", "qwen 3", "gpt-oss")

@@ -17,8 +17,10 @@ from tests.tokens.chat_templates import SPECIAL
 from tests.tokens.conftest import BOS, EOS, save_tokenizer
 
 KINDS = ("bytes", "merged", "metaspace", "metaspace in front", "unigram")
-_WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-               r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # as Qwen splits
+_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as Qwen splits
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -42,8 +44,9 @@ def _texts() -> list[str]:
     words += ["Number 12", "it's", "you'll", "def f(x):", "naïve", "日本", "<y>", "{z}", "'x'"]
     words += ["word", "hello", "system", "user", "assistant"] * 20
     ends = (" ", " ", " ", ", ", ".\n", "\n", "\n\n", "\n  - ", "\n    ", "!\n")
-    return ["".join(word + rng.choice(ends) for word in rng.choices(words, k=400))
-            for _ in range(60)]
+    return [
+        "".join(word + rng.choice(ends) for word in rng.choices(words, k=400)) for _ in range(60)
+    ]
 
 
 def _trained(kind: str, around: Any) -> Tokenizer:
@@ -51,27 +54,40 @@ def _trained(kind: str, around: Any) -> Tokenizer:
     settings = {"vocab_size": 1200, "special_tokens": [BOS, EOS, "<unk>"], "show_progress": False}
     if kind == "merged":
         made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(_WORDS, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(_WORDS, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
         made.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(**settings, initial_alphabet=(
-            pre_tokenizers.ByteLevel.alphabet()))
+        trainer = trainers.BpeTrainer(
+            **settings, initial_alphabet=(pre_tokenizers.ByteLevel.alphabet())
+        )
     else:
         scheme = "first" if kind == "metaspace in front" else "always"
-        made = Tokenizer(models.Unigram() if kind == "unigram" else
-                         models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        made = Tokenizer(
+            models.Unigram()
+            if kind == "unigram"
+            else models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        )
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         made.decoder = decoders.Metaspace(prepend_scheme=scheme)
         settings["special_tokens"] += _BYTES
-        trainer = trainers.UnigramTrainer(**settings, unk_token="<unk>") if kind == "unigram" \
+        trainer = (
+            trainers.UnigramTrainer(**settings, unk_token="<unk>")
+            if kind == "unigram"
             else trainers.BpeTrainer(**settings)
+        )
     # Sentencepiece learns line by line, so that none of its tokens holds a line break.
-    made.train_from_iterator(texts if kind == "merged" else
-                             [line for text in texts for line in text.split("\n")], trainer)
+    made.train_from_iterator(
+        texts if kind == "merged" else [line for text in texts for line in text.split("\n")],
+        trainer,
+    )
     plain = json.loads(made.to_str())  # bytes are words of the vocabulary, and not special
-    plain["added_tokens"] = [token for token in plain["added_tokens"]
-                             if token["content"] not in _BYTES]
+    plain["added_tokens"] = [
+        token for token in plain["added_tokens"] if token["content"] not in _BYTES
+    ]
     made = Tokenizer.from_str(json.dumps(plain))
     if around is not None:
         made.post_processor = around
@@ -84,7 +100,9 @@ def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
     for begin, end in zip([0, *ends], ends, strict=False):
         ids, trained = encoded.tokens[begin:end], encoded.trained[begin:end]
         cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(ids)]
-        parts = [(encoder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False),
-                  trained[a]) for a, b in pairwise(cuts)]
+        parts = [
+            (encoder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False), trained[a])
+            for a, b in pairwise(cuts)
+        ]
         found.append("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in parts))
     return found

@@ -12,8 +12,10 @@ import pyarrow as pa
 from lib.core.conversation import Conversation, Place
 from lib.corpus import chat_rows
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "ta", "vi", "x")]
 
@@ -21,11 +23,20 @@ _WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "
 def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
     """Return a conversation of made-up words; the same one for the same seed."""
     draw = random.Random(seed)
-    says = [" ".join(draw.choices(_WORDS, k=draw.randint(1, words)))
-            for _ in range(2 * (turns or draw.randint(1, 3)))]
+    says = [
+        " ".join(draw.choices(_WORDS, k=draw.randint(1, words)))
+        for _ in range(2 * (turns or draw.randint(1, 3)))
+    ]
     system = [{"role": "system", "content": "short"}] * (seed % 3 == 0)
-    return Conversation([*system, *({"role": ("user", "assistant")[i % 2], "content": text}
-                                    for i, text in enumerate(says))])
+    return Conversation(
+        [
+            *system,
+            *(
+                {"role": ("user", "assistant")[i % 2], "content": text}
+                for i, text in enumerate(says)
+            ),
+        ]
+    )
 
 
 def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
@@ -38,17 +49,20 @@ def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
         shard = path / name / "data-00000-of-00001.arrow"
         with pa.ipc.new_stream(str(shard), chat_rows.schema()) as writer:
             for first in range(0, len(placed), rows):
-                writer.write_batch(chat_rows.batch(placed[first:first + rows]))
+                writer.write_batch(chat_rows.batch(placed[first : first + rows]))
         (path / name / "state.json").write_text(
-            json.dumps({"_data_files": [{"filename": shard.name}]}))
-        (path / name / "dataset_info.json").write_text(json.dumps(
-            {"features": {column: {} for column in chat_rows.schema().names}}))
+            json.dumps({"_data_files": [{"filename": shard.name}]})
+        )
+        (path / name / "dataset_info.json").write_text(
+            json.dumps({"features": {column: {} for column in chat_rows.schema().names}})
+        )
     return path
 
 
 def save_tokenizer(directory: Path, template: str | None = CHATML) -> Path:
     """Save a byte-level tokenizer without merges that has the tokens of CHATML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,8 +70,11 @@ def save_tokenizer(directory: Path, template: str | None = CHATML) -> Path:
     tokenizer.add_special_tokens(list(SPECIAL))
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        )
+    )
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
     return directory

@@ -14,8 +14,9 @@ TEXTS = ["the cat sat", "on the mat\n", "", "naïve café 日本", "x" * 300, "t
 BOS, EOS = "<s>", "</s>"
 
 
-def save_tokenizer(directory: Path, *, bos: bool, eos: bool = True, extra_ids: int = 0,
-                   truncate: bool = False) -> Path:
+def save_tokenizer(
+    directory: Path, *, bos: bool, eos: bool = True, extra_ids: int = 0, truncate: bool = False
+) -> Path:
     """Save a byte-level tokenizer without merges: ids 0 and 1 are BOS and EOS, then the bytes.
 
     bos: it puts BOS before every text. extra_ids: further words of the vocabulary.
@@ -30,7 +31,8 @@ def save_tokenizer(directory: Path, *, bos: bool, eos: bool = True, extra_ids: i
     tokenizer.add_special_tokens([BOS, EOS])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0)])
+            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0)]
+        )
     if truncate:
         tokenizer.enable_truncation(5)
         tokenizer.enable_padding(length=8, pad_id=1, pad_token=EOS)
@@ -52,11 +54,22 @@ def tokenizer(tmp_path: Path) -> Path:
 def _of_stage_02(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stage_02")
     (root / "raw").mkdir()
-    lines = "".join(json.dumps({"text": f"document number {n} " + "word " * (n % 9)}) + "\n"
-                    for n in range(60))
+    lines = "".join(
+        json.dumps({"text": f"document number {n} " + "word " * (n % 9)}) + "\n" for n in range(60)
+    )
     (root / "raw/a.jsonl").write_text(lines)
-    run_stage("02_build_hf_dataset.py", "--data-folder", "raw", "--save-dir", "corpus",
-              "--validation-percent", 20, "--num-workers", 1, cwd=root)
+    run_stage(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        "raw",
+        "--save-dir",
+        "corpus",
+        "--validation-percent",
+        20,
+        "--num-workers",
+        1,
+        cwd=root,
+    )
     return root / "corpus"
 
 
@@ -64,6 +77,7 @@ def _of_stage_02(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_stage_02(_of_stage_02: Path, tmp_path: Path) -> Path:
     """Return a copy of a dataset of stage 02 with train and validation."""
     import shutil
+
     return Path(shutil.copytree(_of_stage_02, tmp_path / "hf_datasets/corpus"))
 
 
@@ -71,8 +85,10 @@ def of_stage_02(_of_stage_02: Path, tmp_path: Path) -> Path:
 def foreign(tmp_path: Path) -> Path:
     """Return a Dataset of TEXTS that `save_to_disk` wrote."""
     import datasets
+
     datasets.Dataset.from_dict({"n": list(range(len(TEXTS))), "text": TEXTS}).save_to_disk(
-        str(tmp_path / "foreign"))
+        str(tmp_path / "foreign")
+    )
     return tmp_path / "foreign"
 
 

@@ -28,13 +28,19 @@ def windows(samples: int, tail: int = 0) -> Windows:
 
 def divisions(global_batch: int) -> list[tuple[int, int, int]]:
     """Return every (micro-batch, accumulation, ranks) that makes up a global batch."""
-    return [(micro, rest // ranks, ranks) for micro in range(1, global_batch + 1)
-            if global_batch % micro == 0 for rest in [global_batch // micro]
-            for ranks in range(1, rest + 1) if rest % ranks == 0]
+    return [
+        (micro, rest // ranks, ranks)
+        for micro in range(1, global_batch + 1)
+        if global_batch % micro == 0
+        for rest in [global_batch // micro]
+        for ranks in range(1, rest + 1)
+        if rest % ranks == 0
+    ]
 
 
-def steps(samples: Windows, seed: int, division: Division, count: int, first: int = 0,
-          ) -> Iterator[Step]:
+def steps(
+    samples: Windows, seed: int, division: Division, count: int, first: int = 0
+) -> Iterator[Step]:
     """Return steps from sample number `first` on."""
     return SampleStream(samples, seed, division, CPU).steps(Position(first), count)
 
@@ -74,8 +80,9 @@ def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
     expected = [sorted(order.sample_numbers(step * size, size, 19, 3)) for step in range(count)]
     assert len(divisions(size)) > 15
     for micro, accumulation, ranks in divisions(size):
-        shares = [steps(w, 3, Division(micro, accumulation, rank, ranks), count)
-                  for rank in range(ranks)]
+        shares = [
+            steps(w, 3, Division(micro, accumulation, rank, ranks), count) for rank in range(ranks)
+        ]
         for step, of_ranks in enumerate(zip(*shares, strict=True)):
             assert all(len(rank.batches) == accumulation for rank in of_ranks)
             seen = [s for rank in of_ranks for batch in rank.batches for s in starts(batch)]
@@ -88,32 +95,43 @@ def test_a_resume_goes_on_where_the_run_stood() -> None:
     assert [step.after for step in whole] == [Position(8 * k) for k in range(1, 7)]
     for k in (1, 4, 5):
         rest = steps(windows(11), 0, division, 6 - k, whole[k - 1].after.samples)
-        assert [[starts(b) for b in step.batches] for step in rest] == \
-            [[starts(b) for b in step.batches] for step in whole[k:]]
+        assert [[starts(b) for b in step.batches] for step in rest] == [
+            [starts(b) for b in step.batches] for step in whole[k:]
+        ]
 
 
 def test_a_run_may_stand_at_any_sample() -> None:
     """A global batch that changes leaves the run where no step of the new size begins."""
-    seen = [s for step in steps(windows(24), 3, Division(2, 1, 0, 1), 3, 5)
-            for batch in step.batches for s in starts(batch)]
+    seen = [
+        s
+        for step in steps(windows(24), 3, Division(2, 1, 0, 1), 3, 5)
+        for batch in step.batches
+        for s in starts(batch)
+    ]
     assert seen == order.sample_numbers(5, 6, 24, 3).tolist()
 
 
 def test_the_order_does_not_depend_on_how_much_is_worked_out_at_once(monkeypatch) -> None:
     whole = [starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
     monkeypatch.setattr(batches, "_ORDERED_AT_ONCE", 9)
-    assert whole == [starts(step.batches[0])
-                     for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
+    assert whole == [
+        starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)
+    ]
 
 
 def test_an_epoch_reads_every_sample_once() -> None:
-    seen = Counter(s for step in steps(windows(24), 0, Division(2, 3, 0, 1), 4)
-                   for batch in step.batches for s in starts(batch))
+    seen = Counter(
+        s
+        for step in steps(windows(24), 0, Division(2, 3, 0, 1), 4)
+        for batch in step.batches
+        for s in starts(batch)
+    )
     assert seen == Counter(range(24))
 
 
 def test_steps_left_early_end_their_thread() -> None:
     import threading
+
     left = steps(windows(11), 0, Division(1, 1, 0, 1), 100)
     next(left)
     left.close()
@@ -130,8 +148,10 @@ def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: in
     w, size = windows(samples, tail=2), 12
     expected = list(range(1, min(rounds * size, samples) * T + 1))
     for micro, accumulation, ranks in divisions(size):
-        shares = [list(evaluation_batches(w, rounds, Division(micro, accumulation, rank, ranks)))
-                  for rank in range(ranks)]
+        shares = [
+            list(evaluation_batches(w, rounds, Division(micro, accumulation, rank, ranks)))
+            for rank in range(ranks)
+        ]
         assert len({len(share) for share in shares}) == 1  # forwards are collective
         labels = torch.cat([b.labels.ravel() for share in shares for b in share])
         assert sorted(labels[labels != IGNORED].tolist()) == expected
@@ -161,24 +181,40 @@ def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:
     said = Counter()
     for samples in (short, long, padded, mixed):
         division = Division(2, 3, 0, 1)
-        taken = [batch for step in SampleStream(samples, 0, division, CPU).steps(Position(), 9)
-                 for batch in step.batches]
+        taken = [
+            batch
+            for step in SampleStream(samples, 0, division, CPU).steps(Position(), 9)
+            for batch in step.batches
+        ]
         for batch in (*taken, *evaluation_batches(samples, 3, division)):
             ends = batch.boundaries
             assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == 2 * length
             lengths = ends.diff()
             assert lengths.min() > 0 and lengths.max() <= batch.longest
             assert lengths.max() > batch.longest // 2 or batch.longest == length // 8
-            assert torch.equal(batch.position_ids.flatten(),
-                               torch.cat([torch.arange(n) for n in lengths]))
+            assert torch.equal(
+                batch.position_ids.flatten(), torch.cat([torch.arange(n) for n in lengths])
+            )
             assert len(lengths) <= 2 * samples.most_documents
             said[batch.longest] += 1
     assert set(said) == {128, 256, 512, 1024}
 
 
-@pytest.mark.parametrize(("row", "longest", "said"), [
-    (8192, 1, 1024), (8192, 1024, 1024), (8192, 1025, 2048), (8192, 4097, 8192), (8192, 8192, 8192),
-    (300, 1, 150), (300, 151, 300), (100, 3, 100), (1001, 126, 251), (1023, 128, 128)])
+@pytest.mark.parametrize(
+    ("row", "longest", "said"),
+    [
+        (8192, 1, 1024),
+        (8192, 1024, 1024),
+        (8192, 1025, 2048),
+        (8192, 4097, 8192),
+        (8192, 8192, 8192),
+        (300, 1, 150),
+        (300, 151, 300),
+        (100, 3, 100),
+        (1001, 126, 251),
+        (1023, 128, 128),
+    ],
+)
 def test_lengths_that_the_kernel_is_told(row: int, longest: int, said: int) -> None:
     """A half, a quarter or an eighth of a row, rounded up, and no less than 128 tokens."""
     rest = row - longest

@@ -39,14 +39,18 @@ def expected(split: Path, tokenizer: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     hf = AutoTokenizer.from_pretrained(str(tokenizer))
-    return [[*hf(text)["input_ids"], hf.eos_token_id]
-            for text in datasets.load_from_disk(str(split))["text"]]
+    return [
+        [*hf(text)["input_ids"], hf.eos_token_id]
+        for text in datasets.load_from_disk(str(split))["text"]
+    ]
 
 
-@pytest.mark.parametrize(("extra_ids", "dtype"), [(0, "uint16"), (65_536 - 258, "uint16"),
-                                                  (65_537 - 258, "uint32")])
+@pytest.mark.parametrize(
+    ("extra_ids", "dtype"), [(0, "uint16"), (65_536 - 258, "uint16"), (65_537 - 258, "uint32")]
+)
 def test_a_store_holds_the_ids_of_the_tokenizer_document_by_document(
-        tmp_path: Path, of_stage_02: Path, extra_ids: int, dtype: str) -> None:
+    tmp_path: Path, of_stage_02: Path, extra_ids: int, dtype: str
+) -> None:
     tokenizer = save_tokenizer(tmp_path / "t", bos=True, extra_ids=extra_ids)
     opened = store.open_store(prepare(of_stage_02, tokenizer, tmp_path / ".cache"))
     assert list(opened.splits) == ["train", "validation"]
@@ -55,23 +59,30 @@ def test_a_store_holds_the_ids_of_the_tokenizer_document_by_document(
         ids = expected(of_stage_02 / name, tokenizer)
         assert split.tokens.dtype == dtype and split.ends.dtype == "int64"
         assert [part.tolist() for part in np.split(split.tokens, split.ends[:-1])] == ids
-        assert opened.summary["splits"][name] == {"tokens": sum(map(len, ids)),
-                                                  "documents": len(ids)}
+        assert opened.summary["splits"][name] == {
+            "tokens": sum(map(len, ids)),
+            "documents": len(ids),
+        }
         assert split.ends[-1] == len(split.tokens)
 
 
 def test_an_empty_split_is_an_empty_store(tmp_path: Path, tokenizer: Path) -> None:
     import datasets
-    rows = {name: datasets.Dataset.from_dict(
-        {"text": text}, features=datasets.Features({"text": datasets.Value("string")}))
-        for name, text in (("train", ["a"]), ("validation", []))}
+
+    rows = {
+        name: datasets.Dataset.from_dict(
+            {"text": text}, features=datasets.Features({"text": datasets.Value("string")})
+        )
+        for name, text in (("train", ["a"]), ("validation", []))
+    }
     datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "d"))
     opened = store.open_store(prepare(tmp_path / "d", tokenizer, tmp_path / ".cache"))
     assert len(opened.splits["validation"].tokens) == len(opened.splits["validation"].ends) == 0
 
 
-def test_a_store_is_made_once_per_content(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
-                                          ) -> None:
+def test_a_store_is_made_once_per_content(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     cache = tmp_path / ".cache"
     path = prepare(of_stage_02, tokenizer, cache)
     made = (path / "manifest.json").stat().st_mtime_ns
@@ -94,7 +105,8 @@ def test_a_store_is_relocatable(tmp_path: Path, of_stage_02: Path, tokenizer: Pa
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_before_any_work(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     with pytest.raises(UsageError, match="larger than the model's vocabulary") as caught:
         prepare(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=257)
     assert "at most 257" in caught.value.expected and "258" in caught.value.found
@@ -103,7 +115,8 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_any_work(
 
 
 def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     shard = next(iter((of_stage_02 / "train").glob("*.arrow")))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -113,8 +126,9 @@ def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "unfinished"])
-def test_a_damaged_store_is_told_with_the_cure(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
-                                               damage: str) -> None:
+def test_a_damaged_store_is_told_with_the_cure(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path, damage: str
+) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path / ".cache")
     tokens = path / "train.tokens.bin"
     if damage == "short":
@@ -131,9 +145,17 @@ def test_a_damaged_store_is_told_with_the_cure(tmp_path: Path, of_stage_02: Path
 def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
     """Start building.py in a process of its own; return it and what it prints."""
     reader, writer = os.pipe()
-    launch = Launch(forks.server("stages").start(
-        "", arguments, ROOT, {**os.environ, **environment}, writer, 2,
-        call="tests.tokens.building:prepare"))
+    launch = Launch(
+        forks.server("stages").start(
+            "",
+            arguments,
+            ROOT,
+            {**os.environ, **environment},
+            writer,
+            2,
+            call="tests.tokens.building:prepare",
+        )
+    )
     os.close(writer)
     return launch, os.fdopen(reader)
 
@@ -145,13 +167,16 @@ def wait_for(printed: IO[str], text: str) -> None:
     raise AssertionError(f"{text!r} was not printed")
 
 
-def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of_stage_02: Path,
-                                                              tokenizer: Path) -> None:
+def test_a_second_launch_and_other_ranks_wait_for_the_builder(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     cache = tmp_path / ".cache"
     builder = start(of_stage_02, tokenizer, cache, 0.1)
     wait_for(builder[1], "writing")
-    others = [start(of_stage_02, tokenizer, cache, 0),
-              start(of_stage_02, tokenizer, cache, 0, LOCAL_RANK="1", RANK="1")]
+    others = [
+        start(of_stage_02, tokenizer, cache, 0),
+        start(of_stage_02, tokenizer, cache, 0, LOCAL_RANK="1", RANK="1"),
+    ]
     outputs = [printed.read() for _, printed in (builder, *others)]
     assert [launch.wait() for launch, _ in (builder, *others)] == [[0]] * 3
     [path] = (cache / "tokens").iterdir()
@@ -160,11 +185,16 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of
     store.open_store(path)
 
 
-@pytest.mark.parametrize("writes", [
-    1, 6, *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9))])
-def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: Path,
-                                                  tokenizer: Path, writes: int,
-                                                  caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "writes", [1, 6, *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9))]
+)
+def test_a_killed_build_goes_on_to_the_same_bytes(
+    tmp_path: Path,
+    of_stage_02: Path,
+    tokenizer: Path,
+    writes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = tmp_path / ".cache"
     killed, printed = start(of_stage_02, tokenizer, cache, 0.4)
     for _ in range(writes):
@@ -180,13 +210,16 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: P
     assert (f"going on after {documents} documents" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
-    files = [[entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
-             for p in (path, whole)]
+    files = [
+        [entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
+        for p in (path, whole)
+    ]
     assert files[0] == files[1]
 
 
-def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Path,
-                                                 tokenizer: Path, caplog, monkeypatch) -> None:
+def test_a_disk_that_fails_to_read_costs_no_work(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path, caplog, monkeypatch
+) -> None:
     """What was tokenised before stays, as does a note of progress that cannot be read."""
     monkeypatch.setattr(dataset, "_BATCH_ROWS", 5)
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
@@ -201,6 +234,7 @@ def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Pa
         if path.name.endswith("progress.json"):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return read(path)
+
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
         patch.setattr(Dataset, "documents", torn)
         prepare(of_stage_02, tokenizer, cache)
@@ -212,8 +246,9 @@ def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Pa
     assert "going on after 20 documents" in caplog.text
 
 
-def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
-                                          ) -> None:
+def test_a_rank_that_waits_does_not_build(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     launch, printed = start(of_stage_02, tokenizer, tmp_path / ".cache", 0, LOCAL_RANK="1")
     wait_for(printed, "waiting for")
     time.sleep(0.7)
@@ -221,9 +256,13 @@ def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tok
     launch.kill()
 
 
-def test_tokens_by_pread_equal_the_mapped_ones(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
-                                               monkeypatch: pytest.MonkeyPatch,
-                                               caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_by_pread_equal_the_mapped_ones(
+    tmp_path: Path,
+    of_stage_02: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path)
     mapped = store.open_store(path).splits["train"]
     read = store.open_store(path, "pread").splits["train"]
@@ -235,11 +274,14 @@ def test_tokens_by_pread_equal_the_mapped_ones(tmp_path: Path, of_stage_02: Path
     assert read.ends[3] == mapped.ends[3] and np.array_equal(np.asarray(read.ends), mapped.ends)
     for seq_length in (8, 16):
         chosen = np.array([3, 0, 5])
-        assert np.array_equal(Windows(read.tokens, seq_length).rows(chosen).inputs,
-                              Windows(mapped.tokens, seq_length).rows(chosen).inputs)
+        assert np.array_equal(
+            Windows(read.tokens, seq_length).rows(chosen).inputs,
+            Windows(mapped.tokens, seq_length).rows(chosen).inputs,
+        )
 
     def refuse(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
+
     monkeypatch.setattr(np, "memmap", refuse)
     fallen_back = store.open_store(path).splits["train"]
     assert np.array_equal(fallen_back.tokens[:50], read.tokens[:50])
@@ -250,8 +292,9 @@ def test_tokens_by_pread_equal_the_mapped_ones(tmp_path: Path, of_stage_02: Path
         read.tokens[0:100]
 
 
-def test_a_store_with_an_unknown_label_mask_is_refused(tmp_path: Path, of_stage_02: Path,
-                                                       tokenizer: Path) -> None:
+def test_a_store_with_an_unknown_label_mask_is_refused(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path)
     content = json.loads((path / "manifest.json").read_text())
     assert content["summary"]["label_mask"] is None
@@ -261,20 +304,21 @@ def test_a_store_with_an_unknown_label_mask_is_refused(tmp_path: Path, of_stage_
         store.open_store(path)
 
 
-def test_preparing_again_verifies_every_byte(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
-                                             ) -> None:
+def test_preparing_again_verifies_every_byte(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path)
     build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
     damaged = bytearray((path / "train.tokens.bin").read_bytes())
     damaged[8] ^= 1
     (path / "train.tokens.bin").write_bytes(damaged)
     with pytest.raises(ArtifactError, match="damaged"):
-        build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False,
-                      verify=True)
+        build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
 
 
-def test_two_nodes_without_common_locks_build_one_store(tmp_path: Path, of_stage_02: Path,
-                                                        tokenizer: Path) -> None:
+def test_two_nodes_without_common_locks_build_one_store(
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path
+) -> None:
     """Where flock is local to a node, one builds; the other waits, or goes on when it is gone."""
     cache = tmp_path / ".cache"
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
@@ -290,13 +334,14 @@ def test_two_nodes_without_common_locks_build_one_store(tmp_path: Path, of_stage
     killed.kill()
     late, printed = start(of_stage_02, tokenizer, cache, 0, "b")
     assert f"is gone: {path}.partial-" in printed.read() and late.wait() == [0]
-    assert [(path / name).read_bytes() for name in FILES] \
-        == [(whole / name).read_bytes() for name in FILES]
+    assert [(path / name).read_bytes() for name in FILES] == [
+        (whole / name).read_bytes() for name in FILES
+    ]
 
 
 def test_what_is_on_the_disk_is_hashed_before_it_is_published(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> None:
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process wrote into the same file, which keeps its size."""
     sync = split_writer.Sink.sync
 
@@ -305,6 +350,7 @@ def test_what_is_on_the_disk_is_hashed_before_it_is_published(
         if sink.bytes > 8:
             with sink.path.open("r+b") as file:
                 file.write(bytes(8))
+
     monkeypatch.setattr(split_writer.Sink, "sync", disturbed)
     with pytest.raises(ArtifactError, match="does not read back as it was written"):
         prepare(of_stage_02, tokenizer, tmp_path / ".cache")
@@ -314,8 +360,13 @@ def test_what_is_on_the_disk_is_hashed_before_it_is_published(
 @pytest.mark.parametrize("moment", ["check_content", "sample", "documents"])
 @pytest.mark.parametrize("way", ["replaced", "written", "cut"])
 def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
-        moment: str, way: str) -> None:
+    tmp_path: Path,
+    of_stage_02: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    way: str,
+) -> None:
     """`02 --overwrite` between the splits, or somebody writes into a shard or cuts it."""
     other = Path(shutil.copytree(of_stage_02, tmp_path / "other"))
     (other / "train").rename(other / "t")
@@ -333,22 +384,26 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
             data = shard.read_bytes()
             shard.write_bytes(data[:-8] + b"01234567" * (way == "written"))
         return result
+
     monkeypatch.setattr(Dataset, moment, disturbed)
     with pytest.raises((UsageError, ArtifactError)) as caught:
         prepare(of_stage_02, tokenizer, tmp_path / ".cache")
-    assert "was replaced or changed while its tokens were prepared" in caught.value.problem \
+    assert (
+        "was replaced or changed while its tokens were prepared" in caught.value.problem
         or way == "cut"
+    )
     assert not list((tmp_path / ".cache/tokens").iterdir()), "nor is anything to go on from"
 
 
 def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> None:
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other, make = save_tokenizer(tmp_path / "other", bos=False), build.Encoder
 
     def disturbed(*arguments: object) -> build.Encoder:
         shutil.copy(other / "tokenizer.json", tokenizer)
         return make(*arguments)
+
     monkeypatch.setattr(build, "Encoder", disturbed)
     with pytest.raises(UsageError, match=r"the tokenizer in .* was replaced"):
         prepare(of_stage_02, tokenizer, tmp_path / ".cache")
@@ -356,9 +411,11 @@ def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
 
 
 def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
-        tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its fingerprint knows only the ends of its shards, so a killed build looks at times, too."""
     import datasets
+
     text = ["a" * 30_000 + f" {n}" for n in range(100)]
     path, cache = tmp_path / "foreign", tmp_path / ".cache"
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(path))
@@ -367,13 +424,14 @@ def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
     def killed(*arguments: object) -> None:
         run(*arguments)
         raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(split_writer.TextWriter, "run", killed)
         prepare(path, tokenizer, cache)
     shard = next(path.glob("*.arrow"))
     data = bytearray(shard.read_bytes())
     middle = len(data) // 2
-    data[middle:middle + 8] = b"bbbbbbbb"
+    data[middle : middle + 8] = b"bbbbbbbb"
     shard.write_bytes(data)
     opened = store.open_store(prepare(path, tokenizer, cache)).splits["train"]
     fresh = store.open_store(prepare(path, tokenizer, tmp_path / "fresh")).splits["train"]
@@ -387,14 +445,20 @@ def half_overwritten(path: Path) -> None:
 
 
 def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
-        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> None:
+    tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its sizes are right. What has not been touched since it was found whole is not hashed."""
-    monkeypatch.setattr(build.verified, "_RACY_NS", -(10 ** 18))
+    monkeypatch.setattr(build.verified, "_RACY_NS", -(10**18))
     hashed: list[str] = []
     damage = build.verified.manifest.damage
-    monkeypatch.setattr(build.verified.manifest, "damage", lambda path, entry, deep, **how: (
-        hashed.append(path.name) if deep else None, damage(path, entry, deep, **how))[1])
+    monkeypatch.setattr(
+        build.verified.manifest,
+        "damage",
+        lambda path, entry, deep, **how: (
+            hashed.append(path.name) if deep else None,
+            damage(path, entry, deep, **how),
+        )[1],
+    )
     cache = tmp_path / ".cache"
     path = prepare(of_stage_02, tokenizer, cache)
     hashed.clear()

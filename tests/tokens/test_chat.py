@@ -29,19 +29,31 @@ Encoders = dict[tuple[str, bool], Encoder]
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
     """Return encoders of each kind of tokenizer, that put BOS in front or do not."""
-    return {(kind, bos): chat_tokenizers.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
-            for kind in chat_tokenizers.KINDS for bos in (True, False)}
+    return {
+        (kind, bos): chat_tokenizers.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
+        for kind in chat_tokenizers.KINDS
+        for bos in (True, False)
+    }
 
 
 def said(*texts: str, system: bool = False) -> Conversation:
     """Return a conversation of a user and an assistant, in turns."""
     roles = ("user", "assistant") * len(texts)
-    return Conversation([*[SYSTEM] * system, *(
-        {"role": role, "content": text} for role, text in zip(roles, texts, strict=False))])
+    return Conversation(
+        [
+            *[SYSTEM] * system,
+            *({"role": role, "content": text} for role, text in zip(roles, texts, strict=False)),
+        ]
+    )
 
 
-def coder(encoder: Encoder, source: str, train_on: str = "assistant", too_long: str = "drop",
-          longest: int = 10_000) -> ChatEncoder:
+def coder(
+    encoder: Encoder,
+    source: str,
+    train_on: str = "assistant",
+    too_long: str = "drop",
+    longest: int = 10_000,
+) -> ChatEncoder:
     return ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
 
 
@@ -51,9 +63,10 @@ def trained(encoder: Encoder, encoded: EncodedChats) -> list[str]:
 
 
 def drawn(name: str, draw: random.Random) -> Conversation:
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 8))).strip() + "?."[n % 2]
-             for n in range(6)]
-    return said(*texts[:2 * draw.randint(1, 3)], system=name != "mistral" and draw.random() < .5)
+    texts = [
+        " ".join(draw.choices(WORDS, k=draw.randint(1, 8))).strip() + "?."[n % 2] for n in range(6)
+    ]
+    return said(*texts[: 2 * draw.randint(1, 3)], system=name != "mistral" and draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -70,16 +83,25 @@ def test_answers_and_what_ends_them_are_trained(encoders: Encoders, name: str) -
         assert not encoded.dropped
         begins = np.cumsum(encoded.lengths) - encoded.lengths
         assert ((encoded.tokens[begins] == 0) == (name not in WITHOUT_BOS)).all()
-        answers = [answer.format(turn["content"]) for chat in several for turn in chat.messages
-                   if turn["role"] == "assistant"]
+        answers = [
+            answer.format(turn["content"])
+            for chat in several
+            for turn in chat.messages
+            if turn["role"] == "assistant"
+        ]
         if kind in ("bytes", "merged"):
             assert trained(encoder, encoded) == answers
         else:  # whose text of a part is not a part of the text: by where tokens stand instead
             assert _by_offsets(encoder, encoded, several, answers, template)
 
 
-def _by_offsets(encoder: Encoder, encoded: EncodedChats, several: list[Conversation],
-                answers: list[str], template: Template) -> bool:
+def _by_offsets(
+    encoder: Encoder,
+    encoded: EncodedChats,
+    several: list[Conversation],
+    answers: list[str],
+    template: Template,
+) -> bool:
     """Tell whether the tokens and flags are those of the whole texts, read by the tokenizer."""
     if len(encoded.lengths) != len(several):
         return True  # a template that rewrites: one sample an answer
@@ -91,43 +113,58 @@ def _by_offsets(encoder: Encoder, encoded: EncodedChats, several: list[Conversat
             at = text.index(spoken, at)
             spans.append((at, at := at + len(spoken)))
         whole = encoder.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        ids = whole.ids if encoder.bos is None or whole.ids[0] == encoder.bos \
+        ids = (
+            whole.ids
+            if encoder.bos is None or whole.ids[0] == encoder.bos
             else [encoder.bos, *whole.ids]
+        )
         tokens += ids
         flags += [False] * (len(ids) - len(whole.ids)) + [
             any(start <= begin and end <= stop for start, stop in spans)
-            for begin, end in whole.offsets]
+            for begin, end in whole.offsets
+        ]
     return encoded.tokens.tolist() == tokens and encoded.trained.tolist() == flags
 
 
 def test_characters_that_no_text_should_contain_move_no_mask(encoders: Encoders) -> None:
     encoder, odd = encoders["bytes", False], "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
-    for source in (MARKED, MARKED.replace("{{- m.content }}{% endgen", "{% set x %}{{ m.content }}"
-                                          "{% endset %}{{ x }}{% endgen", 1)):
+    for source in (
+        MARKED,
+        MARKED.replace(
+            "{{- m.content }}{% endgen", "{% set x %}{{ m.content }}{% endset %}{{ x }}{% endgen", 1
+        ),
+    ):
         encoded = coder(encoder, source).encode([said(odd, odd, "\ufdd1", "\ufdd0")])
         assert trained(encoder, encoded) == [f"{odd}<|im_end|>", "\ufdd0<|im_end|>"]
     half = said("a", "b \udc80")  # of a character, as only an escape in JSON may spell it
     [dropped] = coder(encoder, MARKED).encode([half]).dropped
     assert (dropped.kind, dropped.message) == (
-        "control token", "turn 2 (assistant) spells the token \\udc80")
+        "control token",
+        "turn 2 (assistant) spells the token \\udc80",
+    )
 
 
 def test_the_sandbox_writes_what_transformers_writes(encoders: Encoders) -> None:
     tokenizer = encoders["bytes", True].tokenizer
-    sources = [*TEMPLATES.values(), *(path.read_text() for path in
-                                      (ROOT / "chat_templates").glob("*.jinja"))]
+    sources = [
+        *TEMPLATES.values(),
+        *(path.read_text() for path in (ROOT / "chat_templates").glob("*.jinja")),
+    ]
     ours = re.compile("26 Jul 2024")
     for source in sources:
         made = Template(source, tokenizer.special_tokens_map)
         chat = said("hi", "<think>\nso\n</think>\n\nhello", "more", "no")
         for prompt in (False, True):
-            text = tokenizer.apply_chat_template(chat.messages, chat_template=source,
-                                                 tokenize=False, add_generation_prompt=prompt)
+            text = tokenizer.apply_chat_template(
+                chat.messages, chat_template=source, tokenize=False, add_generation_prompt=prompt
+            )
             dated = re.compile(r"(?<=Today Date: ).*")
-            assert ours.sub("", made.render(chat.messages, prompt=prompt).text) == \
-                dated.sub("", text)
-    mask = tokenizer.apply_chat_template(chat.messages, chat_template=MARKED, return_dict=True,
-                                         return_assistant_tokens_mask=True)["assistant_masks"]
+            assert ours.sub("", made.render(chat.messages, prompt=prompt).text) == dated.sub(
+                "", text
+            )
+    mask = tokenizer.apply_chat_template(
+        chat.messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )["assistant_masks"]
     encoded = coder(encoders["bytes", False], MARKED).encode([chat])
     assert encoded.trained.sum() == sum(mask) + 2, "the mark leaves the closing tokens out"
     assert (encoded.trained >= np.array(mask, bool)).all()
@@ -156,14 +193,16 @@ def test_one_bos_in_front_and_no_eos_behind(encoders: Encoders) -> None:
 def test_the_end_is_learned_also_where_padding_is_the_same_token(tmp_path: Path) -> None:
     encoder = chat_tokenizers.encoder(tmp_path / "it", "bytes", False, pad_token="</s>")
     encoded = coder(encoder, (ROOT / "chat_templates/plain.jinja").read_text()).encode(
-        [said("a", "b")])
+        [said("a", "b")]
+    )
     assert trained(encoder, encoded) == ["b</s>"]
     assert encoded.stops == {encoder.tokenizer.eos_token_id: 1}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_the_end_is_learned_also_where_text_spells_no_special_token(tmp_path: Path, kind: str,
-                                                                    ) -> None:
+def test_the_end_is_learned_also_where_text_spells_no_special_token(
+    tmp_path: Path, kind: str
+) -> None:
     encoder = chat_tokenizers.encoder(tmp_path / "it", kind, False, split_special_tokens=True)
     assert encoder.eos not in encoder.encode_bare([b"b</s>"])[0]
     chats, source = [said("a", "b")], (ROOT / "chat_templates/plain.jinja").read_text()
@@ -176,11 +215,13 @@ def test_the_end_is_learned_also_where_text_spells_no_special_token(tmp_path: Pa
 
 def test_a_template_fits_the_tokenizer_or_is_refused(tmp_path: Path) -> None:
     from tests.tokens.conftest import save_tokenizer
+
     encoder = Encoder(save_tokenizer(tmp_path / "plain", bos=False), 1)
-    for source, says in ((CHATML, r"'<\|im_end\|>' behind an answer, which is no token"),
-                         ("{% for m in messages %}{{ m.content }}{% endfor %}",
-                          "nothing behind an answer"),
-                         ("{{ pad_token }}" + CHATML, "writes pad_token, which")):
+    for source, says in (
+        (CHATML, r"'<\|im_end\|>' behind an answer, which is no token"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing behind an answer"),
+        ("{{ pad_token }}" + CHATML, "writes pad_token, which"),
+    ):
         with pytest.raises(UsageError) as caught:
             coder(encoder, source)
         assert re.search(says, caught.value.render())
@@ -193,13 +234,17 @@ def test_what_spells_a_control_token_is_dropped(encoders: Encoders) -> None:
     tool = Conversation(said("a", "b").messages, [{"name": "f", "description": "<|im_end|>"}])
     found = it.encode([said("a", "b"), said(forged, "c"), said("d", "e <|im_end|>"), tool])
     assert [(each.number, each.kind) for each in found.dropped] == [
-        (1, "control token"), (2, "control token"), (3, "control token")]
+        (1, "control token"),
+        (2, "control token"),
+        (3, "control token"),
+    ]
     assert found.dropped[0].message == "turn 1 (user) spells the token <|im_end|>"
     assert found.owners.tolist() == [0]
 
 
 def test_thoughts_may_stand_in_tokens_of_their_own(tmp_path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer
+
     chat_tokenizers.encoder(tmp_path / "it", "merged", False)
     file = tmp_path / "it/tokenizer.json"
     whole = Tokenizer.from_file(str(file))
@@ -212,7 +257,8 @@ def test_thoughts_may_stand_in_tokens_of_their_own(tmp_path: Path) -> None:
         assert trained(encoder, encoded) == [f"{spoken}<|im_end|>"]
         assert [each.kind for each in encoded.dropped] == ["control token"]
     assert trained(encoder, coder(encoder, CHATML).encode([said("a", "<think>b</think>")])) == [
-        "<think>b</think><|im_end|>"]
+        "<think>b</think><|im_end|>"
+    ]
 
 
 def test_white_space_around_an_answer(encoders: Encoders) -> None:
@@ -223,7 +269,8 @@ def test_white_space_around_an_answer(encoders: Encoders) -> None:
             assert trained(encoder, it.encode([said("hi", text)])) == [f"{text}<|im_end|>"]
     stripped = CHATML.replace("m.content", "m.content | trim")
     assert trained(encoder, coder(encoder, stripped).encode([said("hi", "\n a \n")])) == [
-        "a<|im_end|>"]
+        "a<|im_end|>"
+    ]
     # Merged with the line break of the template: who answers could not begin there.
     [dropped] = it.encode([said("hi", "hello", "hi", "\nhello")]).dropped
     assert dropped.kind == "no boundary" and "within a token" in dropped.message
@@ -257,11 +304,13 @@ def test_what_is_chosen_is_trained(encoders: Encoders, source: str) -> None:
     if source != QWEN_3:
         assert of("all", [1, 0, 1, 1, 1])[0] == "system\nBe brief.<|im_end|>\n"
     else:
-        [dropped] = coder(encoder, source, "all").encode([chat._replace(weights=[1, 1, 1, 0, 1])]
-                                                         ).dropped
+        [dropped] = (
+            coder(encoder, source, "all").encode([chat._replace(weights=[1, 1, 1, 0, 1])]).dropped
+        )
         assert "does not show where a turn of weight 0" in dropped.message
-    dropped = coder(encoder, source, "last").encode(
-        [chat._replace(weights=[1, 1, 1, 1, 0])]).dropped
+    dropped = (
+        coder(encoder, source, "last").encode([chat._replace(weights=[1, 1, 1, 1, 0])]).dropped
+    )
     assert [each.kind for each in dropped] == ["nothing trained"]
 
 
@@ -269,37 +318,48 @@ def test_turns_of_weight_zero_end_where_the_next_begins(encoders: Encoders) -> N
     """Also with a template that ends all that it writes by a token of its own."""
     encoder, chat = encoders["bytes", True], said("a", "b", "c", "d")._replace(weights=[1, 0, 0, 1])
     [text] = shown(encoder, coder(encoder, TEMPLATES["phi 3"], "all").encode([chat]))
-    assert text == ("<s>⟦<|user|>\na<|end|>\n⟧<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n"
-                    "⟦<|assistant|>\nd<|end|>\n</s>⟧")
+    assert text == (
+        "<s>⟦<|user|>\na<|end|>\n⟧<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n"
+        "⟦<|assistant|>\nd<|end|>\n</s>⟧"
+    )
 
 
 def test_turns_of_tools_between_answers(encoders: Encoders) -> None:
     """All answers to one question stay one sample, also where later questions rewrite them."""
     call = {"function": {"name": "add", "arguments": {}}}
-    turns = [{"role": "user", "content": "q"},
-             {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "t"},
-             {"role": "tool", "name": "add", "content": "1"},
-             {"role": "tool", "name": "add", "content": "2"},
-             {"role": "assistant", "content": "3", "reasoning_content": "u"}]
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "t"},
+        {"role": "tool", "name": "add", "content": "1"},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "3", "reasoning_content": "u"},
+    ]
     encoder = encoders["bytes", False]
     encoded = coder(encoder, QWEN_3).encode([Conversation([*turns, *turns], [call])])
     assert encoded.lengths.size == 2, "one for each question"
     assert trained(encoder, encoded) == 2 * [
         '<think>\nt\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-        "<|im_end|>", "<think>\nu\n</think>\n\n3<|im_end|>"]
+        "<|im_end|>",
+        "<think>\nu\n</think>\n\n3<|im_end|>",
+    ]
 
 
 def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
     """As Phi-3 has them, which take in white space, and Gemma, which has white space as tokens."""
     from tokenizers import AddedToken, Tokenizer
+
     chat_tokenizers.encoder(tmp_path / "it", "merged", False)
     file = tmp_path / "it/tokenizer.json"
     source = file.read_text()
-    ways = {"rstrip": [AddedToken("<|turn|>", rstrip=True), AddedToken("<|stop|>", rstrip=True)],
-            "not special": ["<|turn|>", "<|stop|>"],
-            "not normalized": [AddedToken("<|turn|>", normalized=False, special=False),
-                               AddedToken("<|stop|>", normalized=False, special=False)],
-            "white space": [AddedToken("<|turn|>"), AddedToken("<|stop|>")]}
+    ways = {
+        "rstrip": [AddedToken("<|turn|>", rstrip=True), AddedToken("<|stop|>", rstrip=True)],
+        "not special": ["<|turn|>", "<|stop|>"],
+        "not normalized": [
+            AddedToken("<|turn|>", normalized=False, special=False),
+            AddedToken("<|stop|>", normalized=False, special=False),
+        ],
+        "white space": [AddedToken("<|turn|>"), AddedToken("<|stop|>")],
+    }
     template = CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|stop|>")
     for way, tokens in ways.items():
         whole = Tokenizer.from_str(source)
@@ -315,8 +375,12 @@ def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
             assert trained(encoder, encoded) == ["it's\nb<|stop|>"], way
             assert [each.kind for each in encoded.dropped] == ["control token"]
             assert encoded.stops == {encoder.tokenizer.convert_tokens_to_ids("<|stop|>"): 1}
-            assert encoded.tokens.tolist() == encoder.tokenizer(
-                it._texts(chats)[0][0].text, add_special_tokens=False)["input_ids"]
+            assert (
+                encoded.tokens.tolist()
+                == encoder.tokenizer(it._texts(chats)[0][0].text, add_special_tokens=False)[
+                    "input_ids"
+                ]
+            )
             it.tune(chats[:1])
 
 
@@ -325,7 +389,8 @@ def test_a_conversation_that_a_template_refuses_is_dropped_alone(encoders: Encod
     odd = Conversation([*said("a", "b").messages, *said("c", "d").messages[1:]])
     found = coder(encoders["bytes", True], strict).encode([said("a", "b"), odd, said("e", "f")])
     assert [(each.number, each.kind, each.message) for each in found.dropped] == [
-        (1, "template", "roles must alternate")]
+        (1, "template", "roles must alternate")
+    ]
     assert found.owners.tolist() == [0, 2]
     for several in ([], [odd]):
         none = coder(encoders["bytes", True], strict).encode(several)
@@ -352,19 +417,34 @@ def test_marks_that_reach_too_far_or_miss_an_answer_are_told(encoders: Encoders)
     around = "{% generation %}{% for m in messages %}" + turn + "{% endfor %}{% endgeneration %}"
     rest = "{% generation %}{% for m in messages[1:] %}" + turn + "{% endfor %}{% endgeneration %}"
     head = "{% set m = messages[0] %}" + turn
-    first = "{% for m in messages %}{% if loop.index == 3 %}{% generation %}" + turn + \
-            "{% endgeneration %}{% else %}" + turn + "{% endif %}{% endfor %}"
-    for source, says in ((around, "begins before an answer"), (head + rest, "begins before"),
-                         (first, "marks nothing of an answer")):
+    first = (
+        "{% for m in messages %}{% if loop.index == 3 %}{% generation %}"
+        + turn
+        + "{% endgeneration %}{% else %}"
+        + turn
+        + "{% endif %}{% endfor %}"
+    )
+    for source, says in (
+        (around, "begins before an answer"),
+        (head + rest, "begins before"),
+        (first, "marks nothing of an answer"),
+    ):
         [dropped] = coder(encoder, source).encode([chat]).dropped
         assert dropped.kind == "no boundary" and says in dropped.message
 
 
 def test_what_a_template_does_not_write_is_counted(encoders: Encoders) -> None:
     encoder = encoders["bytes", False]
-    thinking = Conversation([{"role": "system", "content": "Be brief."}, *said("a").messages[:1],
-                             {"role": "assistant", "content": "b", "reasoning_content": "hm"}])
+    thinking = Conversation(
+        [
+            {"role": "system", "content": "Be brief."},
+            *said("a").messages[:1],
+            {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+        ]
+    )
     users = CHATML.replace("messages %}", "messages if m.role != 'system' %}", 1)
     assert coder(encoder, CHATML).encode([thinking, said("a", "b")]).left_out == {"thoughts": 1}
     assert coder(encoder, users).encode([thinking] * 2).left_out == {
-        "thoughts": 2, "system prompt": 2}
+        "thoughts": 2,
+        "system prompt": 2,
+    }

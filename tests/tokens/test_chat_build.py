@@ -19,8 +19,11 @@ from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from tests.tokens import chats
 
-FILES = [f"{split}.{kind}.bin" for split in ("train", "validation")
-         for kind in ("tokens", "ends", "labels")] + [store.ERRORS, store.TEMPLATE]
+FILES = [
+    f"{split}.{kind}.bin"
+    for split in ("train", "validation")
+    for kind in ("tokens", "ends", "labels")
+] + [store.ERRORS, store.TEMPLATE]
 
 
 class Here:
@@ -52,8 +55,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     talks = [chats.talk(seed) for seed in range(90)]
     talks[20] = chats.talk(20, turns=40)  # too long
     talks[21] = talks[21]._replace(weights=[0.0] * len(talks[21].messages))
-    return chats.save(tmp_path_factory.mktemp("c") / "talks", rows=7, train=talks[:80],
-                      validation=talks[80:])
+    return chats.save(
+        tmp_path_factory.mktemp("c") / "talks", rows=7, train=talks[:80], validation=talks[80:]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +65,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chats.save_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer")
 
 
-def policy(template: str = chats.CHATML, train_on: str = "assistant", longest: int = 700,
-           ) -> ChatPolicy:
+def policy(
+    template: str = chats.CHATML, train_on: str = "assistant", longest: int = 700
+) -> ChatPolicy:
     return ChatPolicy(template, train_on, "drop", longest)
 
 
-def prepare(corpus: Path, tokenizer: Path, cache: Path, workers: int = 1,
-            how: ChatPolicy | None = None) -> Path:
-    return build.prepare(open_dataset(corpus), tokenizer, cache, 100_000, workers, False,
-                         chat=how or policy())
+def prepare(
+    corpus: Path, tokenizer: Path, cache: Path, workers: int = 1, how: ChatPolicy | None = None
+) -> Path:
+    return build.prepare(
+        open_dataset(corpus), tokenizer, cache, 100_000, workers, False, chat=how or policy()
+    )
 
 
 def test_a_store_holds_the_samples_and_a_bit_for_each_label(
-        corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    corpus: Path, tokenizer: Path, tmp_path: Path, here: None
+) -> None:
     path = prepare(corpus, tokenizer, tmp_path)
     opened, encoder = store.open_store(path), ChatEncoder(policy(), Encoder(tokenizer, 1))
     for name, split in opened.splits.items():
@@ -86,8 +94,10 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
         assert split.labels.total == made.trained.sum() == opened.chat.counts[name].trained
         ends = np.asarray(split.ends)
         counts = split.labels.counts(ends - made.lengths, ends)
-        assert counts.tolist() == [made.trained[end - length:end].sum() for end, length
-                                   in zip(ends, made.lengths, strict=True)]
+        assert counts.tolist() == [
+            made.trained[end - length : end].sum()
+            for end, length in zip(ends, made.lengths, strict=True)
+        ]
     facts = opened.chat
     assert facts.template == chats.CHATML and facts.stops == [3]
     assert facts.names == {3: "<|im_end|>"}
@@ -95,21 +105,41 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
     assert (train.conversations, train.samples) == (80, 78)
     assert train.dropped == {"too long": 1, "nothing trained": 1} and train.ended_share == 1
     errors = [json.loads(line) for line in (path / store.ERRORS).read_text().splitlines()]
-    assert [(one["path"], one["line"], one["offset"], one["kind"], one["action"])
-            for one in errors] == [("train.jsonl", 21, 2000, "too long", "dropped"),
-                                   ("train.jsonl", 22, 2100, "nothing trained", "dropped")]
+    assert [
+        (one["path"], one["line"], one["offset"], one["kind"], one["action"]) for one in errors
+    ] == [
+        ("train.jsonl", 21, 2000, "too long", "dropped"),
+        ("train.jsonl", 22, 2100, "nothing trained", "dropped"),
+    ]
     assert sorted(file.name for file in path.iterdir()) == sorted([*FILES, "manifest.json"])
-    assert store.open_store(path, "pread").splits["train"].labels[3:50].tolist() == \
-        opened.splits["train"].labels[3:50].tolist()
+    assert (
+        store.open_store(path, "pread").splits["train"].labels[3:50].tolist()
+        == opened.splits["train"].labels[3:50].tolist()
+    )
 
 
 def test_what_decides_the_samples_makes_another_store(
-        corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    corpus: Path, tokenizer: Path, tmp_path: Path
+) -> None:
     opened = open_dataset(corpus)
-    ways = [policy(), policy(chats.CHATML.replace("|", "/")), policy(train_on="last"),
-            policy(longest=600), policy()._replace(too_long="split"), None, policy()]
-    assert len({store.directory(tmp_path, opened, store.identity(opened, tokenizer, how))
-                for how in ways}) == 6
+    ways = [
+        policy(),
+        policy(chats.CHATML.replace("|", "/")),
+        policy(train_on="last"),
+        policy(longest=600),
+        policy()._replace(too_long="split"),
+        None,
+        policy(),
+    ]
+    assert (
+        len(
+            {
+                store.directory(tmp_path, opened, store.identity(opened, tokenizer, how))
+                for how in ways
+            }
+        )
+        == 6
+    )
 
 
 def same(one: Path, other: Path) -> bool:
@@ -117,8 +147,8 @@ def same(one: Path, other: Path) -> bool:
 
 
 def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
-        corpus: Path, tokenizer: Path, tmp_path: Path, here: None,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus: Path, tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(dataset, "_CHAT_ROWS", 5)
     whole = prepare(corpus, tokenizer, tmp_path / "whole", 2)
@@ -130,6 +160,7 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
         append(writer, *arguments)
         if next(left, None) is None:
             raise KeyboardInterrupt
+
     for batches in (0, 1, 4, 7):
         left = iter(range(batches))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -138,28 +169,50 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
     path = prepare(corpus, tokenizer, cache, 3)
     assert same(whole, path)
     assert (path / "manifest.json").read_text().count("conversations") == 2
-    assert json.loads((path / "manifest.json").read_text())["summary"] == \
-        json.loads((whole / "manifest.json").read_text())["summary"]
+    assert (
+        json.loads((path / "manifest.json").read_text())["summary"]
+        == json.loads((whole / "manifest.json").read_text())["summary"]
+    )
 
 
-@pytest.mark.parametrize(("talks", "how", "words"), [
-    ([], policy(), "holds no conversation"),
-    ([chats.talk(0, 30)], policy(longest=30), "no conversation of .* gives a sample"),
-    ([chats.talk(n) for n in range(9)], policy("{{ messages|length }}" + chats.CHATML),
-     "the chat template gives no sample"),
-    ([chats.talk(n) for n in range(9)],
-     policy("{% if messages[1] %}{{ raise_exception('no') }}{% endif %}" + chats.CHATML),
-     "the chat template gives no sample"),
-    ([chats.talk(n) for n in range(9)],
-     policy("{% generation %}" + chats.CHATML.partition("{% if")[0] + "{% endgeneration %}"),
-     "from its beginning on|gives no sample"),
-    ([chats.talk(1)._replace(messages=[{"role": "user", "content": "word " * 900},
-                                       {"role": "assistant", "content": "a"}])],
-     policy(longest=9999), r"only 0\.\d+ % of the tokens"),
-], ids=["nothing", "too long", "no mask", "raises", "all", "too little"])
+@pytest.mark.parametrize(
+    ("talks", "how", "words"),
+    [
+        ([], policy(), "holds no conversation"),
+        ([chats.talk(0, 30)], policy(longest=30), "no conversation of .* gives a sample"),
+        (
+            [chats.talk(n) for n in range(9)],
+            policy("{{ messages|length }}" + chats.CHATML),
+            "the chat template gives no sample",
+        ),
+        (
+            [chats.talk(n) for n in range(9)],
+            policy("{% if messages[1] %}{{ raise_exception('no') }}{% endif %}" + chats.CHATML),
+            "the chat template gives no sample",
+        ),
+        (
+            [chats.talk(n) for n in range(9)],
+            policy("{% generation %}" + chats.CHATML.partition("{% if")[0] + "{% endgeneration %}"),
+            "from its beginning on|gives no sample",
+        ),
+        (
+            [
+                chats.talk(1)._replace(
+                    messages=[
+                        {"role": "user", "content": "word " * 900},
+                        {"role": "assistant", "content": "a"},
+                    ]
+                )
+            ],
+            policy(longest=9999),
+            r"only 0\.\d+ % of the tokens",
+        ),
+    ],
+    ids=["nothing", "too long", "no mask", "raises", "all", "too little"],
+)
 def test_what_cannot_be_trained_on_is_refused_and_nothing_is_left(
-        talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None,
-        ) -> None:
+    talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None
+) -> None:
     corpus = chats.save(tmp_path / "d", train=talks)
     with pytest.raises(UsageError, match=words) as caught:
         prepare(corpus, tokenizer, tmp_path / "c", how=how)
@@ -178,7 +231,7 @@ ODD_ROWS = {
     "tools that are no JSON": ("content", {"tools": "add"}),
     "tools that are no list": ("content", {"tools": "{}"}),
     "tools nested deeply": ("content", {"tools": "[" * 50_000 + "]" * 50_000}),
-    "tools nested less deeply": ("content", {"tools": "[{\"a\": " + "[" * 300 + "]" * 300 + "}]"}),
+    "tools nested less deeply": ("content", {"tools": '[{"a": ' + "[" * 300 + "]" * 300 + "}]"}),
     "calls that are no JSON": ("content", {"calls": "["}),
     "calls of no objects": ("content", {"calls": "[1]"}),
     "an empty answer with an empty list of calls": ("empty answer", {"answer": "", "calls": "[]"}),
@@ -202,21 +255,43 @@ ODD_ROWS = {
 def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5) -> Path:
     """Save a chat dataset as `datasets` does after a map, one row of it odd."""
     import datasets
+
     rows = []
     for number in range(count):
         given = odd if odd is not None and number == 2 else {}
-        messages = [{"role": "user", "content": "ka"},
-                    {"role": given.get("role", "assistant") if given else "assistant",
-                     "content": given.get("answer", "lo"), "reasoning_content": None, "name": None,
-                     "tool_call_id": None, "tool_calls": given.get("calls")}]
-        rows.append({"messages": given.get("messages", messages), "tools": given.get("tools"),
-                     "weights": given.get("weights", [1.0, 1.0]), "source": "a", "line": number,
-                     "offset": None})
+        messages = [
+            {"role": "user", "content": "ka"},
+            {
+                "role": given.get("role", "assistant") if given else "assistant",
+                "content": given.get("answer", "lo"),
+                "reasoning_content": None,
+                "name": None,
+                "tool_call_id": None,
+                "tool_calls": given.get("calls"),
+            },
+        ]
+        rows.append(
+            {
+                "messages": given.get("messages", messages),
+                "tools": given.get("tools"),
+                "weights": given.get("weights", [1.0, 1.0]),
+                "source": "a",
+                "line": number,
+                "offset": None,
+            }
+        )
     text = datasets.Value("string")
     message = {name: text for name in (*TEXTS, CALLS)}
-    features = datasets.Features({
-        "messages": [message], "tools": text, "weights": [datasets.Value("float64")],
-        "source": text, "line": datasets.Value("int64"), "offset": datasets.Value("int64")})
+    features = datasets.Features(
+        {
+            "messages": [message],
+            "tools": text,
+            "weights": [datasets.Value("float64")],
+            "source": text,
+            "line": datasets.Value("int64"),
+            "offset": datasets.Value("int64"),
+        }
+    )
     made = datasets.Dataset.from_list(rows, features=features)
     datasets.DatasetDict({"train": made}).save_to_disk(str(path))
     return path
@@ -224,7 +299,8 @@ def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5)
 
 @pytest.mark.parametrize("name", ODD_ROWS)
 def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
-        name: str, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    name: str, tokenizer: Path, tmp_path: Path, here: None
+) -> None:
     kind, odd = ODD_ROWS[name]
     path = prepare(saved_by_datasets(tmp_path / "d", odd), tokenizer, tmp_path)
     train = store.open_store(path).chat.counts["train"]
@@ -234,12 +310,19 @@ def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
 
 
 def test_a_dataset_of_odd_rows_alone_names_stage_02(
-        tokenizer: Path, tmp_path: Path, here: None) -> None:
+    tokenizer: Path, tmp_path: Path, here: None
+) -> None:
     import datasets
+
     source = saved_by_datasets(tmp_path / "s", None)
-    both = datasets.load_from_disk(str(source)).map(lambda row: {"messages": [
-        message | {"role": {"user": "human"}.get(message["role"], "gpt")}
-        for message in row["messages"]]})
+    both = datasets.load_from_disk(str(source)).map(
+        lambda row: {
+            "messages": [
+                message | {"role": {"user": "human"}.get(message["role"], "gpt")}
+                for message in row["messages"]
+            ]
+        }
+    )
     both.save_to_disk(str(tmp_path / "d"))
     with pytest.raises(UsageError, match="gives a sample") as caught:
         prepare(tmp_path / "d", tokenizer, tmp_path)
@@ -255,6 +338,7 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
     def restored() -> None:
         shutil.rmtree(path)
         shutil.copytree(kept, path)
+
     for name in ("train.labels.bin", "validation.labels.bin", store.TEMPLATE, store.ERRORS):
         data = bytearray((path / name).read_bytes())
         (path / name).write_bytes(data[:-1])
@@ -265,8 +349,12 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
         with pytest.raises(ArtifactError, match=r"token store .* is damaged"):
             prepare(corpus, tokenizer, tmp_path)
         restored()
-    for part, value in (("label_mask", "*.bits"), ("chat", None), ("chat", {"splits": {}}),
-                        ("splits", {"train": {"tokens": 1}})):
+    for part, value in (
+        ("label_mask", "*.bits"),
+        ("chat", None),
+        ("chat", {"splits": {}}),
+        ("splits", {"train": {"tokens": 1}}),
+    ):
         content = json.loads((path / "manifest.json").read_text())
         content["summary"][part] = value
         (path / "manifest.json").write_text(json.dumps(content))
@@ -276,8 +364,8 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
 
 
 def test_a_note_of_progress_that_is_torn_begins_anew(
-        corpus: Path, tokenizer: Path, tmp_path: Path, here: None,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus: Path, tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = prepare(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(preparation.ChatWriter, "close", _interrupt)

@@ -34,11 +34,20 @@ def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
     assert 10 <= len(list(found.spread(10))) <= 11
 
 
-@pytest.mark.parametrize("names", [("messages",), ("id", "conversations"), ("prompt", "completion"),
-                                   ("instruction", "input", "output")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("messages",),
+        ("id", "conversations"),
+        ("prompt", "completion"),
+        ("instruction", "input", "output"),
+    ],
+)
 def test_conversations_made_elsewhere_are_told_with_stage_02(
-        tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", "org/talks=2", "-d", "b"])
     place = Path("hf_datasets/org--talks")
@@ -47,30 +56,50 @@ def test_conversations_made_elsewhere_are_told_with_stage_02(
     with pytest.raises(UsageError, match="was not made by stage 02") as caught:
         open_dataset(place)
     build, train = map(shlex.split, caught.value.run.splitlines())
-    assert build[-6:] == ["--data-folder", f"{place}/train", "--save-dir",
-                          "hf_datasets/org--talks-chat", "--format", "chat"]
+    assert build[-6:] == [
+        "--data-folder",
+        f"{place}/train",
+        "--save-dir",
+        "hf_datasets/org--talks-chat",
+        "--format",
+        "chat",
+    ]
     assert train[-4:] == ["-d", "hf_datasets/org--talks-chat=2", "-d", "b"]
     with pytest.raises(UsageError, match="was not made by stage 02"):
         open_dataset(next((place / "train").glob("*.arrow")))
 
 
-COLUMNS = {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]],
-           "tools": [None], "weights": [[1, 1]], "source": ["a"], "line": [1], "offset": [None]}
+COLUMNS = {
+    "messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]],
+    "tools": [None],
+    "weights": [[1, 1]],
+    "source": ["a"],
+    "line": [1],
+    "offset": [None],
+}
 
 
-@pytest.mark.parametrize(("changed", "says"), [
-    ({"messages": ["a"]}, "`messages` is string"),
-    ({"messages": [["a", "b"]]}, "`messages` is list<"),
-    ({"messages": [[{"role": "user"}]]}, "strings alone"),
-    ({"messages": [[{"role": 1, "content": "a"}]]}, "strings alone"),
-    ({"messages": [[{"role": "user", "content": [{"type": "text"}]}]]}, "strings alone"),
-    ({"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]}, "alone"),
-    ({"messages": [None]}, "empty in all rows"), ({"tools": [["f"]]}, "`tools` is list<"),
-    ({"weights": ["1"]}, "`weights` is string"), ({"line": ["1"]}, "`line` is string"),
-    ({"source": [3]}, "`source` is int64")])
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"messages": ["a"]}, "`messages` is string"),
+        ({"messages": [["a", "b"]]}, "`messages` is list<"),
+        ({"messages": [[{"role": "user"}]]}, "strings alone"),
+        ({"messages": [[{"role": 1, "content": "a"}]]}, "strings alone"),
+        ({"messages": [[{"role": "user", "content": [{"type": "text"}]}]]}, "strings alone"),
+        ({"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]}, "alone"),
+        ({"messages": [None]}, "empty in all rows"),
+        ({"tools": [["f"]]}, "`tools` is list<"),
+        ({"weights": ["1"]}, "`weights` is string"),
+        ({"line": ["1"]}, "`line` is string"),
+        ({"source": [3]}, "`source` is int64"),
+    ],
+)
 def test_other_columns_than_those_of_a_chat_dataset_are_refused(
-        tmp_path: Path, changed: dict[str, list], says: str) -> None:
+    tmp_path: Path, changed: dict[str, list], says: str
+) -> None:
     import datasets
+
     datasets.Dataset.from_dict(COLUMNS | changed).save_to_disk(str(tmp_path / "d"))
     for path in (tmp_path / "d", next((tmp_path / "d").glob("*.arrow"))):
         with pytest.raises(UsageError, match="is not a chat dataset") as caught:
@@ -81,6 +110,7 @@ def test_other_columns_than_those_of_a_chat_dataset_are_refused(
 def test_columns_that_datasets_changes_are_read(tmp_path: Path) -> None:
     """Strings for large strings, nulls without a type, and messages of role and content alone."""
     import datasets
+
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))
     found = open_dataset(tmp_path / "d")
     [[(chat, place)]] = found.conversations("train")
@@ -88,11 +118,19 @@ def test_columns_that_datasets_changes_are_read(tmp_path: Path) -> None:
     assert found.extent() == (1, 2) and list(found.texts()) == [[b"a", b"b"]]
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("train/dataset_info.json", {"features": ["text"]}), ("train/dataset_info.json", []),
-    ("train/state.json", {"_data_files": [5]}), ("train/state.json", {"_data_files": 5}),
-    ("train/state.json", {"_data_files": [{"filename": 5}]}), ("train/state.json", "x"),
-    ("dataset_dict.json", {"splits": 5}), ("dataset_dict.json", {"splits": [["train"]]})])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train/dataset_info.json", {"features": ["text"]}),
+        ("train/dataset_info.json", []),
+        ("train/state.json", {"_data_files": [5]}),
+        ("train/state.json", {"_data_files": 5}),
+        ("train/state.json", {"_data_files": [{"filename": 5}]}),
+        ("train/state.json", "x"),
+        ("dataset_dict.json", {"splits": 5}),
+        ("dataset_dict.json", {"splits": [["train"]]}),
+    ],
+)
 def test_malformed_descriptions_are_damage(tmp_path: Path, name: str, content: object) -> None:
     path = chats.save(tmp_path / "d", train=[chats.talk(1)])
     (path / name).write_text(json.dumps(content))
@@ -102,6 +140,7 @@ def test_malformed_descriptions_are_damage(tmp_path: Path, name: str, content: o
 
 def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
     import datasets
+
     path = chats.save(tmp_path / "d", train=[chats.talk(1)], validation=[chats.talk(2)])
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "text"))
     (path / "validation").rename(tmp_path / "other")

@@ -20,14 +20,14 @@ HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "he
 BOMBS = {
     "memory": "{{ 'x' | center(4000000000) }}",
     "memory of a list": "{% set ns = namespace(x=['x']) %}{% for i in range(60) %}"
-                        "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "repetition": "{{ 'x' * 10000000000 }}",
     "width": "{{ '%1000000000d' % 5 }}",
     "given width": "{{ '%*d' % (1000000000, messages | length) }}",
     "width of a format": "{{ '{:4000000000d}'.format(5) }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "product": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}"
-               "{% endfor %}",
+    "{% endfor %}",
     "rounding": "{{ 1.5 | round(1000000000, 'floor') }}",
     "range": "{{ range(1000000000) | list }}",
     "text": "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
@@ -57,22 +57,29 @@ def test_a_template_reaches_nothing_of_python(source: str) -> None:
 
 
 def test_a_template_reads_no_other_and_has_no_clock_and_no_chance() -> None:
-    for source in ("{% include 'x' %}", "{% import 'x' as y %}", "{% from 'x' import y %}",
-                   "{% extends 'x' %}"):
+    for source in (
+        "{% include 'x' %}",
+        "{% import 'x' as y %}",
+        "{% from 'x' import y %}",
+        "{% extends 'x' %}",
+    ):
         with pytest.raises(UsageError, match="reads other templates"):
             Template(source, {})
     with pytest.raises(UsageError, match="cannot be compiled"):
         Template("{{ [1, 2] | random }}", {})
     assert Template("{{ strftime_now('%Y') }}", {}).render(HELLO).text == "2024"
     # Macros of its own are no others: gpt-oss writes its tools by some.
-    assert Template("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}", {}).render(
-        HELLO).text == "<a>"
+    assert (
+        Template("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}", {}).render(HELLO).text
+        == "<a>"
+    )
 
 
 def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 0.05)
-    slow = Template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-                    "{% endfor %}", {})
+    slow = Template(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}
+    )
     with sandbox.limited() as begin:
         begin()
         with pytest.raises(TemplateError, match=r"more than 0\.05 seconds"):
@@ -99,8 +106,14 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 print("peak", peak, "MiB", time.monotonic() - began, "s", file=sys.stderr)
 assert peak < 1500
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(BOMBS) and "was rendered" not in done.stdout, done.stdout
@@ -108,8 +121,12 @@ assert peak < 1500
 
 
 def test_a_token_that_the_tokenizer_lacks_is_not_written_as_a_word() -> None:
-    for source in ("{{ bos_token }}", "{{ bos_token + 'x' }}", "{{ 'x' + bos_token }}",
-                   "{{ 'x' ~ bos_token }}"):
+    for source in (
+        "{{ bos_token }}",
+        "{{ bos_token + 'x' }}",
+        "{{ 'x' + bos_token }}",
+        "{{ 'x' ~ bos_token }}",
+    ):
         with pytest.raises(TemplateError, match="writes bos_token, which the tokenizer has not"):
             Template(source, {"eos_token": "</s>"}).render(HELLO)
     asks = "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}x"

@@ -19,38 +19,73 @@ from tests.tokens.test_chat import coder, said
 THOUGHT = "<think>t</think>"
 # True if a message follows the current one `m`; written in the loop over the messages.
 SEES_MORE = [
-    "not loop.last", "loop.nextitem", "loop.nextitem is defined", "loop.length > loop.index",
-    "loop.revindex > 1", "loop.revindex0", "messages[loop.index:]",
-    "not not messages[loop.index:]", "messages[loop.index:] | default('', true)",
-    "messages[loop.index:] and true", "false or messages[loop.index:]",
-    "messages[loop.index:] | length", "messages[loop.index:] != []",
-    "messages[loop.index:] | list", "messages[loop.index:] | first is defined",
-    "(messages[loop.index:] | string) != '[]'", "(messages[loop.index:] | tojson) != '[]'",
+    "not loop.last",
+    "loop.nextitem",
+    "loop.nextitem is defined",
+    "loop.length > loop.index",
+    "loop.revindex > 1",
+    "loop.revindex0",
+    "messages[loop.index:]",
+    "not not messages[loop.index:]",
+    "messages[loop.index:] | default('', true)",
+    "messages[loop.index:] and true",
+    "false or messages[loop.index:]",
+    "messages[loop.index:] | length",
+    "messages[loop.index:] != []",
+    "messages[loop.index:] | list",
+    "messages[loop.index:] | first is defined",
+    "(messages[loop.index:] | string) != '[]'",
+    "(messages[loop.index:] | tojson) != '[]'",
     "messages[loop.index:] | selectattr('role') | list",
     "messages[loop.index:] | map(attribute='role') | join",
-    "messages[loop.index:] | groupby('role') | list", "messages[loop.index:] | batch(2) | list",
-    "'user' in (messages[loop.index:] | map(attribute='role'))", "given(messages[loop.index:])",
-    "messages[loop.index]", "messages[loop.index] is defined", "messages | length > loop.index",
-    "messages | count > loop.index", "messages[-1] != m", "messages | last != m",
-    "(messages | reverse | first) != m", "messages[::-1][0] != m", "ns.count > loop.index",
-    "kept[loop.index:]", "messages.index(m) + 1 < messages | length",
+    "messages[loop.index:] | groupby('role') | list",
+    "messages[loop.index:] | batch(2) | list",
+    "'user' in (messages[loop.index:] | map(attribute='role'))",
+    "given(messages[loop.index:])",
+    "messages[loop.index]",
+    "messages[loop.index] is defined",
+    "messages | length > loop.index",
+    "messages | count > loop.index",
+    "messages[-1] != m",
+    "messages | last != m",
+    "(messages | reverse | first) != m",
+    "messages[::-1][0] != m",
+    "ns.count > loop.index",
+    "kept[loop.index:]",
+    "messages.index(m) + 1 < messages | length",
     "(messages ~ '') | length > (messages[:loop.index] ~ '') | length",
 ]
 # True of conversations with more than two messages; known before the loop.
-SEES_LENGTH = ["messages[2:]", "not not messages[2:]", "messages[2:] | default('', true)",
-               "messages[2] is defined", "messages | length > 2", "given(messages[2:])", "ns.many"]
+SEES_LENGTH = [
+    "messages[2:]",
+    "not not messages[2:]",
+    "messages[2:] | default('', true)",
+    "messages[2] is defined",
+    "messages | length > 2",
+    "given(messages[2:])",
+    "ns.many",
+]
 FORMS = [
-    "{% if not (MORE) %}THOUGHT{% endif %}", "{{ '' if (MORE) else 'THOUGHT' }}",
-    "{{ (not (MORE)) and 'THOUGHT' or '' }}", "{% set more = MORE %}{{ 'THOUGHT' if not more }}",
+    "{% if not (MORE) %}THOUGHT{% endif %}",
+    "{{ '' if (MORE) else 'THOUGHT' }}",
+    "{{ (not (MORE)) and 'THOUGHT' or '' }}",
+    "{% set more = MORE %}{{ 'THOUGHT' if not more }}",
     "{% with more = (MORE) %}{{ 'THOUGHT' if not more }}{% endwith %}",
     "{% for _ in [1] if (MORE) %}{% else %}THOUGHT{% endfor %}",
     "{% for _ in ((MORE) and [1]) or [] %}{% else %}THOUGHT{% endfor %}",
     "{% filter trim %}{% if not (MORE) %}THOUGHT{% endif %}{% endfilter %}",
-    "{{ thought(MORE) }}", "{% call(more) asked(MORE) %}{{ 'THOUGHT' if not more }}{% endcall %}",
+    "{{ thought(MORE) }}",
+    "{% call(more) asked(MORE) %}{{ 'THOUGHT' if not more }}{% endcall %}",
     "{% set text %}{% if not (MORE) %}THOUGHT{% endif %}{% endset %}{{ text }}",
 ]
-WALKS = ["messages", "messages[:]", "messages[0:]", "kept", "messages | list",
-         "(messages if messages[1:] else messages)"]
+WALKS = [
+    "messages",
+    "messages[:]",
+    "messages[0:]",
+    "kept",
+    "messages | list",
+    "(messages if messages[1:] else messages)",
+]
 HEAD = """\
 {%- macro given(rest) %}{% if rest %}x{% endif %}{% endmacro %}
 {%- macro thought(more) %}{{ '' if more else 'THOUGHT' }}{% endmacro %}
@@ -77,8 +112,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 def fill(draw: random.Random, more: str) -> str:
     """Return a template that writes a thought before an answer unless `more` is true."""
     begin, end = draw.choice([("{% generation %}", "{% endgeneration %}"), ("", "")])
-    parts = {"WALK": draw.choice(WALKS), "FORM": draw.choice(FORMS), "MORE": more,
-             "BEGIN": begin, "END": end, "THOUGHT": THOUGHT}
+    parts = {
+        "WALK": draw.choice(WALKS),
+        "FORM": draw.choice(FORMS),
+        "MORE": more,
+        "BEGIN": begin,
+        "END": end,
+        "THOUGHT": THOUGHT,
+    }
     source = HEAD + (COUNT if more.startswith("ns.") else "") + TURN
     for name, part in parts.items():
         source = source.replace(name, part)
@@ -95,7 +136,8 @@ def reference(encoder: Encoder, source: str, messages: list[Message]) -> list[li
     for n, message in enumerate(messages, 1):
         if message["role"] == "assistant":
             text = encoder.tokenizer.apply_chat_template(
-                messages[:n], chat_template=source, tokenize=False).removesuffix("\n")
+                messages[:n], chat_template=source, tokenize=False
+            ).removesuffix("\n")
             if samples and text.startswith(samples[-1][-1]):
                 samples[-1].append(text)
             else:
@@ -107,17 +149,22 @@ def trained_prefixes(encoder: Encoder, source: str, conversation: Conversation) 
     """Return the text up to the end of each trained part, for each sample."""
     encoded = coder(encoder, source).encode([conversation])
     assert not encoded.dropped, encoded.dropped
-    return [[text[:found.end()].replace("⟦", "").replace("⟧", "")
-             for found in re.finditer("⟧", text)] for text in shown(encoder, encoded)]
+    return [
+        [text[: found.end()].replace("⟦", "").replace("⟧", "") for found in re.finditer("⟧", text)]
+        for text in shown(encoder, encoded)
+    ]
 
 
 def require_equal(encoder: Encoder, draw: random.Random, more: str) -> None:
     source = fill(draw, more)
     count = draw.randint(1, 4)
-    conversation = said(*(f"{draw.choice('abc')}{n}" for n in range(2 * count)),
-                        system=more in SEES_MORE and draw.random() < 0.3)
-    assert trained_prefixes(encoder, source, conversation) == \
-        reference(encoder, source, conversation.messages), source
+    conversation = said(
+        *(f"{draw.choice('abc')}{n}" for n in range(2 * count)),
+        system=more in SEES_MORE and draw.random() < 0.3,
+    )
+    assert trained_prefixes(encoder, source, conversation) == reference(
+        encoder, source, conversation.messages
+    ), source
 
 
 @pytest.mark.parametrize("more", [*SEES_MORE, *SEES_LENGTH])

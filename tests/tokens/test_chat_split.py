@@ -26,13 +26,22 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 def talk(count: int, size: int = 20) -> Conversation:
     """Return a system prompt and so many questions and answers, numbered."""
-    turns = [{"role": role, "content": f"{role[0]}{n} " + "word " * size}
-             for n in range(count) for role in ("user", "assistant")]
+    turns = [
+        {"role": role, "content": f"{role[0]}{n} " + "word " * size}
+        for n in range(count)
+        for role in ("user", "assistant")
+    ]
     return Conversation([SYSTEM, *turns])
 
 
-def texts(encoder: Encoder, source: str, chat: Conversation, longest: int,
-          train_on: str = "assistant", too_long: str = "split") -> tuple[list[str], list]:
+def texts(
+    encoder: Encoder,
+    source: str,
+    chat: Conversation,
+    longest: int,
+    train_on: str = "assistant",
+    too_long: str = "split",
+) -> tuple[list[str], list]:
     made = ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
     encoded = made.encode([talk(1, 1), chat, talk(1, 2)])
     assert (encoded.lengths <= longest).all()
@@ -41,21 +50,26 @@ def texts(encoder: Encoder, source: str, chat: Conversation, longest: int,
     assert not encoded.trained[ends - encoded.lengths].any()
     assert np.logical_or.reduceat(encoded.trained, ends - encoded.lengths).all()
     found = chat_tokenizers.shown(encoder, encoded)
-    return [text for text, owner in zip(found, encoded.owners, strict=True) if owner == 1], \
-        encoded.dropped
+    return [
+        text for text, owner in zip(found, encoded.owners, strict=True) if owner == 1
+    ], encoded.dropped
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED, QWEN_3], ids=["plain", "marked", "rewritten"])
 @pytest.mark.parametrize("longest", [140, 300, 500])
 def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
-        encoder: Encoder, source: str, longest: int) -> None:
+    encoder: Encoder, source: str, longest: int
+) -> None:
     found, dropped = texts(encoder, source, talk(12), longest)
     assert not dropped and len(found) > 1
     for text in found:
         assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
         assert text.removesuffix("\n").endswith("<|im_end|>⟧")
-    answers = [re.search(r"a(\d+) ", part)[1] for text in found
-               for part in re.findall("⟦(.*?)⟧", text, re.S)]
+    answers = [
+        re.search(r"a(\d+) ", part)[1]
+        for text in found
+        for part in re.findall("⟦(.*?)⟧", text, re.S)
+    ]
     assert answers == [str(n) for n in range(12)]
 
 
@@ -68,8 +82,11 @@ def test_parts_are_as_long_as_fits(encoder: Encoder) -> None:
 def test_dropped_by_default_and_counted(encoder: Encoder) -> None:
     found, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
     assert not found and dropped.kind == "too long" and dropped.number == 1
-    whole = len(encoder.tokenizer(texts(encoder, CHATML, talk(12), 10_000)[0][0].translate(
-        dict.fromkeys(map(ord, "⟦⟧"))))["input_ids"])
+    whole = len(
+        encoder.tokenizer(
+            texts(encoder, CHATML, talk(12), 10_000)[0][0].translate(dict.fromkeys(map(ord, "⟦⟧")))
+        )["input_ids"]
+    )
     assert dropped.tokens == whole
     assert dropped.message == f"it has {whole:,} tokens, and a sample has at most 300"
 
@@ -87,14 +104,25 @@ def test_a_question_that_does_not_fit_with_its_answer_is_lost_alone(encoder: Enc
 
 def test_calls_of_tools_are_cut_behind_an_answer(encoder: Encoder) -> None:
     call = {"function": {"name": "add", "arguments": {}}}
-    turns = [{"role": "assistant", "content": "", "tool_calls": [call]},
-             {"role": "tool", "name": "add", "content": "1 " * 50}] * 6
-    chat = Conversation([SYSTEM, {"role": "user", "content": "q"}, *turns,
-                         {"role": "assistant", "content": "Done."}], [call])
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "1 " * 50},
+    ] * 6
+    chat = Conversation(
+        [
+            SYSTEM,
+            {"role": "user", "content": "q"},
+            *turns,
+            {"role": "assistant", "content": "Done."},
+        ],
+        [call],
+    )
     [text], [dropped] = texts(encoder, QWEN_2_5, chat, 400)
     assert "# Tools" in text and text.endswith("</tool_call><|im_end|>⟧\n")
-    assert dropped.partly and text.count("⟦") + int(
-        re.search(r"; (\d) answers of it", dropped.message)[1]) == 7
+    assert (
+        dropped.partly
+        and text.count("⟦") + int(re.search(r"; (\d) answers of it", dropped.message)[1]) == 7
+    )
 
 
 def test_the_last_answer_keeps_the_last_turns(encoder: Encoder) -> None:

@@ -24,8 +24,10 @@ def texts(dataset: Dataset, split: str = "train") -> list[str]:
 
 def save_dict(path: Path, **splits: list[str]) -> Path:
     import datasets
-    datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows})
-                          for name, rows in splits.items()}).save_to_disk(str(path))
+
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in splits.items()}
+    ).save_to_disk(str(path))
     return path
 
 
@@ -63,12 +65,21 @@ def plain(folder: Path, **files: list[str]) -> Path:
 
 
 def test_arrow_files_without_a_description(tmp_path: Path) -> None:
-    cached = plain(tmp_path / "cached", **{
-        "corpus-train-00000-of-00002": ["a", "b", "c"], "corpus-train-00001-of-00002": ["d"],
-        "corpus-validation": ["e"], "corpus-test": ["f"], "cache-1f2e": ["g"]})
+    cached = plain(
+        tmp_path / "cached",
+        **{
+            "corpus-train-00000-of-00002": ["a", "b", "c"],
+            "corpus-train-00001-of-00002": ["d"],
+            "corpus-validation": ["e"],
+            "corpus-test": ["f"],
+            "cache-1f2e": ["g"],
+        },
+    )
     found = open_dataset(cached)
-    assert {name: texts(found, name) for name in found.splits} == \
-        {"train": ["a", "b", "c", "d"], "validation": ["e"]}
+    assert {name: texts(found, name) for name in found.splits} == {
+        "train": ["a", "b", "c", "d"],
+        "validation": ["e"],
+    }
     assert found.extent() == (4, 4) and found.total_bytes() and found.sample(texts=2)
     assert [text for batch in found.documents("train", first=2) for text in batch] == [b"c", b"d"]
     one = open_dataset(cached / "corpus-validation.arrow")
@@ -109,7 +120,8 @@ def write_ids(path: Path) -> Path:
 
 
 def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", "org/some-text"])
@@ -118,11 +130,16 @@ def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
         with pytest.raises(ArtifactError) as caught:
             open_dataset(find_dataset(name))
         return caught.value
+
     fetch, build, train = told().run.splitlines()
-    assert fetch.endswith("03_download_model.py --dataset-name org/some-text --include '*.parquet' "
-                          "--include '*.jsonl*' --include '*.json.gz'")
-    assert build.endswith("02_build_hf_dataset.py --data-folder raw_text/org--some-text --save-dir "
-                          "hf_datasets/org--some-text")
+    assert fetch.endswith(
+        "03_download_model.py --dataset-name org/some-text --include '*.parquet' "
+        "--include '*.jsonl*' --include '*.json.gz'"
+    )
+    assert build.endswith(
+        "02_build_hf_dataset.py --data-folder raw_text/org--some-text --save-dir "
+        "hf_datasets/org--some-text"
+    )
     assert train.endswith("04_train_fsdp.py -e x -d org/some-text")
     (tmp_path / "raw_text/org--some-text/.hub").mkdir(parents=True)
     (tmp_path / "raw_text/org--some-text/.hub/manifest.json").write_text("{}")
@@ -145,6 +162,7 @@ def test_no_train_split(tmp_path: Path) -> None:
 
 def test_text_in_many_shards_and_with_nulls_comes_in_order(tmp_path: Path) -> None:
     import datasets
+
     rows = [None if n % 10 == 3 else f"row {n}" for n in range(3000)]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "d"), num_shards=3)
     assert texts(open_dataset(tmp_path / "d")) == [row or "" for row in rows]
@@ -153,6 +171,7 @@ def test_text_in_many_shards_and_with_nulls_comes_in_order(tmp_path: Path) -> No
 @pytest.mark.parametrize("columns", [{"content": ["a"]}, {"text": [1]}])
 def test_no_column_of_text(tmp_path: Path, columns: dict) -> None:
     import datasets
+
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
     with pytest.raises(UsageError, match="no column `text` of strings") as caught:
         open_dataset(tmp_path / "d")
@@ -198,8 +217,9 @@ def first_shard(path: Path) -> Path:
     return next(iter(sorted(path.rglob("*.arrow"))))
 
 
-def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(of_stage_02: Path,
-                                                                            ) -> None:
+def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(
+    of_stage_02: Path,
+) -> None:
     shard = first_shard(of_stage_02)
     data = bytearray(shard.read_bytes())
     shard.write_bytes(data[:-8])
@@ -240,6 +260,7 @@ def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> 
             fails[0] -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(path)
+
     monkeypatch.setattr(records, "read_json", failing)
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
     found = open_dataset(path)
@@ -249,6 +270,7 @@ def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> 
 
     def lost(file: object) -> None:
         raise OSError(errno.ESTALE, "Error reading bytes from file")
+
     monkeypatch.setattr(pyarrow.ipc, "open_stream", lost)
     with pytest.raises(OSError, match=r"Stale file handle: .*train"):
         texts(found)
@@ -285,8 +307,10 @@ def test_a_moved_dataset_has_the_same_fingerprint(of_stage_02: Path, foreign: Pa
 
 
 def test_other_text_has_another_fingerprint(tmp_path: Path, of_stage_02: Path) -> None:
-    marks = {open_dataset(save_dict(tmp_path / name, train=rows)).fingerprint
-             for name, rows in (("1", ["a"]), ("2", ["b"]), ("3", ["a", "a"]))}
+    marks = {
+        open_dataset(save_dict(tmp_path / name, train=rows)).fingerprint
+        for name, rows in (("1", ["a"]), ("2", ["b"]), ("3", ["a", "a"]))
+    }
     assert len(marks) == 3
     content = json.loads((of_stage_02 / "manifest.json").read_text())
     before = open_dataset(of_stage_02).fingerprint

@@ -25,7 +25,8 @@ def ids_of(encoder: Encoder, texts: list[str]) -> list[list[int]]:
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_a_document_gets_bos_if_the_tokenizer_adds_one_and_eos_if_it_has_one(
-        tmp_path: Path, bos: bool, eos: bool) -> None:
+    tmp_path: Path, bos: bool, eos: bool
+) -> None:
     encoder = Encoder(save_tokenizer(tmp_path / "t", bos=bos, eos=eos), 1)
     assert (encoder.bos, encoder.eos) == (0 if bos else None, 1 if eos else None)
     assert encoder.vocab_size == 258
@@ -56,10 +57,14 @@ def test_a_tokenizer_that_adds_eos_itself_gives_one(tmp_path: Path) -> None:
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     content["post_processor"] = {
-        "type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-        "single": [{"Sequence": {"id": "A", "type_id": 0}},
-                   {"SpecialToken": {"id": "</s>", "type_id": 0}}],
-        "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}}
+        "type": "TemplateProcessing",
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "</s>", "type_id": 0}},
+        ],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
+    }
     path.write_text(json.dumps(content))
     encoder = Encoder(directory, 1)
     assert encoder.tokenizer("ab")["input_ids"][-1] == 1
@@ -96,8 +101,9 @@ def test_the_fingerprint_is_of_the_files_and_not_of_their_place(tokenizer: Path)
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(tmp_path: Path, split: bool,
-                                                                       ) -> None:
+def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(
+    tmp_path: Path, split: bool
+) -> None:
     directory = save_tokenizer(tmp_path / "t", bos=True)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": split}))
@@ -109,7 +115,8 @@ def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(tmp_path:
 
 
 def test_a_long_text_is_cut_only_where_that_changes_nothing(
-        tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample = [b"a line\nand the next\n  indented\n\nlast"]
     text = "words and\nmore words\n\n  of it\n" * 50
     whole = ids_of(Encoder(tokenizer, 1), ["short", text, ""])
@@ -135,14 +142,18 @@ def test_a_tokenizer_that_minds_is_never_cut(tmp_path: Path) -> None:
 
 
 def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
-        tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gigatoken")
     encoder, sample = Encoder(tokenizer, 1), [text.encode() for text in TEXTS]
     encoder.tune(sample)
     assert isinstance(encoder._engine, encode.Gigatoken)
     assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)
     honest = encode.Gigatoken._fast
-    monkeypatch.setattr(encode.Gigatoken, "_fast",
-                        lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]))
+    monkeypatch.setattr(
+        encode.Gigatoken,
+        "_fast",
+        lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]),
+    )
     encoder.tune(sample)
     assert isinstance(encoder._engine, encode.HuggingFace)

@@ -24,13 +24,15 @@ def split_of(lengths: list[int], seed: int) -> Split:
     labels[begins + rng.integers(1, np.array(lengths))] = True
     labels[begins] = False
     tokens = rng.integers(1, 999, ends[-1]).astype(np.uint16)
-    return Split(tokens, ends, Labels(np.packbits(labels, bitorder="little"), len(labels),
-                                      int(labels.sum())))
+    return Split(
+        tokens, ends, Labels(np.packbits(labels, bitorder="little"), len(labels), int(labels.sum()))
+    )
 
 
 def packs_of(split: Split, tmp_path: Path, name: str) -> packing.Packs:
-    return packing.prepare(TokenStore(tmp_path / name, name, 999, {}, {"train": split}, "mmap"),
-                           T)["train"]
+    return packing.prepare(TokenStore(tmp_path / name, name, 999, {}, {"train": split}, "mmap"), T)[
+        "train"
+    ]
 
 
 def check(samples: Samples) -> None:
@@ -47,8 +49,9 @@ def check(samples: Samples) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_labels_are_those_of_the_store(seed: int, tmp_path: Path,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_those_of_the_store(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lib.tokens.store._CHUNK", 20)
     lengths = np.random.default_rng(seed).integers(2, T + 1 + 20 * (seed == 3), 60).tolist()
     split = split_of(lengths, seed)
@@ -56,8 +59,10 @@ def test_labels_are_those_of_the_store(seed: int, tmp_path: Path,
     windows = Windows(split.tokens, T, split.labels)
     rows = windows.rows(np.arange(len(windows)))
     end = len(windows) * T
-    assert np.array_equal(rows.labels.ravel(), np.where(
-        bits[1:end + 1], split.tokens[1:end + 1].astype(np.int64), IGNORED))
+    assert np.array_equal(
+        rows.labels.ravel(),
+        np.where(bits[1 : end + 1], split.tokens[1 : end + 1].astype(np.int64), IGNORED),
+    )
     packs = packs_of(split, tmp_path, "a")
     rows = packs.rows(np.arange(len(packs)))
     assert (rows.labels != IGNORED).any(1).all()

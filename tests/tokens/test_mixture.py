@@ -19,17 +19,31 @@ T = 4
 
 def parts(*samples: int) -> list[Windows]:
     """Make windows whose tokens tell corpus and place: corpus · 10,000 + place."""
-    return [Windows(np.arange(n * T + 1, dtype=np.uint16) + corpus * 10_000, T)
-            for corpus, n in enumerate(samples)]
+    return [
+        Windows(np.arange(n * T + 1, dtype=np.uint16) + corpus * 10_000, T)
+        for corpus, n in enumerate(samples)
+    ]
 
 
 def corpora(*weights: str | None) -> list[Corpus]:
-    return [Corpus(weight and Fraction(weight), Dataset(Path(f"corpus_{i}"), f"f{i}", {}, True))
-            for i, weight in enumerate(weights)]
+    return [
+        Corpus(weight and Fraction(weight), Dataset(Path(f"corpus_{i}"), f"f{i}", {}, True))
+        for i, weight in enumerate(weights)
+    ]
 
 
-@pytest.mark.parametrize("weights", [[7, 3], [1, 1, 1], [5, 0, 2], [1, 999_999], [999_999, 1],
-                                     [3, 1, 4, 1, 5, 9], [333_333, 333_333, 333_334]])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [7, 3],
+        [1, 1, 1],
+        [5, 0, 2],
+        [1, 999_999],
+        [999_999, 1],
+        [3, 1, 4, 1, 5, 9],
+        [333_333, 333_333, 333_334],
+    ],
+)
 def test_every_prefix_has_the_shares(weights: list[int]) -> None:
     count = 5000
     corpus, own = order.deal(np.arange(count), weights)
@@ -46,8 +60,9 @@ def test_dealing_needs_no_history_and_no_more_than_64_bits() -> None:
     corpus, own = order.deal(np.arange(first, first + 100), weights)
     before = first * weights[0] // sum(weights)
     assert own[corpus == 0].tolist() == list(range(before, before + (corpus == 0).sum()))
-    assert own[corpus == 1].tolist() == list(range(first - before,
-                                                   first - before + (corpus == 1).sum()))
+    assert own[corpus == 1].tolist() == list(
+        range(first - before, first - before + (corpus == 1).sum())
+    )
 
 
 def test_a_stream_may_be_cut_anywhere() -> None:
@@ -70,9 +85,9 @@ def test_with_weights_each_corpus_keeps_its_own_epochs() -> None:
     seen = mixed.stream(0, 400, seed=0)
     of_first = seen[seen < 10]
     assert len(of_first) == 200
-    assert all(sorted(of_first[i:i + 10]) == list(range(10)) for i in range(0, 200, 10))
+    assert all(sorted(of_first[i : i + 10]) == list(range(10)) for i in range(0, 200, 10))
     of_second = seen[(seen >= 10) & (seen < 17)][:98]
-    assert all(sorted(of_second[i:i + 7]) == list(range(10, 17)) for i in range(0, 98, 7))
+    assert all(sorted(of_second[i : i + 7]) == list(range(10, 17)) for i in range(0, 98, 7))
 
 
 def test_rows_come_in_the_order_asked_for() -> None:
@@ -91,10 +106,14 @@ def test_one_corpus_is_itself_whatever_its_weight() -> None:
 
 
 def test_the_fingerprint_knows_shares_but_not_how_they_are_written() -> None:
-    same = {mixture.fingerprint(corpora(*weights)) for weights in
-            (("0.7", "0.3"), ("7", "3"), ("70", "30.0"), ("7e-1", "3e-1"))}
-    others = {mixture.fingerprint(corpora(*weights)) for weights in
-              ((None, None), ("0.6", "0.4"), ("0.3", "0.7"), ("1", "1"))}
+    same = {
+        mixture.fingerprint(corpora(*weights))
+        for weights in (("0.7", "0.3"), ("7", "3"), ("70", "30.0"), ("7e-1", "3e-1"))
+    }
+    others = {
+        mixture.fingerprint(corpora(*weights))
+        for weights in ((None, None), ("0.6", "0.4"), ("0.3", "0.7"), ("1", "1"))
+    }
     assert len(same) == 1 and len(others) == 4 and not same & others
 
 
@@ -112,10 +131,15 @@ def test_arguments(of_stage_02: Path, tmp_path: Path) -> None:
     assert one.weight is None
     [one] = mixture.open_corpora([f"{of_stage_02}=0.25"])
     assert one.weight == Fraction(1, 4)
-    for bad, says in ((["{}=x"], "'x' is not a weight"), (["{}=-1"], "not a weight"),
-                      (["{}=nan"], "not a weight"), (["{}=1/0"], "not a weight"),
-                      (["{}=1", "{}"], "some have none"), (["{}=1", "{}=2"], "given twice"),
-                      (["{}=1", "none_such=1", "{}=y"], "2 problems")):
+    for bad, says in (
+        (["{}=x"], "'x' is not a weight"),
+        (["{}=-1"], "not a weight"),
+        (["{}=nan"], "not a weight"),
+        (["{}=1/0"], "not a weight"),
+        (["{}=1", "{}"], "some have none"),
+        (["{}=1", "{}=2"], "given twice"),
+        (["{}=1", "none_such=1", "{}=y"], "2 problems"),
+    ):
         with pytest.raises(StageError) as error:
             mixture.open_corpora([argument.format(of_stage_02) for argument in bad])
         assert says in error.value.render()

@@ -7,8 +7,34 @@ import pytest
 
 from lib.tokens import order
 
-EVERY_KIND = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 64, 65, 97, 100, 255, 256, 257, 1000, 1024,
-              4095, 4096, 4097, 65_537, 1_000_000]
+EVERY_KIND = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    64,
+    65,
+    97,
+    100,
+    255,
+    256,
+    257,
+    1000,
+    1024,
+    4095,
+    4096,
+    4097,
+    65_537,
+    1_000_000,
+]
 
 
 @pytest.mark.parametrize("n", EVERY_KIND)
@@ -26,8 +52,11 @@ def test_all_small_numbers() -> None:
 
 @pytest.mark.parametrize("n", [20, 1000, 65_536])
 def test_epochs_and_seeds_have_orders_of_their_own(n: int) -> None:
-    orders = {order.permute(np.arange(n), n, seed, epoch).tobytes()
-              for seed in range(5) for epoch in range(5)}
+    orders = {
+        order.permute(np.arange(n), n, seed, epoch).tobytes()
+        for seed in range(5)
+        for epoch in range(5)
+    }
     assert len(orders) == 25
     assert np.arange(n).tobytes() not in orders
 
@@ -40,24 +69,30 @@ def test_the_order_looks_random() -> None:
         assert abs(np.corrcoef(np.arange(n), seen)[0, 1]) < 0.05
         assert abs(np.corrcoef(seen[:-1], seen[1:])[0, 1]) < 0.05
         assert (np.diff(seen) == 1).mean() < 0.01
-        halves = (seen[:n // 2] < n // 2).mean()
+        halves = (seen[: n // 2] < n // 2).mean()
         assert 0.45 < halves < 0.55
 
 
 def test_the_order_is_that_of_every_version() -> None:
     """A resumed run must go on in the order it began with, under any release of ours or numpy."""
-    assert order.sample_numbers(0, 12, 10, seed=0).tolist() == \
-        [1, 9, 6, 4, 7, 0, 8, 3, 5, 2, 7, 1]
-    assert order.sample_numbers(0, 5, 1_000_003, seed=17).tolist() == \
-        [879429, 910483, 711540, 687317, 163312]
+    assert order.sample_numbers(0, 12, 10, seed=0).tolist() == [1, 9, 6, 4, 7, 0, 8, 3, 5, 2, 7, 1]
+    assert order.sample_numbers(0, 5, 1_000_003, seed=17).tolist() == [
+        879429,
+        910483,
+        711540,
+        687317,
+        163312,
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 7, 100])
 def test_how_the_stream_is_cut_does_not_matter(n: int) -> None:
     whole = order.sample_numbers(0, 350, n, seed=4)
     for size in (1, 3, 8, 50, 349):
-        parts = [order.sample_numbers(first, min(size, 350 - first), n, seed=4)
-                 for first in range(0, 350, size)]
+        parts = [
+            order.sample_numbers(first, min(size, 350 - first), n, seed=4)
+            for first in range(0, 350, size)
+        ]
         assert np.array_equal(np.concatenate(parts), whole)
 
 

@@ -43,15 +43,20 @@ def test_nothing_to_pack() -> None:
     assert len(packing.divided(packing.best_fit(nothing, 8), 64)) == 0
 
 
-@pytest.mark.parametrize(("lengths", "most"), [
-    ([1024] * 199 + [1] * 1000, (1000, 334)),  # 2 % of the packs: two further ones
-    ([1024] * 99 + [1] * 1000, (1000, 500)),
-    ([1024] * 50 + [1] * 1000, (1000, 1000)),  # 1 % is not a whole pack
-    ([16] * 64 * 200, (64, 64)),
-    ([1024 // n for n in range(1, 513)] * 200, (512, 512)),  # too many hold as many
-    ([n**4 // 1024**3 + 1 for n in range(1023)] * 100, (1024, 106))])
-def test_a_pack_of_tiny_documents_does_not_decide_alone(lengths: list[int], most: tuple[int, int],
-                                                        ) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [
+        ([1024] * 199 + [1] * 1000, (1000, 334)),  # 2 % of the packs: two further ones
+        ([1024] * 99 + [1] * 1000, (1000, 500)),
+        ([1024] * 50 + [1] * 1000, (1000, 1000)),  # 1 % is not a whole pack
+        ([16] * 64 * 200, (64, 64)),
+        ([1024 // n for n in range(1, 513)] * 200, (512, 512)),  # too many hold as many
+        ([n**4 // 1024**3 + 1 for n in range(1023)] * 100, (1024, 106)),
+    ],
+)
+def test_a_pack_of_tiny_documents_does_not_decide_alone(
+    lengths: list[int], most: tuple[int, int]
+) -> None:
     """Documents of the fullest pack before and after; others stay where they are."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
@@ -85,7 +90,8 @@ def test_packs_of_many_documents_are_left_alone(tmp_path: Path, seq_length: int,
 
 @pytest.mark.parametrize("limit", [1000, 40], ids=["divided none", "divided more"])
 def test_packs_of_an_earlier_version_are_used_as_they_are(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     """Their index has the same kind and identity, and what it divided does not matter."""
     documents = [1] * 100 + [128] * 200
     with monkeypatch.context() as earlier:
@@ -99,13 +105,15 @@ def test_packs_of_an_earlier_version_are_used_as_they_are(
         assert np.array_equal(one, other)
 
 
-def make(documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap",
-         ) -> tuple[np.ndarray, packing.Packs]:
+def make(
+    documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap"
+) -> tuple[np.ndarray, packing.Packs]:
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
     tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
-    whole = TokenStore(tmp_path / "corpus-key", "fingerprint", 9999, {},
-                       {"train": Split(tokens, ends)}, reads)
+    whole = TokenStore(
+        tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
+    )
     return tokens, packing.prepare(whole, capacity)["train"]
 
 
@@ -136,8 +144,9 @@ def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
     assert len(packs) == sum(documents) // 8  # and here they fill every window
 
 
-def test_the_index_is_made_once_and_tells_its_losses(tmp_path: Path,
-                                                     caplog: pytest.LogCaptureFixture) -> None:
+def test_the_index_is_made_once_and_tells_its_losses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="pipeline")
     make([20, 4, 4], tmp_path, 8)
     [index] = tmp_path.iterdir()

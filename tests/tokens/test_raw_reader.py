@@ -19,10 +19,13 @@ def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     for size in (1, 7, 50, 64, 1000):
-        spans = [Span("a.jsonl", at, min(at + size, len(content)))
-                  for at in range(0, len(content), size)]
-        read = [b"".join(block.content for block in
-                         raw_reader.read(path, span, None, "text", print)) for span in spans]
+        spans = [
+            Span("a.jsonl", at, min(at + size, len(content))) for at in range(0, len(content), size)
+        ]
+        read = [
+            b"".join(block.content for block in raw_reader.read(path, span, None, "text", print))
+            for span in spans
+        ]
         assert b"".join(read) == content
 
 

@@ -60,25 +60,37 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
     monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 700)
     root, there = tmp_path / "raw", []
     (root / "sub").mkdir(parents=True)
-    pack = {"a.jsonl": bytes, "b.ndjson": bytes, "sub/c.json": bytes, "d.jsonl.gz": gzip.compress,
-            "e.json.bz2": bz2.compress, "sub/f.jsonl.xz": lzma.compress}
+    pack = {
+        "a.jsonl": bytes,
+        "b.ndjson": bytes,
+        "sub/c.json": bytes,
+        "d.jsonl.gz": gzip.compress,
+        "e.json.bz2": bz2.compress,
+        "sub/f.jsonl.xz": lzma.compress,
+    }
     for name, packed in pack.items():
         there += texts(name)
         (root / name).write_bytes(packed(lines(texts(name))))
     there += texts("g")
-    with pa.OSFile(str(root / "g.jsonl.zst"), "wb") as sink, \
-            pa.CompressedOutputStream(sink, "zstd") as stream:
+    with (
+        pa.OSFile(str(root / "g.jsonl.zst"), "wb") as sink,
+        pa.CompressedOutputStream(sink, "zstd") as stream,
+    ):
         stream.write(lines(texts("g")))
     there += texts("h", 100)
-    pq.write_table(pa.table({"n": list(range(100)), "text": texts("h", 100)}), root / "h.parquet",
-                   row_group_size=7)
+    pq.write_table(
+        pa.table({"n": list(range(100)), "text": texts("h", 100)}),
+        root / "h.parquet",
+        row_group_size=7,
+    )
     (root / "notes.txt").write_text("not read")
     (root / ".hidden.jsonl").write_bytes(lines(["hidden"]))
     return root, there
 
 
-def part_of(root: Path, dp_rank: int = 0, dp_size: int = 1, workers: int = 2, field: str = "text",
-            ) -> RawDocuments:
+def part_of(
+    root: Path, dp_rank: int = 0, dp_size: int = 1, workers: int = 2, field: str = "text"
+) -> RawDocuments:
     part = RawDocuments(raw_shards.open_directory(root), field, 3, dp_rank, dp_size)
     part._workers = [Inline(field) for _ in range(workers)]
     return part
@@ -118,13 +130,12 @@ def test_a_cursor_goes_on_to_the_token(mixed):
     for at in (0, 1, 50, 99, 180, 250):
         cursor = taken[at][1]
         restored = TokenRuns(part_of(root), Cursor(**json.loads(json.dumps(cursor._asdict()))))
-        for tokens, then in taken[at + 1:at + 40]:
+        for tokens, then in taken[at + 1 : at + 40]:
             mine, here = restored.take(257)
             assert np.array_equal(mine, tokens) and here == then
     flat = np.concatenate([tokens[:-1] for tokens, _ in taken])
     assert all(taken[i][0][-1] == taken[i + 1][0][0] for i in range(299))
-    assert bytes(flat.astype(np.uint8)).decode().split("\0")[:50] == \
-        documents(part_of(root))[:50]
+    assert bytes(flat.astype(np.uint8)).decode().split("\0")[:50] == documents(part_of(root))[:50]
 
 
 def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
@@ -133,9 +144,11 @@ def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPat
     for _ in range(40):
         _, cursor = runs.take(257)
     opened, read = [], raw_reader.read
+
     def noted(path, span, place, *more):
         opened.append((span, place))
         return read(path, span, place, *more)
+
     monkeypatch.setattr(raw_reader, "read", noted)
     restored = part_of(root, workers=1)
     TokenRuns(restored, cursor).take(1)
@@ -170,8 +183,7 @@ class InlineFetcher:
 
 @pytest.mark.parametrize("fetched", [False, True])
 def test_other_steps_may_be_asked_for_at_any_time(mixed, fetched: bool):
-    """What was read ahead for steps that nobody wants any more, as in a rollback, is not mixed in.
-    """
+    """Data read ahead for steps that a rollback discards is not mixed in."""
     root, _ = mixed
     part = part_of(root, workers=3)
     if fetched:
@@ -180,7 +192,7 @@ def test_other_steps_may_be_asked_for_at_any_time(mixed, fetched: bool):
     whole = list(stream.steps(BEGINNING, 60))
     for at in (3, 40, 10):
         again = stream.steps(whole[at].after, 15)
-        for expected in whole[at + 1:at + 6]:
+        for expected in whole[at + 1 : at + 6]:
             step = next(again)
             assert step.after == expected.after
             assert torch.equal(step.batches[0].labels, expected.batches[0].labels)
@@ -192,12 +204,19 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 1000)
     root = tmp_path / "raw"
     root.mkdir()
-    bad = [b"{no json}\n", b"[1]\n", b'{"content": "x"}\n', b'{"text": 7}\n', b'{"text": ""}\n',
-           b"\n", json.dumps({"text": "y" * 9000}).encode() + b"\n",
-           b'{"text": "half \\ud800 of a pair"}\n']
+    bad = [
+        b"{no json}\n",
+        b"[1]\n",
+        b'{"content": "x"}\n',
+        b'{"text": 7}\n',
+        b'{"text": ""}\n',
+        b"\n",
+        json.dumps({"text": "y" * 9000}).encode() + b"\n",
+        b'{"text": "half \\ud800 of a pair"}\n',
+    ]
     (root / "a.jsonl").write_bytes(lines(["first"]) + b"".join(bad) + lines(["last"])[:-1])
     cut = gzip.compress(lines(texts("b", 500)))
-    (root / "b.jsonl.gz").write_bytes(cut[:len(cut) // 2])
+    (root / "b.jsonl.gz").write_bytes(cut[: len(cut) // 2])
     (root / "c.parquet").write_bytes(b"PAR1 and nothing else")
     pq.write_table(pa.table({"text": ["row", None, ""]}), root / "d.parquet")
     pq.write_table(pa.table({"words": ["row"]}), root / "e.parquet")
@@ -205,7 +224,7 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     found = documents(part)
     assert {"first", "last", "row", "half ��� of a pair"} <= set(found)
     whole = [text for text in texts("b", 500) if text in set(found)]
-    assert 100 < len(whole) < 400 and whole == texts("b", 500)[:len(whole)]
+    assert 100 < len(whole) < 400 and whole == texts("b", 500)[: len(whole)]
     counts = part.left.counts
     assert counts["a line that is not a JSON object"] == counts["no field `text`"] == 1
     assert counts["`text` that is not a string"] == counts["a line longer than 16 MB"] == 1
@@ -241,8 +260,9 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
     raw_shards.open_directory(tmp_path)
     assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
     assert "passes over 7" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
-    raw_shards.open_repository("org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")},
-                               tmp_path, None)
+    raw_shards.open_repository(
+        "org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None
+    )
     assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
 
 
@@ -269,8 +289,10 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     for path in (tmp_path, tmp_path / "b.jsonl"):
-        monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(path),
-                                         "--streaming", "--max-steps", "9"])
+        monkeypatch.setattr(
+            "sys.argv",
+            ["04_train_fsdp.py", "-e", "x", "-d", str(path), "--streaming", "--max-steps", "9"],
+        )
         with pytest.raises(UsageError, match="and not conversations") as told:
             part_of(path).sample()
         build, train = told.value.run.splitlines()

@@ -16,11 +16,14 @@ def test_what_is_trained_is_set_apart(tokenizer: Path) -> None:
     ids = np.array(loaded("ask: ä\x1b[2J\nyes\n\nno", add_special_tokens=True)["input_ids"])
     trained = np.zeros(len(ids), bool)
     trained[-7:] = True
-    assert shown.render(ids, trained, loaded, colour=False) == \
-        "<s>ask: ä\\x1b[2J\n⟦yes\n\nno⟧"
+    assert shown.render(ids, trained, loaded, colour=False) == "<s>ask: ä\\x1b[2J\n⟦yes\n\nno⟧"
     coloured = shown.render(ids, trained, loaded, colour=True).split("\n")
-    assert coloured == ["\033[90m<s>ask: ä\\x1b[2J\033[0m", "\033[32myes\033[0m", "",
-                        "\033[32mno\033[0m"]
+    assert coloured == [
+        "\033[90m<s>ask: ä\\x1b[2J\033[0m",
+        "\033[32myes\033[0m",
+        "",
+        "\033[32mno\033[0m",
+    ]
     assert shown.render(ids[:0], trained[:0], loaded, colour=False) == ""
 
 
@@ -30,11 +33,14 @@ def test_samples_lie_evenly(tokenizer: Path) -> None:
     letters = loaded.convert_tokens_to_ids(list("abcdefghij"))
     tokens = np.array([[0, letter, 1] for letter in letters]).ravel()
     labels = np.tile([False, True, False], 10)
-    for split, first in ((Split(tokens, ends, labels), "<s>⟦a⟧</s>"),
-                         (Split(tokens, ends), "<s>⟦a</s>⟧")):
+    for split, first in (
+        (Split(tokens, ends, labels), "<s>⟦a⟧</s>"),
+        (Split(tokens, ends), "<s>⟦a</s>⟧"),
+    ):
         store = TokenStore(Path("it"), "", 300, {}, {"train": split}, "mmap")
         found = list(shown.samples(store, 3, loaded, colour=False))
         assert [text.split(" of 10")[0] for text in found] == ["--- 1", "--- 4", "--- 7"]
-        assert found[0].endswith(f"3 tokens, {1 if split.labels is not None else 2} trained\n"
-                                 + first)
+        assert found[0].endswith(
+            f"3 tokens, {1 if split.labels is not None else 2} trained\n" + first
+        )
         assert len(list(shown.samples(store, 30, loaded, colour=False))) == 10

@@ -19,8 +19,16 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
     assert policy.find(tmp_path, given) == "mine"
     assert policy.find(tmp_path, Path("chatml")).startswith("{#- ChatML.")
     assert policy.find(tmp_path, None) == "of config"
-    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "first"},
-                                                    {"name": "rag", "template": "second"}]}))
+    config.write_text(
+        json.dumps(
+            {
+                "chat_template": [
+                    {"name": "default", "template": "first"},
+                    {"name": "rag", "template": "second"},
+                ]
+            }
+        )
+    )
     assert policy.find(tmp_path, None) == "first"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of json"}))
     assert policy.find(tmp_path, None) == "of json"
@@ -37,10 +45,15 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
         policy.find(tmp_path, None)
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda path: None, "No such file"), (lambda path: path.mkdir(), "Is a directory"),
-    (lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8"),
-    (lambda path: path.write_text(" \n"), "is empty")])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8"),
+        (lambda path: path.write_text(" \n"), "is empty"),
+    ],
+)
 def test_a_given_template_that_is_none_is_refused(tmp_path: Path, make: object, says: str) -> None:
     make(tmp_path / "it.jinja")
     with pytest.raises(UsageError) as caught:
@@ -49,10 +62,12 @@ def test_a_given_template_that_is_none_is_refused(tmp_path: Path, make: object, 
 
 
 def test_a_model_without_a_template_names_those_that_are_here(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
-        {"chat_template": [{"name": "rag", "template": "x"}]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "rag", "template": "x"}]})
+    )
     with pytest.raises(UsageError) as caught:
         policy.find(tmp_path, None)
     said = caught.value.render()

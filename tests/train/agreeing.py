@@ -22,15 +22,21 @@ def main() -> None:
     """Agree, and write it."""
     is_first = os.environ["RANK"] == "0"
     config = Config(seq_length=16, precision="fp32").settled(
-        "memory plan", batch_size=4 if is_first else 2,
-        activation_checkpointing="none" if is_first else "full")
+        "memory plan",
+        batch_size=4 if is_first else 2,
+        activation_checkpointing="none" if is_first else "full",
+    )
     if is_first:
         config = config.settled("memory plan", keep_gathered=True, shard_size=1)
     layout = ParallelLayout.start(partial(fitting.agree_on_shards, config))
     config = fitting.agree(config, None, layout)
-    mine = {"batch": config.batch_size, "recompute": config.activation_checkpointing,
-            "keep_gathered": config.keep_gathered, "shard_size": config.shard_size,
-            "mesh": list(layout.fsdp.shape)}
+    mine = {
+        "batch": config.batch_size,
+        "recompute": config.activation_checkpointing,
+        "keep_gathered": config.keep_gathered,
+        "shard_size": config.shard_size,
+        "mesh": list(layout.fsdp.shape),
+    }
     found = gather(mine, layout.control)
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

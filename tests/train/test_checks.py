@@ -28,21 +28,34 @@ def given(*argv: Any) -> Config:
     return replace(found, lr=lr, min_lr=lr / 10 if found.min_lr is None else found.min_lr)
 
 
-@pytest.mark.parametrize(("argv", "told"), [
-    (("-s", 1), "--seq-length 1 is too short"), (("-s", 7), "8 tokens or more"),
-    (("--lr", 0.9), "--lr 0.9 is too large"),
-    (("--max-steps", 100, "--warmup-steps", 101), "--warmup-steps 101 leaves nothing of a run of "
-                                                  "100 steps"),
-    (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length, or a larger "
-                                                  "--max-steps$"),
-    (("--max-steps", 10, "--profile", "20:22"), "--profile 20:22 goes past the end of a run of 10"),
-    (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
-    (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
-    (("--lora-rank", 8, "--lora-targets", "("), "no regular expression"),
-    (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
-    (("--max-steps", 1, "--profile", "2:2"), "of a run of 1 step: .*steps from 1 to 1, such as "
-                                             "--profile 1:1"),
-])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("-s", 1), "--seq-length 1 is too short"),
+        (("-s", 7), "8 tokens or more"),
+        (("--lr", 0.9), "--lr 0.9 is too large"),
+        (
+            ("--max-steps", 100, "--warmup-steps", 101),
+            "--warmup-steps 101 leaves nothing of a run of 100 steps",
+        ),
+        (
+            ("--max-steps", 100, "--warmup-steps", 100),
+            "at most 50 for that length, or a larger --max-steps$",
+        ),
+        (
+            ("--max-steps", 10, "--profile", "20:22"),
+            "--profile 20:22 goes past the end of a run of 10",
+        ),
+        (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
+        (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
+        (("--lora-rank", 8, "--lora-targets", "("), "no regular expression"),
+        (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
+        (
+            ("--max-steps", 1, "--profile", "2:2"),
+            "of a run of 1 step: .*steps from 1 to 1, such as --profile 1:1",
+        ),
+    ],
+)
 def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         checks.require_sound(given(*argv), has_begun=False)
@@ -50,8 +63,11 @@ def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
 
 
 def test_a_warm_up_that_is_too_long_names_what_limits_the_run() -> None:
-    for argv, limit in ((("--max-steps", 1000), "--max-steps"), ((), "--num-epochs"),
-                        (("--max-steps", 9000), "--num-epochs")):
+    for argv, limit in (
+        (("--max-steps", 1000), "--max-steps"),
+        ((), "--num-epochs"),
+        (("--max-steps", 9000), "--num-epochs"),
+    ):
         with pytest.raises(UsageError) as caught:
             checks.require_room(given(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
         assert caught.value.expected.endswith(f"or a larger {limit}")
@@ -59,30 +75,43 @@ def test_a_warm_up_that_is_too_long_names_what_limits_the_run() -> None:
 
 def test_all_of_it_is_told_at_once() -> None:
     with pytest.raises(UsageError, match="4 problems") as caught:
-        checks.require_sound(given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10,
-                                  "--profile", "3:12"), has_begun=False)
+        checks.require_sound(
+            given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"),
+            has_begun=False,
+        )
     assert len(caught.value.several) == 4
 
 
-@pytest.mark.parametrize("argv", [
-    ("-s", 8, "--lr", 0.1), ("--max-steps", 100, "--warmup-steps", 99),
-    ("--max-steps", 9, "--warmup-steps", 9, "--lr-scheduler", "constant"),  # a test of rates
-    ("--max-steps", 10, "--profile", "1:10"), ("--max-steps", 3, "--warmup-steps", 0),
-    ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
-    ("--steps-per-epoch", 1000, "--warmup-steps", 2000),
-])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("-s", 8, "--lr", 0.1),
+        ("--max-steps", 100, "--warmup-steps", 99),
+        ("--max-steps", 9, "--warmup-steps", 9, "--lr-scheduler", "constant"),  # a test of rates
+        ("--max-steps", 10, "--profile", "1:10"),
+        ("--max-steps", 3, "--warmup-steps", 0),
+        ("--warmup-steps", 500),
+        ("--beta1", 0),
+        ("--lr", 0),
+        ("--steps-per-epoch", 1000, "--warmup-steps", 2000),
+    ],
+)
 def test_what_is_possible_is_not(argv: tuple) -> None:
     checks.require_sound(given(*argv), has_begun=False)
 
 
-@pytest.mark.parametrize(("argv", "package"), [
-    (("--wandb", "on"), "wandb"), (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing")])
+@pytest.mark.parametrize(
+    ("argv", "package"),
+    [(("--wandb", "on"), "wandb"), (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing")],
+)
 def test_a_package_that_an_option_wants_is_missed_before_anything_else(
-        argv: tuple, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    argv: tuple, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def find(name: str) -> str:
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
         return "1.0"
+
     monkeypatch.setattr(metadata, "version", find)
     installed: set[str] = set()
     with pytest.raises(UsageError, match=f"needs the package {package}, which is not") as caught:
@@ -93,8 +122,9 @@ def test_a_package_that_an_option_wants_is_missed_before_anything_else(
     (tmp_path / "wheelhouse").mkdir()  # of a bundle
     shutil.copy(ROOT / "requirements-optional.txt", tmp_path)
     monkeypatch.setattr(commands, "ROOT", tmp_path)
-    assert f"--no-index --find-links {tmp_path}/wheelhouse {pin}" in \
-        commands.pip_install_optional(package)
+    assert f"--no-index --find-links {tmp_path}/wheelhouse {pin}" in commands.pip_install_optional(
+        package
+    )
     # Elsewhere than where it trains, it need not be there.
     for more in (("--prepare-only",), ("--dry-run", "--plan-gpus", 8)):
         checks.require_sound(given(*argv, *more), has_begun=False)
@@ -109,25 +139,38 @@ def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
     assert not checks.doubts(opts, 400, True)  # the same with a larger --max-steps
 
 
-@pytest.mark.parametrize(("argv", "steps", "told"), [
-    (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
-    (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
-    (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
-    (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "kept are the multiples of 60"),
-    (("--log-freq", 200), 100, "only its first and its last step are logged"),
-    (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
-])
+@pytest.mark.parametrize(
+    ("argv", "steps", "told"),
+    [
+        (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
+        (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
+        (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
+        (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "kept are the multiples of 60"),
+        (("--log-freq", 200), 100, "only its first and its last step are logged"),
+        (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
+    ],
+)
 def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> None:
     found = checks.doubts(given(*argv), steps, has_validation=True)
     assert len(found) == 1 and told in found[0]
 
 
-@pytest.mark.parametrize(("lr", "parameters", "scratch", "usual"), [
-    (1e-2, 1e6, True, ""), (0.05, 1e6, True, "above 0.03, the most that"), (3e-3, 135e6, True, ""),
-    (4e-3, 135e6, True, "above 0.003,"), (3e-4, 7e9, False, ""),
-    (1e-3, 7e9, False, "above 0.0003,"), (1e-3, 135e6, False, ""), (1e-3, 7e9, True, "")])
-def test_a_learning_rate_is_compared_with_published_ones(lr: float, parameters: float,
-                                                         scratch: bool, usual: str) -> None:
+@pytest.mark.parametrize(
+    ("lr", "parameters", "scratch", "usual"),
+    [
+        (1e-2, 1e6, True, ""),
+        (0.05, 1e6, True, "above 0.03, the most that"),
+        (3e-3, 135e6, True, ""),
+        (4e-3, 135e6, True, "above 0.003,"),
+        (3e-4, 7e9, False, ""),
+        (1e-3, 7e9, False, "above 0.0003,"),
+        (1e-3, 135e6, False, ""),
+        (1e-3, 7e9, True, ""),
+    ],
+)
+def test_a_learning_rate_is_compared_with_published_ones(
+    lr: float, parameters: float, scratch: bool, usual: str
+) -> None:
     found = checks.rate_doubt(lr, int(parameters), scratch)
     assert usual in found and bool(usual) == bool(found)
     assert not found or " parameters from scratch:" in found or " that has weights:" in found
@@ -141,13 +184,19 @@ def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
 
 def test_evaluation_without_a_validation_split() -> None:
     both = given("--eval-freq", 5, "--eval-batches", 7)
-    assert "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation " \
-           "split" in checks.doubts(both, 9, has_validation=False)[0]
+    assert (
+        "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
+        "split" in checks.doubts(both, 9, has_validation=False)[0]
+    )
     assert "--eval-batches has nothing" in checks.doubts(given("--eval-batches", 7), 9, False)[0]
     assert "with --streaming" in checks.doubts(given("--streaming", "--eval-freq", 5), 9, False)[0]
     assert not checks.doubts(given("--eval-freq", 0), 9, has_validation=False)
 
 
 def test_defaults_are_never_odd() -> None:
-    assert not [text for steps in (1, 9, 10**6) for valid in (True, False)
-                for text in checks.doubts(given(), steps, valid)]
+    assert not [
+        text
+        for steps in (1, 9, 10**6)
+        for valid in (True, False)
+        for text in checks.doubts(given(), steps, valid)
+    ]

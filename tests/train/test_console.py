@@ -9,12 +9,26 @@ import pytest
 
 from lib.train import console
 
-ROW = {"step": 150, "train/loss": 1.7234567, "train/loss_mean": 1.72, "train/grad_norm": 0.5,
-       "train/learning_rate": 2.91e-4, "perf/tokens_per_sec": 6404.4, "perf/mfu": 0.381,
-       "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 61.21,
-       "memory/current_gib": 40.04, "memory/reserved_gib": 66.0, "memory/total_gib": 79.2,
-       "memory/max_peak_gib": 61.24, "memory/max_peak_rank": 3, "time/data": 7.88,
-       "time/total": 1279.1, "perf/eta_sec": 11520.0}
+ROW = {
+    "step": 150,
+    "train/loss": 1.7234567,
+    "train/loss_mean": 1.72,
+    "train/grad_norm": 0.5,
+    "train/learning_rate": 2.91e-4,
+    "perf/tokens_per_sec": 6404.4,
+    "perf/mfu": 0.381,
+    "perf/slowest_rank": 3,
+    "perf/slowest_ratio": 1.0,
+    "memory/peak_gib": 61.21,
+    "memory/current_gib": 40.04,
+    "memory/reserved_gib": 66.0,
+    "memory/total_gib": 79.2,
+    "memory/max_peak_gib": 61.24,
+    "memory/max_peak_rank": 3,
+    "time/data": 7.88,
+    "time/total": 1279.1,
+    "perf/eta_sec": 11520.0,
+}
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -22,32 +36,50 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_line_has_units_and_the_step_of_the_total() -> None:
-    assert console.Lines(20_000).line(ROW) == \
-        "step    150/20,000  loss 1.720  lr 2.9e-4  6,404 tok/s  38 % MFU  61.2 GiB  eta 3 h 12 min"
+    assert (
+        console.Lines(20_000).line(ROW)
+        == "step    150/20,000  loss 1.720  lr 2.9e-4  6,404 tok/s  38 % MFU  61.2 GiB  "
+        "eta 3 h 12 min"
+    )
 
 
 def test_lines_stand_below_each_other() -> None:
     lines = console.Lines(20_000)
-    told = [lines.line(row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss,
-                           perf__mfu=mfu))
-            for step, speed, loss, mfu in ((1, 12_345, 11.3, 0.12), (20_000, 999, 9.9, 0.15))]
+    told = [
+        lines.line(row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss, perf__mfu=mfu))
+        for step, speed, loss, mfu in ((1, 12_345, 11.3, 0.12), (20_000, 999, 9.9, 0.15))
+    ]
     assert {line.index(" tok/s") for line in told} == {told[0].index(" tok/s")}
     assert told[0].index("eta") == told[1].index("eta")
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"train__loss_mean": float("nan")}, "loss nan"), ({"train__learning_rate": 0.0}, "lr 0 "),
-    ({"perf__mfu": 0.004}, "0.4 % MFU"), ({"memory__max_peak_gib": 1e-9}, "0.0 KiB"),
-    ({"perf__slowest_ratio": 1.7}, "slowest rank 3"),
-    ({"perf__loader_share": 0.12}, "12 % waiting for data")])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"train__loss_mean": float("nan")}, "loss nan"),
+        ({"train__learning_rate": 0.0}, "lr 0 "),
+        ({"perf__mfu": 0.004}, "0.4 % MFU"),
+        ({"memory__max_peak_gib": 1e-9}, "0.0 KiB"),
+        ({"perf__slowest_ratio": 1.7}, "slowest rank 3"),
+        ({"perf__loader_share": 0.12}, "12 % waiting for data"),
+    ],
+)
 def test_unusual_figures(changes: dict[str, float], says: str) -> None:
     assert says in console.Lines(20_000).line(row(**changes))
 
 
 def test_a_line_stays_under_120_columns() -> None:
-    longest = row(step=999_999, train__loss_mean=11.999, train__learning_rate=1.2e-10,
-                  perf__tokens_per_sec=12_345_678.0, perf__mfu=1.0, memory__max_peak_gib=141.2,
-                  perf__eta_sec=50 * 86400.0, perf__slowest_ratio=2.0, perf__slowest_rank=1023)
+    longest = row(
+        step=999_999,
+        train__loss_mean=11.999,
+        train__learning_rate=1.2e-10,
+        perf__tokens_per_sec=12_345_678.0,
+        perf__mfu=1.0,
+        memory__max_peak_gib=141.2,
+        perf__eta_sec=50 * 86400.0,
+        perf__slowest_ratio=2.0,
+        perf__slowest_rank=1023,
+    )
     assert len(console.Lines(999_999).line(longest)) < 120
 
 
@@ -61,6 +93,7 @@ def test_a_record_is_a_dict_with_the_rank_before_it() -> None:
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")
     found = ast.literal_eval(text.removeprefix("[rank=5] "))
     assert found["tok/s"] == 6404 and found["time/data"] == 7.9 and found["lr"] == 2.91e-4
-    assert [found[f"{name}_gib"] for name in ("current", "peak", "reserved", "total", "max_peak")] \
-        == [40.04, 61.21, 66.0, 79.2, 61.24] and "'max_peak_rank': 3," in text
+    assert [
+        found[f"{name}_gib"] for name in ("current", "peak", "reserved", "total", "max_peak")
+    ] == [40.04, 61.21, 66.0, 79.2, 61.24] and "'max_peak_rank': 3," in text
     assert found["slowest_rank"] == 3 and found["eta"] == "3 h 12 min"

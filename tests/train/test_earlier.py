@@ -18,8 +18,11 @@ from lib.train.config import Config
 def test_samples_that_are_others_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
     """As packs made anew may be, where an earlier version had made them."""
     now = {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
-    for facts, changes in (({"samples_per_epoch": 300}, []), ({}, []), (
-            {"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"])):
+    for facts, changes in (
+        ({"samples_per_epoch": 300}, []),
+        ({}, []),
+        ({"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"]),
+    ):
         there = earlier.with_samples({"identity": now, **facts}, now, 300)
         found = earlier.require_same(*there, tmp_path, with_changes=True)
         assert [*map(str, found)] == changes and earlier.is_other_data(found) == bool(changes)
@@ -31,8 +34,9 @@ def test_samples_that_are_others_than_those_of_the_run_are_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "config.yaml of another program"])
-def test_a_directory_of_the_user_is_neither_used_nor_moved(tmp_path: Path, name: str,
-                                                           overwrite: bool) -> None:
+def test_a_directory_of_the_user_is_neither_used_nor_moved(
+    tmp_path: Path, name: str, overwrite: bool
+) -> None:
     opts = SimpleNamespace(overwrite=overwrite, resume="auto", resume_with_changes=False)
     (tmp_path / "exp").mkdir()
     earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
@@ -45,30 +49,51 @@ def test_a_directory_of_the_user_is_neither_used_nor_moved(tmp_path: Path, name:
     earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
 
 
-@pytest.mark.parametrize(("typed", "inputs", "options", "run"), [
-    ({}, {}, {"seed": 1}, "--config"), ({"dataset_name": ["b"]}, {"dataset": 2}, {}, "--config"),
-    ({"model_name": "n"}, {"model": 2, "tokenizer": 2}, {"seed": 1}, "--config"),
-    ({}, {"dataset": 2}, {}, "--resume-with-changes"), ({}, {"ranks": 2}, {}, "--resume-with"),
-    ({}, {"model": 2}, {"seed": 1}, "--resume-with-changes"),
-    ({}, {"chat template": 2}, {}, "--resume-with-changes"),
-    ({"chat_template": Path("t")}, {"chat template": 2}, {}, "--config"),
-    ({}, {"dataset": 2}, {"optimizer": "x"}, "--experiment-name exp-2"),
-    ({"lora_rank": 4}, {"model": 2}, {}, "--experiment-name exp-2"),
-    ({"lora_from": Path("a")}, {"adapter": 2}, {}, "mv a a.aside\n"),
-    ({"lora_from": Path("a")}, {"adapter": 2}, {"seed": 1}, "--config"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("typed", "inputs", "options", "run"),
+    [
+        ({}, {}, {"seed": 1}, "--config"),
+        ({"dataset_name": ["b"]}, {"dataset": 2}, {}, "--config"),
+        ({"model_name": "n"}, {"model": 2, "tokenizer": 2}, {"seed": 1}, "--config"),
+        ({}, {"dataset": 2}, {}, "--resume-with-changes"),
+        ({}, {"ranks": 2}, {}, "--resume-with"),
+        ({}, {"model": 2}, {"seed": 1}, "--resume-with-changes"),
+        ({}, {"chat template": 2}, {}, "--resume-with-changes"),
+        ({"chat_template": Path("t")}, {"chat template": 2}, {}, "--config"),
+        ({}, {"dataset": 2}, {"optimizer": "x"}, "--experiment-name exp-2"),
+        ({"lora_rank": 4}, {"model": 2}, {}, "--experiment-name exp-2"),
+        ({"lora_from": Path("a")}, {"adapter": 2}, {}, "mv a a.aside\n"),
+        ({"lora_from": Path("a")}, {"adapter": 2}, {"seed": 1}, "--config"),
+    ],
+    ids=str,
+)
 def test_the_command_for_a_run_with_other_settings_helps(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: dict, inputs: dict, options: dict,
-        run: str) -> None:
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: dict,
+    inputs: dict,
+    options: dict,
+    run: str,
+) -> None:
     """Options that the run has recorded help unless the same name leads to something else now."""
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "exp"])
-    begun = replace(Config(), experiment_name="exp", dataset_name=["a"], model_name="m",
-                    **{key: value for key, value in typed.items() if key.startswith("lora")})
+    begun = replace(
+        Config(),
+        experiment_name="exp",
+        dataset_name=["a"],
+        model_name="m",
+        **{key: value for key, value in typed.items() if key.startswith("lora")},
+    )
     (tmp_path / "exp").mkdir()
-    (tmp_path / "exp/config.yaml").write_text(yaml.safe_dump(
-        {"options": begun.recorded(), "identity": {"options": {}, "inputs": {}}}))
+    (tmp_path / "exp/config.yaml").write_text(
+        yaml.safe_dump({"options": begun.recorded(), "identity": {"options": {}, "inputs": {}}})
+    )
     now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     with pytest.raises(UsageError) as error:
-        earlier.require_same(now, {"options": options, "inputs": inputs}, tmp_path / "exp",
-                             config=replace(begun, **typed))
+        earlier.require_same(
+            now,
+            {"options": options, "inputs": inputs},
+            tmp_path / "exp",
+            config=replace(begun, **typed),
+        )
     assert run in error.value.run and error.value.hint.endswith(":")

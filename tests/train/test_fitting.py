@@ -40,8 +40,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, ranks: int = 1,
-         ) -> None:
+def here(
+    monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, ranks: int = 1
+) -> None:
     """Let each rank have room for so many samples of 1,024 tokens beside its states."""
     room = round((STATES_MIB / ranks + 8 * samples) * MIB / 0.9) + 1000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -52,9 +53,17 @@ def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, 
 
 
 def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
-    given = replace(ASKED, **{"batch_size": "auto", "seq_length": seq_length, "compile": False,
-                              "activation_checkpointing": "none", "precision": precision,
-                              **changes})
+    given = replace(
+        ASKED,
+        **{
+            "batch_size": "auto",
+            "seq_length": seq_length,
+            "compile": False,
+            "activation_checkpointing": "none",
+            "precision": precision,
+            **changes,
+        },
+    )
     return fitting.settle(given, Namespace(recomputed=""), on_meta())[0].batch_size
 
 
@@ -71,23 +80,28 @@ def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
     assert chosen() == 2 and chosen(seq_length=32) == 64
 
 
-def test_no_more_is_computed_again_than_needed(monkeypatch: pytest.MonkeyPatch, said: list[str],
-                                               ) -> None:
+def test_no_more_is_computed_again_than_needed(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     """Samples take 8, 6 or 2 MiB; a run that goes on computes no less again than before."""
+
     def taken(samples: float, kept: str = "", **changes: Any) -> tuple[str, int]:
         said.clear()
         here(monkeypatch, samples, gpu=True)
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
         config, _ = fitting.settle(given, Namespace(recomputed=kept), on_meta())
         assert config.why["activation_checkpointing"] == (
-            "earlier launch" if config.activation_checkpointing == kept else "memory plan")
+            "earlier launch" if config.activation_checkpointing == kept else "memory plan"
+        )
         assert config.recorded()["activation_checkpointing"] == "auto"
         return config.activation_checkpointing, config.batch_size
 
     assert taken(1000) == ("none", 4) and not said
     assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
-    assert said == ["--activation-checkpointing auto: full, since less recomputation is not sure "
-                    f"to fit in {units.memory(capacity.room(None))} by the memory plan"]
+    assert said == [
+        "--activation-checkpointing auto: full, since less recomputation is not sure "
+        f"to fit in {units.memory(capacity.room(None))} by the memory plan"
+    ]
     assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
     assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
     assert taken(2.9, "none") == ("full", 4) and len(said) == 1
@@ -100,8 +114,9 @@ def test_no_more_is_computed_again_than_needed(monkeypatch: pytest.MonkeyPatch, 
     assert config.recorded()["activation_checkpointing"] == "full"
 
 
-def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, said: list[str],
-                                              ) -> None:
+def test_samples_of_a_step_are_divided_evenly(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     here(monkeypatch, 12, gpu=True, ranks=2)
     for whole, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
         assert chosen(global_batch_size=whole) == batch
@@ -120,8 +135,14 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
-        given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8",
-                        activation_checkpointing="selective", **changes)
+        given = replace(
+            ASKED,
+            batch_size=32,
+            seq_length=1000,
+            precision="fp8",
+            activation_checkpointing="selective",
+            **changes,
+        )
         given = given.settled("memory plan", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
         agreed = fitting.agree(given, samples, layout)
@@ -133,28 +154,36 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8
-    assert said == ["--batch-size auto: 8 per process instead of 16, so that 319 samples make at "
-                    "least 10 steps or, if they are too few, as many as can be"]
+    assert said == [
+        "--batch-size auto: 8 per process instead of 16, so that 319 samples make at "
+        "least 10 steps or, if they are too few, as many as can be"
+    ]
     assert agreed(319, num_epochs=2) == 16 and agreed(319, grad_accum_steps=4) == 2
     assert agreed(31) == 2  # fewer have no multiple of 16 tokens
     assert agreed(31, max_steps=5) == 16  # epochs without end
     assert agreed(31, num_epochs=1, max_steps=2) == 4
-    assert agreed(31, auto=False) == 32 and agreed(None) == 16 and \
-        agreed(31, global_batch_size=64) == 16
+    assert (
+        agreed(31, auto=False) == 32
+        and agreed(None) == 16
+        and agreed(31, global_batch_size=64) == 16
+    )
 
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that launches on so many nodes of 8, with room for so many samples."""
+
     def launch(count: int, samples: float, shards: int, gpu: bool = True, each: int = 8) -> None:
         here(monkeypatch, samples, gpu=gpu, ranks=shards)
         monkeypatch.setenv("WORLD_SIZE", str(each * count))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(each))
+
     return launch
 
 
 def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
-        nodes: Callable[..., None], said: list[str]) -> None:
+    nodes: Callable[..., None], said: list[str]
+) -> None:
     def shards(**changes: Any) -> int | None:
         said.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
@@ -165,8 +194,10 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
 
     nodes(4, 1.2, shards=8)
     assert shards() == 8
-    assert said == ["--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
-                    "so by the memory plan; --shard-size 32 shards over all ranks"]
+    assert said == [
+        "--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
+        "so by the memory plan; --shard-size 32 shards over all ranks"
+    ]
     assert shards(shard_size=16) == 16 and shards(shard_size=32) == 32
     nodes(3, 1000, shards=8)
     assert shards() is None
@@ -183,7 +214,12 @@ def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None
     given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
     asked = fitting.planned(given, Namespace(recomputed=""), on_meta())
     assert {ranks: config.shard_size for ranks, config in asked.items()} == {
-        8: None, 24: None, 32: 8, 36: None, 64: 8}
+        8: None,
+        24: None,
+        32: 8,
+        36: None,
+        64: 8,
+    }
     assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in said)
 
 
@@ -193,8 +229,16 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
 
     def kept(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
         here(monkeypatch, samples, gpu=gpu)
-        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False,
-                                   "activation_checkpointing": "none", **changes})
+        given = replace(
+            ASKED,
+            **{
+                "batch_size": 1,
+                "seq_length": 1024,
+                "compile": False,
+                "activation_checkpointing": "none",
+                **changes,
+            },
+        )
         config, found = fitting.settle(given, Namespace(recomputed=""), model)
         case = fitting.case_here(config, model)
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
@@ -211,21 +255,42 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
 def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
     """Two ranks have chosen otherwise; another decision on each would be a hang."""
     run_stage("tests/train/agreeing.py", tmp_path / "found.json", cwd=tmp_path, ranks=2)
-    assert json.loads((tmp_path / "found.json").read_text()) == [
-        {"batch": 2, "recompute": "full", "keep_gathered": None, "shard_size": None, "mesh": [2]},
-    ] * 2
+    assert (
+        json.loads((tmp_path / "found.json").read_text())
+        == [
+            {
+                "batch": 2,
+                "recompute": "full",
+                "keep_gathered": None,
+                "shard_size": None,
+                "mesh": [2],
+            }
+        ]
+        * 2
+    )
 
 
-@pytest.mark.parametrize(("given", "begun_with", "then"), [
-    ({}, None, ("auto", None, None)), ({}, 1, ("auto", 1, None)), ({}, 64, ("auto", 64, None)),
-    ({"grad_accum_steps": 4}, None, ("auto", None, 4)),
-    ({"grad_accum_steps": 4}, 64, ("auto", 64, None)),
-    ({"global_batch_size": 32}, None, (1, 32, None)),
-    ({"global_batch_size": 64}, 64, (1, 64, None)),
-    ({"batch_size": 2}, None, (2, None, None)), ({"batch_size": 2}, 64, (2, 64, None))])
+@pytest.mark.parametrize(
+    ("given", "begun_with", "then"),
+    [
+        ({}, None, ("auto", None, None)),
+        ({}, 1, ("auto", 1, None)),
+        ({}, 64, ("auto", 64, None)),
+        ({"grad_accum_steps": 4}, None, ("auto", None, 4)),
+        ({"grad_accum_steps": 4}, 64, ("auto", 64, None)),
+        ({"global_batch_size": 32}, None, (1, 32, None)),
+        ({"global_batch_size": 64}, 64, (1, 64, None)),
+        ({"batch_size": 2}, None, (2, None, None)),
+        ({"batch_size": 2}, 64, (2, 64, None)),
+    ],
+)
 def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
-        monkeypatch: pytest.MonkeyPatch, said: list[str], given: dict[str, Any],
-        begun_with: int | None, then: tuple[Any, ...]) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+    given: dict[str, Any],
+    begun_with: int | None,
+    then: tuple[Any, ...],
+) -> None:
     """A run that goes on keeps the samples of its step: also one that began with the default 1."""
     begun = {"identity": {"options": {"global_batch_size": begun_with}}}
     inputs = Inputs(Path("model"), [], {}, begun if begun_with else {}, None, scratch=False)
@@ -238,12 +303,17 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
             batch = 1
         assert config.batch_size == batch and config.grad_accum_steps == accumulation
         division = plan.divide(config, 0, 1)
-        assert division.global_batch == (whole or (accumulation or 1) * (batch if batch != "auto"
-                                                                         else 1))
-    chosen = fitting.settle(replace(fitting.default_batch(settled, inputs), compile=False),
-                            Namespace(recomputed=""), on_meta())[0]
-    assert plan.divide(chosen, 0, 1).global_batch == (whole or chosen.batch_size
-                                                      * (accumulation or 1))
+        assert division.global_batch == (
+            whole or (accumulation or 1) * (batch if batch != "auto" else 1)
+        )
+    chosen = fitting.settle(
+        replace(fitting.default_batch(settled, inputs), compile=False),
+        Namespace(recomputed=""),
+        on_meta(),
+    )[0]
+    assert plan.divide(chosen, 0, 1).global_batch == (
+        whole or chosen.batch_size * (accumulation or 1)
+    )
 
 
 def test_with_changes_the_batch_on_a_gpu_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +346,14 @@ def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
 def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 0)
     gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
-    given = replace(ASKED, batch_size="auto", seq_length=1024, plan_gpus=[1, 64],
-                    plan_gpu_memory=gib, activation_checkpointing="none")
+    given = replace(
+        ASKED,
+        batch_size="auto",
+        seq_length=1024,
+        plan_gpus=[1, 64],
+        plan_gpu_memory=gib,
+        activation_checkpointing="none",
+    )
     model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
     asked = fitting.planned(given, Namespace(recomputed=""), model)
@@ -291,22 +367,29 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_run_was_begun_with_is_kept() -> None:
     for given, begun_with, then in (
-            ({}, 64, (64, None)), ({"grad_accum_steps": 2}, 64, (64, None)),
-            ({}, None, (None, None)), ({"global_batch_size": 32}, 64, (32, None)),
-            ({"batch_size": 4}, 64, (64, None)), ({"batch_size": 4}, 4, (None, None)),
-            ({"batch_size": 4, "resume_with_changes": True}, 64, (None, None))):
+        ({}, 64, (64, None)),
+        ({"grad_accum_steps": 2}, 64, (64, None)),
+        ({}, None, (None, None)),
+        ({"global_batch_size": 32}, 64, (32, None)),
+        ({"batch_size": 4}, 64, (64, None)),
+        ({"batch_size": 4}, 4, (None, None)),
+        ({"batch_size": 4, "resume_with_changes": True}, 64, (None, None)),
+    ):
         begun = {"identity": {"options": {"global_batch_size": begun_with}}}
         inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
         settled = settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
         assert (settled.global_batch_size, settled.grad_accum_steps) == then
 
 
-def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch, said: list[str],
-                                                ) -> None:
+def test_too_few_tokens_are_told_with_what_fits(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
         said.clear()
-        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024,
-                                  "activation_checkpointing": "none", **changes})
+        given = replace(
+            ASKED,
+            **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
+        )
         given = given.settled("memory plan", batch_size=1) if auto else given
         fitting.advise(given, Fit.here(on_meta()), has_begun)
         return "".join(said)

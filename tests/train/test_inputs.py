@@ -23,9 +23,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a tiny model, as stage 03 would leave it."""
     path = tmp_path_factory.mktemp("m") / "models" / "org--name"
     save_model(path)
-    manifest.write(path, kind="model/1", stage="03_download_model.py", identity={},
-                   options={"model_name": "org/name"}, summary={},
-                   files=[manifest.file_entry(path, file, "sha256") for file in path.iterdir()])
+    manifest.write(
+        path,
+        kind="model/1",
+        stage="03_download_model.py",
+        identity={},
+        options={"model_name": "org/name"},
+        summary={},
+        files=[manifest.file_entry(path, file, "sha256") for file in path.iterdir()],
+    )
     return path
 
 
@@ -35,14 +41,24 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
 
 
 def of(model_dir: Path, **more: object) -> Inputs:
-    facts = {"begun": {}, "named": None, "scratch": False,
-             "model_stamps": stamps.take(directory.list_files(model_dir))}
+    facts = {
+        "begun": {},
+        "named": None,
+        "scratch": False,
+        "model_stamps": stamps.take(directory.list_files(model_dir)),
+    }
     return Inputs(model_dir, [], {}, **facts | more)
 
 
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
-    opts = SimpleNamespace(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True,
-                           prepare_only=False, seed=0, lora_rank=0)
+    opts = SimpleNamespace(
+        cache_dir=tmp_path / ".cache",
+        num_workers=2,
+        no_progress=True,
+        prepare_only=False,
+        seed=0,
+        lora_rank=0,
+    )
     model_files.require_whole_model(opts, of(model_dir, **more))
 
 
@@ -54,9 +70,10 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_damaged_weights_are_told_before_anything_is_trained(model_dir: Path, tmp_path: Path,
-                                                             monkeypatch) -> None:
-    monkeypatch.setattr(verified, "_RACY_NS", -(10 ** 18))
+def test_damaged_weights_are_told_before_anything_is_trained(
+    model_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(verified, "_RACY_NS", -(10**18))
     require_whole(model_dir, tmp_path)
     flip(model_dir / "model.safetensors")
     for run in ({"scratch": True}, {"begun": {"identity": {}}}, {"named": "step_00000002"}):
@@ -71,6 +88,7 @@ def test_damaged_weights_are_told_before_anything_is_trained(model_dir: Path, tm
 
 def test_the_names_of_blobs_in_a_cache_are_digests(saved: Path, tmp_path: Path) -> None:
     import hashlib
+
     snapshot, weights = tmp_path / "snapshot", (saved / "model.safetensors").read_bytes()
     snapshot.mkdir()
     blob = tmp_path / hashlib.sha256(weights).hexdigest()
@@ -84,8 +102,9 @@ def test_the_names_of_blobs_in_a_cache_are_digests(saved: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", ["replaced", "written"])
-def test_a_model_that_changes_while_it_is_read_is_not_trained(model_dir: Path, monkeypatch,
-                                                              way: str) -> None:
+def test_a_model_that_changes_while_it_is_read_is_not_trained(
+    model_dir: Path, monkeypatch, way: str
+) -> None:
     def disturbed(model: torch.nn.Module, directory: Path) -> None:
         if way == "replaced":  # as `03 --overwrite` does
             shutil.copytree(directory, directory.with_name("new"))
@@ -93,8 +112,10 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(model_dir: Path, m
             directory.with_name("new").rename(directory)
         else:
             (directory / "model.safetensors").write_bytes(b"")
+
     read = of(model_dir)
     monkeypatch.setattr(model, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
-        model.first_weights(SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1),
-                            SimpleNamespace(rank=0))
+        model.first_weights(
+            SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1), SimpleNamespace(rank=0)
+        )

@@ -63,12 +63,25 @@ def test_a_resume_drops_what_is_about_to_be_run_again(experiment: Experiment) ->
     assert steps_of(experiment) == [1, 2, 3, 4, 5, 6, 7]
     write(experiment, 0, range(1, 2))
     assert steps_of(experiment) == [1]
-    assert [path.name for path in experiment.root.iterdir()
-            if path.name.startswith("metrics")] == ["metrics.jsonl"]
+    assert [path.name for path in experiment.root.iterdir() if path.name.startswith("metrics")] == [
+        "metrics.jsonl"
+    ]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3}\n{"st', b"\x00\x00\x00",
-                                  b"12", b"null", b'"', b"[3]", b"{}", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"step": 3, "train/lo',
+        b'{"step": 3}\n{"st',
+        b"\x00\x00\x00",
+        b"12",
+        b"null",
+        b'"',
+        b"[3]",
+        b"{}",
+        b"\xff\xfe",
+    ],
+)
 def test_a_line_torn_by_a_crash_is_left_out(experiment: Experiment, torn: bytes) -> None:
     write(experiment, 0, range(1, 3))
     with experiment.metrics.open("ab") as file:
@@ -104,8 +117,8 @@ def room(experiment: Experiment) -> Iterator[Callable[[int], None]]:
 
 
 def test_what_finds_no_room_waits_and_is_told_once(
-        experiment: Experiment, room: Callable[[int], None],
-        caplog: pytest.LogCaptureFixture) -> None:
+    experiment: Experiment, room: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
     """The disk takes a part of a row, then nothing; a rewind meanwhile needs no room."""
     caplog.set_level(logging.INFO, "pipeline")
     sink = Metrics(experiment, 0, 0)
@@ -141,8 +154,9 @@ def test_the_state_is_told_where_the_last_one_stands(experiment: Experiment, mon
     assert read_state(experiment)["status"] == "disk_full"
 
 
-def test_other_sinks_may_fail_in_any_way(experiment: Experiment,
-                                         caplog: pytest.LogCaptureFixture) -> None:
+def test_other_sinks_may_fail_in_any_way(
+    experiment: Experiment, caplog: pytest.LogCaptureFixture
+) -> None:
     experiment.tensorboard.write_text("a file in the way")
     calls: list[int] = []
 
@@ -156,13 +170,15 @@ def test_other_sinks_may_fail_in_any_way(experiment: Experiment,
         sink.write({"step": step, "train/loss": 1.0})
     sink.close()
     assert steps_of(experiment) == [1, 2, 3] and calls == [1]
-    assert sorted(text.split(" cannot")[0] for text in caplog.messages) \
-        == ["TensorBoard's file", "wandb"]
+    assert sorted(text.split(" cannot")[0] for text in caplog.messages) == [
+        "TensorBoard's file",
+        "wandb",
+    ]
 
 
-def test_wandb_stays_offline_and_may_be_broken(experiment: Experiment,
-                                               monkeypatch: pytest.MonkeyPatch,
-                                               caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_stays_offline_and_may_be_broken(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[dict] = []
     rows: list[dict] = []
     run = SimpleNamespace(log=lambda figures, step: rows.append(figures), finish=lambda: None)
@@ -182,8 +198,15 @@ def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
     """However many rows there are; a point of many rows has their mean."""
     curve, rows = Curve(), 100_000
     for step in range(1, rows + 1):
-        curve.add({"train/tokens_seen": step, "train/learning_rate": 1.0, "train/loss": step,
-                   "train/loss_mean": step, "eval/loss": 1.0})
+        curve.add(
+            {
+                "train/tokens_seen": step,
+                "train/learning_rate": 1.0,
+                "train/loss": step,
+                "train/loss_mean": step,
+                "eval/loss": 1.0,
+            }
+        )
     assert len(curve.held_out) <= 4000 and 2000 <= len(curve.points) <= 4000
     each = rows // len(curve.points) + 1
     assert all(abs(point.mean_loss - point.tokens) <= each for point in curve.points)
@@ -194,10 +217,12 @@ def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_tensorboard_has_the_figures_and_forgets_the_steps_run_again(experiment: Experiment,
-                                                                      ) -> None:
+def test_tensorboard_has_the_figures_and_forgets_the_steps_run_again(
+    experiment: Experiment,
+) -> None:
     accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
     write(experiment, 0, range(1, 10))
     write(experiment, 5, range(6, 8))
     events = accumulator(str(experiment.tensorboard))

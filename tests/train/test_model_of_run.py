@@ -21,11 +21,29 @@ def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
 
     path = project / ".cache/models" / name
     save_tokenizer(path, project / "raw_text")
-    save_model(path, LlamaConfig(**{
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **shape}))
-    manifest.write(path, kind="model/1", stage="", identity={}, options={"model_name": name},
-                   summary={}, files=[manifest.file_entry(path, file) for file in path.iterdir()])
+    save_model(
+        path,
+        LlamaConfig(
+            **{
+                "vocab_size": VOCABULARY,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                **shape,
+            }
+        ),
+    )
+    manifest.write(
+        path,
+        kind="model/1",
+        stage="",
+        identity={},
+        options={"model_name": name},
+        summary={},
+        files=[manifest.file_entry(path, file) for file in path.iterdir()],
+    )
     return path
 
 
@@ -43,8 +61,10 @@ def test_which_model_is_asked_told_and_kept(project: Path) -> None:
     assert "2 models are prepared under .cache/models, and none was named" in question
     commands = re.findall(r".* -m \S+", question)
     told = [first_line(project, *shlex.split(line)[2:], "--dry-run") for line in commands]
-    assert told == ["model: .cache/models/org--larger, 115K parameters",
-                    "model: .cache/models/org--small, 51.4K parameters"]
+    assert told == [
+        "model: .cache/models/org--larger, 115K parameters",
+        "model: .cache/models/org--small, 51.4K parameters",
+    ]
 
     first_line(project, "-e", "x", *TRAIN, 1, "-m", "org/larger")
     log = (project / "outputs/x/logs/rank_00000.log").read_text().partition("\n")[0]
@@ -56,9 +76,12 @@ def test_which_model_is_asked_told_and_kept(project: Path) -> None:
     assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == kept
     larger.rename(project / ".cache/models/moved")  # its content is still there
     assert ".cache/models/moved, 115K parameters" in first_line(
-        project, "-e", "x", *TRAIN, 2, "--dry-run")
+        project, "-e", "x", *TRAIN, 2, "--dry-run"
+    )
     (project / ".cache/models/moved").rename(project / "elsewhere")
     gone = first_line(project, "-e", "x", *TRAIN, 2, expect=3)
     assert "org--larger, with which outputs/x was begun, is gone" in gone
-    assert first_line(project, "-e", "y", *TRAIN, 2, "--dry-run") == \
-        f"model: {small.relative_to(project)}, 51.4K parameters, the only one prepared"
+    assert (
+        first_line(project, "-e", "y", *TRAIN, 2, "--dry-run")
+        == f"model: {small.relative_to(project)}, 51.4K parameters, the only one prepared"
+    )

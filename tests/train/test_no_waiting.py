@@ -19,15 +19,23 @@ from lib.tokens.batches import MicroBatch, boundaries
 
 CPU = torch.device("cpu")
 # What hands a number, or a size that depends on numbers, to the host.
-WAITING = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero",
-           "aten::masked_select", "aten::unique_dim", "aten::equal"}
+WAITING = {
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::equal",
+}
 
 
 class Watched(TorchDispatchMode):
     """Fails where an operation makes the host wait."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
-                           named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         assert function._schema.name not in WAITING, function
         return function(*arguments, **(named or {}))
 
@@ -35,20 +43,34 @@ class Watched(TorchDispatchMode):
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let attention over documents be one operation, as on a GPU; here without boundaries."""
+
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
         return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+
     monkeypatch.setattr(attention, "_by_document", attend)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("packed", [False, True], ids=["windows", "documents"])
-def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pytest.MonkeyPatch,
-                     packed: bool, kind: str) -> None:
+def test_three_steps(
+    group: dist.ProcessGroup,
+    by_kernel: None,
+    monkeypatch: pytest.MonkeyPatch,
+    packed: bool,
+    kind: str,
+) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2),
-        attn_implementation="varlen" if packed else "sdpa")
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        attn_implementation="varlen" if packed else "sdpa",
+    )
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     parallelize.shard(model, mesh, "bf16")
     layout = ParallelLayout(0, 1, 0, 1, CPU, mesh, group, group)

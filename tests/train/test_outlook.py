@@ -17,32 +17,51 @@ H100 = Hardware(8, 989e12, "data sheet of the H100", "GPU")
 FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 
 
-def planned(ranks: int = 8, samples: int = FORTY_GB, keep_every: int | None = None, keep: int = 3,
-            **changes: Any) -> Plan:
-    given = options(seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every,
-                    **changes)
+def planned(
+    ranks: int = 8,
+    samples: int = FORTY_GB,
+    keep_every: int | None = None,
+    keep: int = 3,
+    **changes: Any,
+) -> Plan:
+    given = options(
+        seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every, **changes
+    )
     division = plan.divide(given, 0, ranks)
-    return Plan(given, {}, division, samples,
-                plan.total_steps(given, samples, division.global_batch))
+    return Plan(
+        given, {}, division, samples, plan.total_steps(given, samples, division.global_batch)
+    )
 
 
 def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
     said = outlook.rows(planned(), SEVEN_B, H100)["time"]
-    assert said == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of " \
-                   "the H100), longer with only 1,024 tokens in a pass; measured after 20 steps"
+    assert (
+        said == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
+        "the H100), longer with only 1,024 tokens in a pass; measured after 20 steps"
+    )
     small = replace(SEVEN_B, parameters=3_000_000)
     assert "time" not in outlook.rows(planned(), small, H100)
     assert "measured" not in outlook.rows(planned(max_steps=20), SEVEN_B, H100)["time"]
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({}, "2,442 of 87.0 GB: 212.5 TB written in all, at most 435.0 GB at once in 5 (the newest 3, "
-         "the best, the one being written)"),
-    ({"keep_every": 250_000}, "at most 783.0 GB at once in 9 (the newest 3, the best, each "
-                              "250,000th step, the one being written)"),
-    ({"keep": 0}, "2,442 of 87.0 GB, 212.5 TB in all"),
-    ({"max_steps": 1100}, "3 of 87.0 GB, 261.0 GB in all"),
-    ({"max_steps": 100}, "1 of 87.0 GB")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {},
+            "2,442 of 87.0 GB: 212.5 TB written in all, at most 435.0 GB at once in 5 "
+            "(the newest 3, the best, the one being written)",
+        ),
+        (
+            {"keep_every": 250_000},
+            "at most 783.0 GB at once in 9 (the newest 3, the best, each "
+            "250,000th step, the one being written)",
+        ),
+        ({"keep": 0}, "2,442 of 87.0 GB, 212.5 TB in all"),
+        ({"max_steps": 1100}, "3 of 87.0 GB, 261.0 GB in all"),
+        ({"max_steps": 100}, "1 of 87.0 GB"),
+    ],
+)
 def test_checkpoints_are_counted(given: dict[str, Any], said: str) -> None:
     assert outlook.rows(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(said)
 
@@ -55,7 +74,8 @@ def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
         "  now:       1,220,703 steps, 2,442 checkpoints",
         "  instead:   --global-batch-size 256 for 262,144 tokens per step: 38,146 steps, 77 "
         "checkpoints with as many tokens in all; the time stays at about 38 h 37 min by the "
-        "estimate"]
+        "estimate",
+    ]
     assert outlook.advice(planned(global_batch_size=256), SEVEN_B, H100) is None
 
 
@@ -66,16 +86,20 @@ def test_with_a_limit_of_steps_it_is_given_too() -> None:
 
 @pytest.mark.parametrize(("parameters", "batch"), [(124e6, 512), (1.2e9, 1024), (7e9, 2048)])
 def test_from_scratch_takes_more(parameters: float, batch: int) -> None:
-    said = outlook.advice(planned(), replace(SEVEN_B, parameters=int(parameters), scratch=True),
-                          H100)
+    said = outlook.advice(
+        planned(), replace(SEVEN_B, parameters=int(parameters), scratch=True), H100
+    )
     assert f"--global-batch-size {batch} for" in said
 
 
 def test_what_is_advised_can_be_divided() -> None:
     said = outlook.advice(planned(ranks=12, batch_size=7), SEVEN_B, H100)
     assert said is None or int(said.partition("batch-size ")[2].split()[0]) % 84 == 0
-    assert outlook.advice(planned(ranks=3, batch_size=5), SEVEN_B, H100) \
-        .partition("batch-size ")[2].startswith("255 ")
+    assert (
+        outlook.advice(planned(ranks=3, batch_size=5), SEVEN_B, H100)
+        .partition("batch-size ")[2]
+        .startswith("255 ")
+    )
 
 
 def test_too_many_tokens_are_told_too() -> None:
@@ -84,8 +108,10 @@ def test_too_many_tokens_are_told_too() -> None:
     assert "--global-batch-size 4096 for 4,194,304" in said
 
 
-@pytest.mark.parametrize(("parameters", "given"), [
-    (3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})])
+@pytest.mark.parametrize(
+    ("parameters", "given"), [(3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})]
+)
 def test_small_models_and_short_runs_are_left_alone(parameters: float, given: dict) -> None:
-    assert outlook.advice(planned(**given), replace(SEVEN_B, parameters=int(parameters)),
-                          H100) is None
+    assert (
+        outlook.advice(planned(**given), replace(SEVEN_B, parameters=int(parameters)), H100) is None
+    )

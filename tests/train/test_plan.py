@@ -17,26 +17,42 @@ from lib.train.plan import Plan
 
 
 def options(**changes: Any) -> Config:
-    return Config(**{"experiment_name": "exp", "lr": 1e-3, "min_lr": 1e-4, "seq_length": 8,
-                     "precision": "fp32"} | changes)
+    return Config(
+        **{
+            "experiment_name": "exp",
+            "lr": 1e-3,
+            "min_lr": 1e-4,
+            "seq_length": 8,
+            "precision": "fp32",
+        }
+        | changes
+    )
 
 
 def make(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
     given = options(**{"batch_size": 4} | changes)
     division = plan.divide(given, 0, 1)
-    return Plan(given, {"model": "m", "dataset": "d", "tokenizer": "t"}, division,
-                samples, plan.total_steps(given, samples, division.global_batch))
+    return Plan(
+        given,
+        {"model": "m", "dataset": "d", "tokenizer": "t"},
+        division,
+        samples,
+        plan.total_steps(given, samples, division.global_batch),
+    )
 
 
-@pytest.mark.parametrize(("given", "ranks", "expected"), [
-    ({}, 1, (1, 1, 1)),
-    ({"batch_size": 4}, 2, (4, 1, 8)),
-    ({"batch_size": 4, "grad_accum_steps": 3}, 2, (4, 3, 24)),
-    ({"global_batch_size": 24}, 1, (1, 24, 24)),
-    ({"batch_size": 4, "global_batch_size": 24}, 2, (4, 3, 24)),
-    ({"batch_size": 4, "global_batch_size": 24}, 6, (4, 1, 24)),
-])
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({"batch_size": 4}, 2, (4, 1, 8)),
+        ({"batch_size": 4, "grad_accum_steps": 3}, 2, (4, 3, 24)),
+        ({"global_batch_size": 24}, 1, (1, 24, 24)),
+        ({"batch_size": 4, "global_batch_size": 24}, 2, (4, 3, 24)),
+        ({"batch_size": 4, "global_batch_size": 24}, 6, (4, 1, 24)),
+    ],
+)
 def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> None:
     division = plan.divide(options(**given), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
@@ -51,25 +67,30 @@ def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
     assert f"{ranks} ranks" in caught.value.expected
 
 
-@pytest.mark.parametrize(("given", "steps"), [
-    ({}, 10),                                   # neither: one epoch, its last 3 samples left out
-    ({"num_epochs": 3}, 30),                    # 309 samples: epochs are one stream
-    ({"num_epochs": 4}, 41),                    # 412 samples: 4 × 3 left over make one more
-    ({"max_steps": 7}, 7),
-    ({"max_steps": 1000}, 1000),                # only steps: epochs without end
-    ({"num_epochs": 1, "max_steps": 1000}, 10),  # whichever comes first
-    ({"num_epochs": 3, "max_steps": 5}, 5),
-    ({"steps_per_epoch": 25}, 25),              # an epoch is so many steps, whatever the data
-    ({"steps_per_epoch": 25, "num_epochs": 3}, 75),
-    ({"steps_per_epoch": 25, "num_epochs": 3, "max_steps": 70}, 70),
-    ({"steps_per_epoch": 25, "max_steps": 70}, 70),
-])
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 10),  # neither: one epoch, its last 3 samples left out
+        ({"num_epochs": 3}, 30),  # 309 samples: epochs are one stream
+        ({"num_epochs": 4}, 41),  # 412 samples: 4 × 3 left over make one more
+        ({"max_steps": 7}, 7),
+        ({"max_steps": 1000}, 1000),  # only steps: epochs without end
+        ({"num_epochs": 1, "max_steps": 1000}, 10),  # whichever comes first
+        ({"num_epochs": 3, "max_steps": 5}, 5),
+        ({"steps_per_epoch": 25}, 25),  # an epoch is so many steps, whatever the data
+        ({"steps_per_epoch": 25, "num_epochs": 3}, 75),
+        ({"steps_per_epoch": 25, "num_epochs": 3, "max_steps": 70}, 70),
+        ({"steps_per_epoch": 25, "max_steps": 70}, 70),
+    ],
+)
 def test_where_training_ends(given: dict, steps: int) -> None:
     assert plan.total_steps(options(**given), samples=103, global_batch=10) == steps
 
 
-@pytest.mark.parametrize(("given", "samples"), [
-    ({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)])
+@pytest.mark.parametrize(
+    ("given", "samples"),
+    [({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)],
+)
 def test_too_little_data_for_a_step(given: dict, samples: int) -> None:
     with pytest.raises(UsageError, match="too small for one step") as caught:
         plan.total_steps(options(**given), samples, global_batch=10)
@@ -81,12 +102,15 @@ def test_little_data_is_enough_when_epochs_do_not_end() -> None:
     assert plan.total_steps(options(num_epochs=20), samples=1, global_batch=10) == 2
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
-    ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
-    ({"beta1": 1.0}, "--beta1 must be below 1"),
-    ({"beta2": 1.5}, "--beta2 must be below 1"),
-])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
+        ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
+        ({"beta1": 1.0}, "--beta1 must be below 1"),
+        ({"beta2": 1.5}, "--beta2 must be below 1"),
+    ],
+)
 def test_contradictions_between_options(given: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         checks.require_sound(options(**given), has_begun=False)
@@ -116,8 +140,9 @@ def test_samples_left_out_are_told_when_there_are_some() -> None:
 
 
 def test_a_constant_rate_does_not_go_down() -> None:
-    assert make(lr_scheduler="constant").describe()["learning rate"] == \
-        "constant, 1 step up to 0.001"
+    assert (
+        make(lr_scheduler="constant").describe()["learning rate"] == "constant, 1 step up to 0.001"
+    )
 
 
 def test_the_schedule_is_that_of_the_options() -> None:
@@ -127,26 +152,36 @@ def test_the_schedule_is_that_of_the_options() -> None:
     assert make(warmup_steps=0).schedule.warmup == 0
 
 
-@pytest.mark.parametrize("changes", [
-    {"log_freq": 1}, {"ckpt_freq": 7}, {"num_epochs": 9}, {"max_steps": 99},
-    {"batch_size": 2, "grad_accum_steps": 2}, {"batch_size": 1, "global_batch_size": 4},
-    {"experiment_name": "moved"},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"log_freq": 1},
+        {"ckpt_freq": 7},
+        {"num_epochs": 9},
+        {"max_steps": 99},
+        {"batch_size": 2, "grad_accum_steps": 2},
+        {"batch_size": 1, "global_batch_size": 4},
+        {"experiment_name": "moved"},
+    ],
+)
 def test_what_a_resume_may_change(changes: dict) -> None:
     earlier.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"seed": 1}, "--seed: 0 there, 1 now"),
-    ({"lr": 2e-3}, "--lr: 0.001 there, 0.002 now"),
-    ({"min_lr": 0.0}, "--min-lr: 0.0001 there, 0.0 now"),
-    ({"warmup_steps": 3}, "--warmup-steps: not given there, 3 now"),
-    ({"lr_scheduler": "wsd"}, "--lr-scheduler: cosine there, wsd now"),
-    ({"weight_decay": 0.0}, "--weight-decay: 0.1 there, 0.0 now"),
-    ({"beta2": 0.99}, "--beta2: 0.95 there, 0.99 now"),
-    ({"grad_clip": 0.0}, "--grad-clip: 1.0 there, 0.0 now"),
-    ({"batch_size": 8}, "--global-batch-size: 4 there, 8 now"),
-])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seed": 1}, "--seed: 0 there, 1 now"),
+        ({"lr": 2e-3}, "--lr: 0.001 there, 0.002 now"),
+        ({"min_lr": 0.0}, "--min-lr: 0.0001 there, 0.0 now"),
+        ({"warmup_steps": 3}, "--warmup-steps: not given there, 3 now"),
+        ({"lr_scheduler": "wsd"}, "--lr-scheduler: cosine there, wsd now"),
+        ({"weight_decay": 0.0}, "--weight-decay: 0.1 there, 0.0 now"),
+        ({"beta2": 0.99}, "--beta2: 0.95 there, 0.99 now"),
+        ({"grad_clip": 0.0}, "--grad-clip: 1.0 there, 0.0 now"),
+        ({"batch_size": 8}, "--global-batch-size: 4 there, 8 now"),
+    ],
+)
 def test_what_a_resume_must_share(changes: dict, told: str) -> None:
     with pytest.raises(UsageError, match="was begun with other settings") as caught:
         earlier.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
@@ -155,13 +190,18 @@ def test_what_a_resume_must_share(changes: dict, told: str) -> None:
 
 def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> None:
     before = make()
-    now = replace(before, inputs={**before.inputs, "dataset": "other"},
-                  config=replace(before.config, seq_length=16, precision="bf16"))
+    now = replace(
+        before,
+        inputs={**before.inputs, "dataset": "other"},
+        config=replace(before.config, seq_length=16, precision="bf16"),
+    )
     with pytest.raises(UsageError) as caught:
         earlier.require_same(before.identity(), now.identity(), Path("outputs/exp"))
     assert caught.value.found.splitlines() == [
-        "dataset: d there, other now", "--precision: fp32 there, bf16 now",
-        "--seq-length: 8 there, 16 now"]
+        "dataset: d there, other now",
+        "--precision: fp32 there, bf16 now",
+        "--seq-length: 8 there, 16 now",
+    ]
 
 
 def test_a_division_does_not_change_the_identity() -> None:
@@ -170,10 +210,19 @@ def test_a_division_does_not_change_the_identity() -> None:
     assert now.identity() == before.identity()
 
 
-@pytest.mark.parametrize(("text", "good"), [
-    ("llama-8b_run.2", True), ("größe ü", True), ("a/b", False), ("..", False), ("", False),
-    ("-x", False), ("a\nb", False), ("x" * 201, False),
-])
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("llama-8b_run.2", True),
+        ("größe ü", True),
+        ("a/b", False),
+        ("..", False),
+        ("", False),
+        ("-x", False),
+        ("a\nb", False),
+        ("x" * 201, False),
+    ],
+)
 def test_names_of_experiments(text: str, good: bool) -> None:
     assert paths.is_name(text) is good
 

@@ -23,25 +23,45 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIB
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the environment is of x86 processors")
 def test_a_processor_without_bf16_takes_fp32_and_warns_of_what_is_emulated():
-    code = "from lib.core import log; from lib.train import precision\n" \
-           "log.setup()\n" \
-           "print('default', precision.default())\n" \
-           "for name in ('bf16', 'fp16', 'fp32'): precision.warn_if_emulated(name)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, **AVX2}, check=True)
+    code = (
+        "from lib.core import log; from lib.train import precision\n"
+        "log.setup()\n"
+        "print('default', precision.default())\n"
+        "for name in ('bf16', 'fp16', 'fp32'): precision.warn_if_emulated(name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **AVX2},
+        check=True,
+    )
     assert "default fp32" in done.stdout
-    factors = re.findall(r"^warning: this processor only emulates (\S+): a matrix product takes "
-                         r"about (\d+) times as long as in fp32; --precision fp32 is the default "
-                         r"here$", done.stdout, re.MULTILINE)
+    factors = re.findall(
+        r"^warning: this processor only emulates (\S+): a matrix product takes "
+        r"about (\d+) times as long as in fp32; --precision fp32 is the default "
+        r"here$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert [name for name, _ in factors] == ["bf16", "fp16"]
     assert all(int(factor) > 3 for _, factor in factors)
 
 
-@pytest.mark.parametrize(("avx512", "avx512_bf16", "onednn", "emulated"), [
-    (True, True, True, False), (True, False, True, True), (False, False, True, False),
-    (False, False, False, True)], ids=["Zen 4", "Cascade Lake", "Neoverse or Lunar Lake", "AVX2"])
-def test_bf16_by_processor(monkeypatch: pytest.MonkeyPatch, avx512: bool, avx512_bf16: bool,
-                           onednn: bool, emulated: bool):
+@pytest.mark.parametrize(
+    ("avx512", "avx512_bf16", "onednn", "emulated"),
+    [
+        (True, True, True, False),
+        (True, False, True, True),
+        (False, False, True, False),
+        (False, False, False, True),
+    ],
+    ids=["Zen 4", "Cascade Lake", "Neoverse or Lunar Lake", "AVX2"],
+)
+def test_bf16_by_processor(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, avx512_bf16: bool, onednn: bool, emulated: bool
+):
     """oneDNN says that it takes bf16 also where it needs several times as long."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)

@@ -10,8 +10,9 @@ import torch
 from lib.train import meters
 
 
-def test_under_nsight_the_steps_are_its_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                              ) -> None:
+def test_under_nsight_the_steps_are_its_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """CUDA lets one tool listen, so torch's profiler stays off."""
     told: list[str] = []
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")

@@ -17,15 +17,20 @@ from tests.train.test_plan import make
 FIRST_S, STEP_S, SAVE_S = 60.0, 5.0, 95.0
 
 
-def test_the_first_step_is_left_out_and_saves_are_not(tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_is_left_out_and_saves_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, lines = [0.0], []
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(report.log, "info", lines.append)
     plan = make(samples=10**6, max_steps=1000, no_progress=True)
     layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
-    state = SimpleNamespace(plan=plan, layout=layout, step=500,
-                            model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+    state = SimpleNamespace(
+        plan=plan,
+        layout=layout,
+        step=500,
+        model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+    )
     (tmp_path / "exp").mkdir()
     told = Report(Experiment(tmp_path, "exp"), None, state, None, None, None)
 
@@ -39,10 +44,14 @@ def test_the_first_step_is_left_out_and_saves_are_not(tmp_path: Path,
         assert told._speeds() == {}
         for _ in range(502, 521):
             step_done(STEP_S)
-        assert told._speeds() == {"perf/run_tokens_per_sec": plan.tokens_per_step / STEP_S,
-                                  "perf/eta_sec": 480 * STEP_S}
-        assert lines == ["measured over 19 steps: 5 s per step, 6 tok/s; the 480 steps left take "
-                         "40 min 00 s, with a checkpoint every 41 min 40 s"]
+        assert told._speeds() == {
+            "perf/run_tokens_per_sec": plan.tokens_per_step / STEP_S,
+            "perf/eta_sec": 480 * STEP_S,
+        }
+        assert lines == [
+            "measured over 19 steps: 5 s per step, 6 tok/s; the 480 steps left take "
+            "40 min 00 s, with a checkpoint every 41 min 40 s"
+        ]
         clock[0] += SAVE_S
         assert told._speeds()["perf/eta_sec"] == 480 * 2 * STEP_S
         state.step = 1000
@@ -53,17 +62,28 @@ def test_the_first_step_is_left_out_and_saves_are_not(tmp_path: Path,
 
 def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) -> None:
     """Nor does it fail a run that was stopped; before, it does."""
-    for statuses, then in ((["running"], ["failed"]), (["running", "complete"], []),
-                           (["running", "preempted"], [])):
+    for statuses, then in (
+        (["running"], ["failed"]),
+        (["running", "complete"], []),
+        (["running", "preempted"], []),
+    ):
         (root := tmp_path / "-".join(statuses)).mkdir()
         plan, written = make(samples=10**6, max_steps=1000, no_progress=True), []
         layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
-        state = SimpleNamespace(plan=plan, layout=layout, step=1000, tokens=5, position=BEGINNING,
-                                model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+        state = SimpleNamespace(
+            plan=plan,
+            layout=layout,
+            step=1000,
+            tokens=5,
+            position=BEGINNING,
+            model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+        )
         journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
         estimate = SimpleNamespace(tell=lambda: None)
-        with pytest.raises(RuntimeError), \
-                Report(Experiment(root, "e"), journal, state, None, None, estimate) as told:
+        with (
+            pytest.raises(RuntimeError),
+            Report(Experiment(root, "e"), journal, state, None, None, estimate) as told,
+        ):
             for status in statuses[1:]:
                 told.note_state(status)
             raise RuntimeError("of no matter which kind")

@@ -40,20 +40,24 @@ class Device:
                 assert self.is_timed and ended.is_timed
                 assert max(self.place, ended.place) <= device.reached, "not reached yet"
                 return (ended.place - self.place) * STEP_MS
+
         self.Event = Event
 
 
-def test_a_row_waits_for_its_own_step_alone(group: dist.ProcessGroup,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_waits_for_its_own_step_alone(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
     layout = ParallelLayout(0, 1, 0, 1, CPU, None, group, group)
     window, timers, guard = LossWindow(layout), Timers(GPU), StepGuard("bf16", 30.0, CPU)
-    meters = SimpleNamespace(timers=timers, flops=1.0, peak=1.0,
-                             memory=lambda: {"memory/peak_gib": 2.0})
+    meters = SimpleNamespace(
+        timers=timers, flops=1.0, peak=1.0, memory=lambda: {"memory/peak_gib": 2.0}
+    )
     stream = SimpleNamespace(epoch=lambda position: 0.5, costs=lambda times: {})
-    state = SimpleNamespace(step=3, tokens=64, position=BEGINNING, guard=guard,
-                            layout=SimpleNamespace(device=GPU))
+    state = SimpleNamespace(
+        step=3, tokens=64, position=BEGINNING, guard=guard, layout=SimpleNamespace(device=GPU)
+    )
 
     def step(loss: float) -> None:
         for phase in ("data", "forward", "backward", "update", "optimizer"):

@@ -25,8 +25,13 @@ def state_of(group: dist.ProcessGroup) -> TrainState:
     model = nn.Linear(2, 2)
     optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     registry.named_states(model, optimizer)
-    return TrainState(model, optimizer, StepGuard("fp16", 30.0, torch.device("cpu")),
-                      make(samples=100, max_steps=10), SimpleNamespace(ranks=1, control=group))
+    return TrainState(
+        model,
+        optimizer,
+        StepGuard("fp16", 30.0, torch.device("cpu")),
+        make(samples=100, max_steps=10),
+        SimpleNamespace(ranks=1, control=group),
+    )
 
 
 def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: Path) -> None:
@@ -36,8 +41,10 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
     state.rollbacks, state.guard.scale, state.model_files = 2, 512.0, {"config.json": "sha256:0"}
     registry.set_steps_taken(state.optimizer, 1)
     nan = float("nan")
-    for figures, losses in (({"step": 2, "train/loss": 1.5, "eval/loss": nan}, (1.5, None)),
-                            ({"step": 1, "train/loss": 1.5}, (None, None))):
+    for figures, losses in (
+        ({"step": 2, "train/loss": 1.5, "eval/loss": nan}, (1.5, None)),
+        ({"step": 1, "train/loss": 1.5}, (None, None)),
+    ):
         state.figures = figures
         record = state.state_dict()
         assert (record["loss"], record["eval_loss"]) == losses

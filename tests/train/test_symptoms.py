@@ -26,15 +26,20 @@ def test_too_large_an_allocation_names_the_knobs_in_order() -> None:
         torch.empty(1 << 50)
     first = explained(caught.value)
     assert first.code == 2 and "allocate" in first.found
-    assert first.expected.startswith("in this order: --activation-checkpointing selective; a "
-                                     "smaller --batch-size")
+    assert first.expected.startswith(
+        "in this order: --activation-checkpointing selective; a smaller --batch-size"
+    )
     later = explained(caught.value, activation_checkpointing="full", batch_size=1)
     assert later.expected.startswith("in this order: a smaller --seq-length")
 
 
 def test_an_operation_without_a_deterministic_way() -> None:
-    told = explained(RuntimeError("index_add_cuda_ does not have a deterministic implementation, "
-                                  "but you set 'torch.use_deterministic_algorithms(True)'.\nmore"))
+    told = explained(
+        RuntimeError(
+            "index_add_cuda_ does not have a deterministic implementation, "
+            "but you set 'torch.use_deterministic_algorithms(True)'.\nmore"
+        )
+    )
     assert told.code == 2 and told.found.startswith("index_add_cuda_")
     assert "--deterministic off" in told.run
 
@@ -42,8 +47,11 @@ def test_an_operation_without_a_deterministic_way() -> None:
 def test_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = explained(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
     assert "broke" in broken.problem and "10.0.0.7" in broken.found
-    late = explained(torch.distributed.DistBackendError("Watchdog caught collective operation "
-                                                        "timeout: WorkNCCL(SeqNum=7)"))
+    late = explained(
+        torch.distributed.DistBackendError(
+            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
+        )
+    )
     assert "timed out" in late.problem and "logs/rank_" in late.expected
     assert explained(RuntimeError("shapes do not match")) is None
     monkeypatch.setattr(launcher, "is_gone", lambda: True)
@@ -55,8 +63,7 @@ def test_no_number_at_the_first_step() -> None:
     symptoms.require_finite(float("nan"), 2, PLAIN)
     for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
         with pytest.raises(UsageError) as caught:
-            symptoms.require_finite(float("nan"), 1,
-                                    replace(PLAIN, precision=precision))
+            symptoms.require_finite(float("nan"), 1, replace(PLAIN, precision=precision))
         assert says in caught.value.expected
 
 

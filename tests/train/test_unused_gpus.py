@@ -33,17 +33,25 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
         log.setup()
         unused_gpus.note(device)
         return capsys.readouterr().out
+
     return say
 
 
-@pytest.mark.parametrize(("typed", "expected"), [
-    (("torchrun", STAGE), ["torchrun", "--nproc-per-node", "8", STAGE]),
-    (("torchrun", "--nproc-per-node", "1", STAGE, "-e", "x"),
-     ["torchrun", "--nproc-per-node=8", STAGE, "-e", "x"]),
-    (("torchrun", "--nproc_per_node=1", STAGE), ["torchrun", "--nproc_per_node=8", STAGE]),
-    ((sys.executable, "-m", "torch.distributed.run", STAGE),
-     [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", STAGE]),
-])
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (("torchrun", STAGE), ["torchrun", "--nproc-per-node", "8", STAGE]),
+        (
+            ("torchrun", "--nproc-per-node", "1", STAGE, "-e", "x"),
+            ["torchrun", "--nproc-per-node=8", STAGE, "-e", "x"],
+        ),
+        (("torchrun", "--nproc_per_node=1", STAGE), ["torchrun", "--nproc_per_node=8", STAGE]),
+        (
+            (sys.executable, "-m", "torch.distributed.run", STAGE),
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", STAGE],
+        ),
+    ],
+)
 def test_the_command_of_torchrun_with_all_gpus_is_named(said, typed, expected) -> None:
     [line] = said(*typed).splitlines()
     head, _, command = line.partition("; all of them: ")
@@ -54,7 +62,7 @@ def test_the_command_of_torchrun_with_all_gpus_is_named(said, typed, expected) -
 def test_without_torchrun_and_with_a_launcher(said) -> None:
     words = shlex.split(said().partition("all of them: ")[2])
     at = words.index("--nproc-per-node")
-    assert words[at + 1:] == ["8", STAGE, "-e", "x", "-d", "a b"]
+    assert words[at + 1 :] == ["8", STAGE, "-e", "x", "-d", "a b"]
     text = said(launched_as="launch/single_node.sh --nproc-per-node 2 -- -e x", ranks=2)
     assert "uses 2 of the 8 GPUs" in text
     assert "launch/single_node.sh --nproc-per-node=8 -- -e x" in text

@@ -28,15 +28,20 @@ time.sleep(60)
 """
 
 
-def hang(where: Path, log_file: Path | str = "", how: str = "", err: int = subprocess.PIPE,
-         ) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", HANGS, str(where), str(log_file), how], cwd=ROOT,
-                            stderr=err, stdout=subprocess.DEVNULL, text=True)
+def hang(
+    where: Path, log_file: Path | str = "", how: str = "", err: int = subprocess.PIPE
+) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(where), str(log_file), how],
+        cwd=ROOT,
+        stderr=err,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
 
 
 def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
-    """A FIFO that nobody reads stands for a disk that hangs, a full pipe for a terminal that does.
-    """
+    """A FIFO that nobody reads stands for a hung disk, a full pipe for a hung terminal."""
     silent = tmp_path / "silent"
     os.mkfifo(silent)
     readable, writable = os.pipe()
@@ -48,9 +53,12 @@ def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
             break
     os.set_blocking(writable, True)
     began = time.monotonic()
-    hung = [hang(silent, log_file=silent), hang(silent, log_file=silent, err=writable),
-            hang(tmp_path / "frozen", how="frozen"),
-            hang(tmp_path / "frozen", how="frozen", err=writable)]
+    hung = [
+        hang(silent, log_file=silent),
+        hang(silent, log_file=silent, err=writable),
+        hang(tmp_path / "frozen", how="frozen"),
+        hang(tmp_path / "frozen", how="frozen", err=writable),
+    ]
     usual, read_only = hang(tmp_path / "logs" / "stacks.txt"), hang(Path("/proc/no/stacks.txt"))
     try:
         told = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]

@@ -57,10 +57,13 @@ class Boundaries:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        splitting = {number: token for number, token in
-                     encoder.tokenizer.added_tokens_decoder.items()
-                     if (token.special or not token.normalized) and token.content.strip()
-                     and not token.single_word}
+        splitting = {
+            number: token
+            for number, token in encoder.tokenizer.added_tokens_decoder.items()
+            if (token.special or not token.normalized)
+            and token.content.strip()
+            and not token.single_word
+        }
         self._is_special = np.zeros(encoder.vocab_size, bool)
         self._is_special[list(splitting)] = True
         longest_first = sorted(splitting.values(), key=lambda token: -len(token.content))
@@ -69,8 +72,9 @@ class Boundaries:
 
     def encode(self, texts: Sequence[Marked]) -> Coded:
         """Return the tokens of texts and which of them are trained."""
-        ids, lengths = self._encoder.encode_bare([text.encode("utf-8", "replace")
-                                                  for text, _ in texts])
+        ids, lengths = self._encoder.encode_bare(
+            [text.encode("utf-8", "replace") for text, _ in texts]
+        )
         begins = [0, *np.cumsum(lengths).tolist()]
         cuts = self._cuts(texts, ids, begins)
         heads = self._heads({head for _, _, head, _ in cuts})
@@ -80,8 +84,9 @@ class Boundaries:
             known = heads[head]
             begin, end = at * size, at * size + len(known)
             if coded[begin:end] != known or end > begins[number + 1] * size:
-                wrong[number] = Unmaskable("an answer begins or ends within a token",
-                                           *_lines(texts[number].text, place))
+                wrong[number] = Unmaskable(
+                    "an answer begins or ends within a token", *_lines(texts[number].text, place)
+                )
                 end = begins[number] * size
             places.append(end // size)
         trained = np.zeros(len(ids), bool)
@@ -89,8 +94,9 @@ class Boundaries:
             trained[start:stop] = True
         return Coded(ids, trained, lengths, wrong)
 
-    def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]
-              ) -> list[tuple[int, int, str, int]]:
+    def _cuts(
+        self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]
+    ) -> list[tuple[int, int, str, int]]:
         """Return the beginnings and ends of all spans: the text's number, the number of a token,
         the characters that lead from it to the place, and the place."""
         special = np.flatnonzero(self._is_special[ids])
@@ -104,8 +110,11 @@ class Boundaries:
             for span in spans:
                 for place in span:
                     last = bisect_left(starts, place) - 1
-                    cuts.append((number, at[first + last], text[starts[last]:place], place)
-                                if last >= 0 else (number, begins[number], text[:place], place))
+                    cuts.append(
+                        (number, at[first + last], text[starts[last] : place], place)
+                        if last >= 0
+                        else (number, begins[number], text[:place], place)
+                    )
         return cuts
 
     def _heads(self, heads: set[str]) -> dict[str, bytes]:
@@ -124,13 +133,15 @@ class Boundaries:
 
 def _shape(token: Any) -> str:
     """Return the pattern of a special token, with the white space that it takes in."""
-    return (_SPACE if token.lstrip else "") + re.escape(token.content) + \
-        (_SPACE if token.rstrip else "")
+    return (
+        (_SPACE if token.lstrip else "")
+        + re.escape(token.content)
+        + (_SPACE if token.rstrip else "")
+    )
 
 
 def _lines(text: str, place: int) -> tuple[str, str]:
-    """Return the line in which a place lies, up to there and whole; an empty one with that before.
-    """
+    """Return the line around a place: up to it, and whole. An empty one adds the previous."""
     start = text.rfind("\n", 0, max(0, place - 1)) + 1
     end = text.find("\n", place)
-    return text[start:place], text[start:end if end >= 0 else len(text)]
+    return text[start:place], text[start : end if end >= 0 else len(text)]

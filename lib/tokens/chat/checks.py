@@ -22,18 +22,30 @@ _MOST_UNSUITED = 0.05  # of the conversations
 _MOST_END = 0.5  # of the samples, in a stop token
 _LONGEST = 60  # characters of a part of a sample that is shown, and so many parts
 _PARTS = 5
-_MORE = {"too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} cuts them",
-         "nothing trained": "--train-on all trains on what others say as well"}
+_MORE = {
+    "too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} cuts them",
+    "nothing trained": "--train-on all trains on what others say as well",
+}
 _OTHER = "--chat-template FILE takes another template, and --train-on all needs no mask"
 # Causes that lie in the rows of a dataset that stage 02 did not write, or that was changed since.
-_OF_ROWS = ("unknown role", "roles out of order", "no assistant turn", "empty answer",
-            "empty turn", "content", "weights")
+_OF_ROWS = (
+    "unknown role",
+    "roles out of order",
+    "no assistant turn",
+    "empty answer",
+    "empty turn",
+    "content",
+    "weights",
+)
 
 
 def require_maskable(chats: ChatCounts, path: Path) -> None:
     """Raise UsageError when so many conversations show that a template suits none of them."""
-    if not chats.samples and chats.conversations >= _LOOKED_AT and \
-            sum(chats.dropped[cause] for cause in _OF_TEMPLATE) == chats.conversations:
+    if (
+        not chats.samples
+        and chats.conversations >= _LOOKED_AT
+        and sum(chats.dropped[cause] for cause in _OF_TEMPLATE) == chats.conversations
+    ):
         require_some(chats, path)
 
 
@@ -49,16 +61,26 @@ def require_some(chats: ChatCounts, path: Path) -> None:
         hint = "stage 02 converts the role names of other systems, and lists dropped rows:"
         run = lacking.commands_for_chats(path)
     raise UsageError(
-        f"the chat template gives no sample of {path}" if cause in _OF_TEMPLATE else
-        f"no conversation of {path} gives a sample",
-        found="\n".join([f"{units.counted(chats.conversations, 'conversation')}, of which all are "
-                         "dropped", *(f"{count:,} {kind}, the first: {chats.first.get(kind, '')}"
-                                      for kind, count in chats.dropped.most_common())]),
-        hint=hint, run=run)
+        f"the chat template gives no sample of {path}"
+        if cause in _OF_TEMPLATE
+        else f"no conversation of {path} gives a sample",
+        found="\n".join(
+            [
+                f"{units.counted(chats.conversations, 'conversation')}, of which all are dropped",
+                *(
+                    f"{count:,} {kind}, the first: {chats.first.get(kind, '')}"
+                    for kind, count in chats.dropped.most_common()
+                ),
+            ]
+        ),
+        hint=hint,
+        run=run,
+    )
 
 
-def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
-                      examples: Sequence[str]) -> None:
+def require_trainable(
+    chats: ChatCounts, policy: ChatPolicy, path: Path, examples: Sequence[str]
+) -> None:
     """Raise UsageError when there is no sample, or a mask of the assistant's words is implausible.
 
     examples: samples in words, what is trained in ⟦…⟧.
@@ -69,16 +91,21 @@ def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
     tokens, samples = units.counted(chats.tokens, "token"), units.counted(chats.samples, "sample")
     found = "\n".join([f"{chats.trained:,} of {tokens} in {samples} are trained, as in", *examples])
     if chats.unprompted == chats.samples:
-        raise UsageError(f"every sample of {path} would be trained from its beginning on",
-                         expected="only what the assistant says, behind what it answers to",
-                         found=found, hint="the `{% generation %}` of the chat template may stand "
-                         "around all of it; --train-on all trains on all of it")
+        raise UsageError(
+            f"every sample of {path} would be trained from its beginning on",
+            expected="only what the assistant says, behind what it answers to",
+            found=found,
+            hint="the `{% generation %}` of the chat template may stand "
+            "around all of it; --train-on all trains on all of it",
+        )
     if chats.trained_share < _FEWEST:
-        raise UsageError(f"only {100 * chats.trained_share:.2g} % of the tokens of {path} would be "
-                         "trained", found=found,
-                         expected=f"{100 * _FEWEST:g} % or more with --train-on {ASSISTANT}",
-                         hint="the chat template may leave answers out; where they are as short "
-                              "as that, --train-on last trains the last one of each")
+        raise UsageError(
+            f"only {100 * chats.trained_share:.2g} % of the tokens of {path} would be trained",
+            found=found,
+            expected=f"{100 * _FEWEST:g} % or more with --train-on {ASSISTANT}",
+            hint="the chat template may leave answers out; where they are as short "
+            "as that, --train-on last trains the last one of each",
+        )
 
 
 def warn(name: str, chats: ChatCounts, errors: Path) -> None:
@@ -89,13 +116,17 @@ def warn(name: str, chats: ChatCounts, errors: Path) -> None:
     unsuited = sum(chats.dropped[cause] for cause in _OF_TEMPLATE)
     if unsuited > _MOST_UNSUITED * chats.conversations:
         cause = max(_OF_TEMPLATE, key=lambda each: chats.dropped[each])
-        log.warn(f"{name}: the chat template suits {unsuited:,} of "
-                 f"{units.counted(chats.conversations, 'conversation')} not, which are dropped; of "
-                 f"the first it is said: {chats.first.get(cause, '')}")
+        log.warn(
+            f"{name}: the chat template suits {unsuited:,} of "
+            f"{units.counted(chats.conversations, 'conversation')} not, which are dropped; of "
+            f"the first it is said: {chats.first.get(cause, '')}"
+        )
     if chats.samples and chats.ended_share < _MOST_END:
-        log.warn(f"{name}: {100 * chats.ended_share:.3g} % of the samples end in a token that "
-                 "would end an answer: a model that is trained on them may not stop. See the chat "
-                 "template: what it writes behind an answer should be a special token")
+        log.warn(
+            f"{name}: {100 * chats.ended_share:.3g} % of the samples end in a token that "
+            "would end an answer: a model that is trained on them may not stop. See the chat "
+            "template: what it writes behind an answer should be a special token"
+        )
 
 
 def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
@@ -104,8 +135,9 @@ def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
     parts = []
     for ids, is_trained in zip(np.split(tokens, cuts), np.split(trained, cuts), strict=True):
         text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        text = text if len(text) <= _LONGEST else \
-            f"{text[:_LONGEST // 2]}…{text[-_LONGEST // 2:]}"
+        text = (
+            text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
+        )
         text = text.replace("\n", "\\n")
         parts.append(f"⟦{text}⟧" if is_trained[:1].any() else text)
     return "".join(parts[:_PARTS]) + "…" * (len(parts) > _PARTS)

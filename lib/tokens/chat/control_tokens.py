@@ -39,9 +39,14 @@ class ControlTokens:
 
     def require_plain(self, conversation: Conversation) -> None:
         """Raise ControlToken if a message or tool contains a token that only a template writes."""
-        said = [(f"turn {number} ({message['role']})", message["role"] == ASSISTANT,
-                 [value for key, value in message.items() if key != "role"])
-                for number, message in enumerate(conversation.messages, 1)]
+        said = [
+            (
+                f"turn {number} ({message['role']})",
+                message["role"] == ASSISTANT,
+                [value for key, value in message.items() if key != "role"],
+            )
+            for number, message in enumerate(conversation.messages, 1)
+        ]
         for what, is_answer, value in [*said, ("a tool", False, conversation.tools)]:
             for text in _strings(value):
                 for finder in self._control[is_answer]:
@@ -70,5 +75,8 @@ def _strings(value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    return [text for each in value for text in _strings(each)] \
-        if isinstance(value, (list, tuple)) else []
+    return (
+        [text for each in value for text in _strings(each)]
+        if isinstance(value, (list, tuple))
+        else []
+    )

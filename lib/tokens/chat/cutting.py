@@ -14,8 +14,9 @@ from lib.tokens.chat.boundaries import Coded
 Code = Callable[[Conversation], Coded | None]  # None: it does not fit
 
 
-def split(conversation: Conversation, code: Code, share: float, last: bool
-          ) -> tuple[list[Coded], int]:
+def split(
+    conversation: Conversation, code: Code, share: float, last: bool
+) -> tuple[list[Coded], int]:
     """Return the parts that fit, and how many trained answers are in none.
 
     share: of the conversation, about as much as fits. last: only the last answer is trained, so
@@ -56,8 +57,7 @@ def _end(cut: _Groups, code: Code, share: float) -> tuple[list[Coded], int]:
 
 
 def _shortened(cut: _Groups, group: int, code: Code) -> tuple[Coded | None, int]:
-    """Return the beginning of a question's turns, up to an answer, and how many answers it lacks.
-    """
+    """Return the start of a question's turns, up to an answer, and how many answers it lacks."""
     answers = cut.trained(group)
     for kept in range(len(answers) - 1, 0, -1):
         found = code(cut.part(group, group + 1, answers[kept - 1] + 1))
@@ -76,25 +76,31 @@ class _Groups:
         self._messages, self._tools, weights = conversation
         self._weights = weights or [1.0] * len(self._messages)
         roles = [message["role"] for message in self._messages]
-        self._head = next((i for i, role in enumerate(roles)
-                           if role not in ("system", "developer")), len(roles))
+        self._head = next(
+            (i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles)
+        )
         questions = [i for i in range(self._head, len(roles)) if roles[i] == "user"]
         self.starts = [self._head, *(i for i in questions if i > self._head), len(roles)]
         self._sizes = [len(str(message)) for message in self._messages]
 
     def size(self, first: int, end: int) -> int:
         """Return about how long some groups are, with the system prompt."""
-        return sum(self._sizes[:self._head]) + sum(
-            self._sizes[self.starts[first]:self.starts[end]])
+        return sum(self._sizes[: self._head]) + sum(
+            self._sizes[self.starts[first] : self.starts[end]]
+        )
 
     def trained(self, group: int) -> list[int]:
         """Return the numbers of the messages of a group that are trained."""
-        return [i for i in range(self.starts[group], self.starts[group + 1])
-                if self._messages[i]["role"] == "assistant" and self._weights[i]]
+        return [
+            i
+            for i in range(self.starts[group], self.starts[group + 1])
+            if self._messages[i]["role"] == "assistant" and self._weights[i]
+        ]
 
     def part(self, first: int, end: int, until: int | None = None) -> Conversation:
         """Return the conversation of some groups. until: where it ends, else with them."""
         stop = self.starts[end] if until is None else until
         places = [*range(self._head), *range(self.starts[first], stop)]
-        return Conversation([self._messages[i] for i in places], self._tools,
-                            [self._weights[i] for i in places])
+        return Conversation(
+            [self._messages[i] for i in places], self._tools, [self._weights[i] for i in places]
+        )

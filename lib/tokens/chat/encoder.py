@@ -62,8 +62,9 @@ class ChatEncoder:
 
     def __init__(self, policy: ChatPolicy, encoder: Encoder) -> None:
         self._policy, self._encoder = policy, encoder
-        tokens = [token for token in encoder.tokenizer.added_tokens_decoder.values()
-                  if token.content]
+        tokens = [
+            token for token in encoder.tokenizer.added_tokens_decoder.values() if token.content
+        ]
         special = [token.content for token in tokens if token.special]
         self._bos: int | None = encoder.tokenizer.bos_token_id
         try:
@@ -71,16 +72,22 @@ class ChatEncoder:
                 begin()
                 self._masker = Masker(
                     Template(policy.template, encoder.tokenizer.special_tokens_map),
-                    policy.train_on, special, [token.content for token in tokens],
-                    encoder.tokenizer.bos_token)
+                    policy.train_on,
+                    special,
+                    [token.content for token in tokens],
+                    encoder.tokenizer.bos_token,
+                )
         except (TemplateError, MemoryError) as error:
-            raise UsageError("the chat template cannot be used",
-                             found=str(error) or "it took more memory than it may") from None
+            raise UsageError(
+                "the chat template cannot be used",
+                found=str(error) or "it took more memory than it may",
+            ) from None
         encoder.read_special_tokens()
         self._boundaries = Boundaries(encoder)
         self._is_stop = np.zeros(encoder.vocab_size, bool)
-        self._is_stop[encoder.tokenizer.convert_tokens_to_ids(
-            [*special, *self._masker.closing])] = True
+        self._is_stop[
+            encoder.tokenizer.convert_tokens_to_ids([*special, *self._masker.closing])
+        ] = True
 
     def tune(self, conversations: Sequence[Conversation]) -> None:
         """Take the fastest way that gives the tokenizer's ids on a sample of the corpus."""
@@ -95,19 +102,27 @@ class ChatEncoder:
         parts: dict[int, list[Coded]] = {}
         for number in np.unique(owners[coded.lengths > self._policy.longest]).tolist():
             if number not in dropped:
-                parts[number], lost = self._fitting(conversations[number], number,
-                                                    coded.lengths[owners == number])
+                parts[number], lost = self._fitting(
+                    conversations[number], number, coded.lengths[owners == number]
+                )
                 dropped |= {number: lost} if lost else {}
         is_kept = (coded.labels() > 0) & ~np.isin(owners, [*dropped, *parts])
         coded, owners = _joined(coded.chosen(is_kept), owners[is_kept], parts)
         for number in set(range(len(conversations))) - set(owners.tolist()) - dropped.keys():
             dropped[number] = Dropped(number, "nothing trained", "no answer of it is trained")
-        return EncodedChats(coded.ids, coded.trained, coded.lengths, owners,
-                            [dropped[number] for number in sorted(dropped)], self._stops(coded),
-                            left_out)
+        return EncodedChats(
+            coded.ids,
+            coded.trained,
+            coded.lengths,
+            owners,
+            [dropped[number] for number in sorted(dropped)],
+            self._stops(coded),
+            left_out,
+        )
 
-    def _fitting(self, conversation: Conversation, number: int, sizes: np.ndarray
-                 ) -> tuple[list[Coded], Dropped | None]:
+    def _fitting(
+        self, conversation: Conversation, number: int, sizes: np.ndarray
+    ) -> tuple[list[Coded], Dropped | None]:
         """Return what becomes of a conversation with too many tokens, and what is lost of it."""
         longest, tokens = self._policy.longest, int(sizes.sum())
         said = f"it has {sizes.max():,} tokens, and a sample has at most {longest:,}"
@@ -119,17 +134,23 @@ class ChatEncoder:
             is_fit = not dropped and (coded.lengths <= longest).all()
             return coded.chosen(coded.labels() > 0) if is_fit else None
 
-        parts, lost = cutting.split(conversation, code, longest / max(1, int(sizes.max())),
-                                       self._policy.train_on == LAST)
+        parts, lost = cutting.split(
+            conversation, code, longest / max(1, int(sizes.max())), self._policy.train_on == LAST
+        )
         if not lost:
             return parts, None
         kept = sum(len(part.ids) for part in parts)
-        return parts, Dropped(number, "too long", f"{said}; {units.counted(lost, 'answer')} of it "
-                              "with the question before did not fit",
-                              tokens=max(0, tokens - kept), partly=bool(kept))
+        return parts, Dropped(
+            number,
+            "too long",
+            f"{said}; {units.counted(lost, 'answer')} of it with the question before did not fit",
+            tokens=max(0, tokens - kept),
+            partly=bool(kept),
+        )
 
-    def _encoded(self, conversations: Sequence[Conversation]
-                 ) -> tuple[Coded, np.ndarray, dict[int, Dropped]]:
+    def _encoded(
+        self, conversations: Sequence[Conversation]
+    ) -> tuple[Coded, np.ndarray, dict[int, Dropped]]:
         """Return all texts as tokens, whose they are, and what is wrong with conversations."""
         texts, owned, dropped = self._texts(conversations)
         coded = self._with_bos(self._boundaries.encode(texts))
@@ -137,16 +158,21 @@ class ChatEncoder:
             dropped.setdefault(owned[text], _boundless(owned[text], error))
         begins = coded.begins()
         if self._bos is not None and len(coded.ids):
-            doubled = (coded.lengths > 1) & (coded.ids[begins] == self._bos) & (
-                coded.ids[np.minimum(begins + 1, len(coded.ids) - 1)] == self._bos)
+            doubled = (
+                (coded.lengths > 1)
+                & (coded.ids[begins] == self._bos)
+                & (coded.ids[np.minimum(begins + 1, len(coded.ids) - 1)] == self._bos)
+            )
             for number in (owned[text] for text in np.flatnonzero(doubled).tolist()):
-                dropped.setdefault(number, Dropped(number, "template",
-                                                   "it writes two BOS tokens in front"))
+                dropped.setdefault(
+                    number, Dropped(number, "template", "it writes two BOS tokens in front")
+                )
         coded.trained[begins[coded.lengths > 0]] = False  # nothing stands before it
         return coded, np.array(owned, np.int64), dropped
 
-    def _texts(self, conversations: Sequence[Conversation]
-               ) -> tuple[list[Marked], list[int], dict[int, Dropped]]:
+    def _texts(
+        self, conversations: Sequence[Conversation]
+    ) -> tuple[list[Marked], list[int], dict[int, Dropped]]:
         """Return texts, the numbers of their conversations, and those that gave none."""
         texts: list[Marked] = []
         owned: list[int] = []
@@ -177,8 +203,12 @@ class ChatEncoder:
             return coded
         is_without = (np.append(coded.ids, 0)[begins] != bos) | (coded.lengths == 0)
         places = begins[is_without]
-        return Coded(np.insert(coded.ids, places, bos), np.insert(coded.trained, places, False),
-                     coded.lengths + is_without, coded.wrong)
+        return Coded(
+            np.insert(coded.ids, places, bos),
+            np.insert(coded.trained, places, False),
+            coded.lengths + is_without,
+            coded.wrong,
+        )
 
     def _stops(self, coded: Coded) -> Counter[int]:
         """Return how many samples end in each token, of their last trained ones."""
@@ -193,19 +223,28 @@ def _boundless(number: int, error: Unmaskable) -> Dropped:
     return Dropped(number, "no boundary", told, error.lines)
 
 
-def _joined(coded: Coded, owners: np.ndarray, parts: dict[int, list[Coded]]
-            ) -> tuple[Coded, np.ndarray]:
+def _joined(
+    coded: Coded, owners: np.ndarray, parts: dict[int, list[Coded]]
+) -> tuple[Coded, np.ndarray]:
     """Put the parts of conversations at their places among others; owners: of the others."""
     if not any(parts.values()):
         return coded, owners
     whole = np.split(np.arange(len(coded.ids)), np.cumsum(coded.lengths)[:-1])
-    several = [(number, coded.ids[at], coded.trained[at]) for number, at in
-               zip(owners.tolist(), whole, strict=True)] if len(owners) else []
+    several = (
+        [
+            (number, coded.ids[at], coded.trained[at])
+            for number, at in zip(owners.tolist(), whole, strict=True)
+        ]
+        if len(owners)
+        else []
+    )
     for number, found in parts.items():
         for part in found:
             ends = np.cumsum(part.lengths)[:-1]
-            several += [(number, *both) for both in zip(
-                np.split(part.ids, ends), np.split(part.trained, ends), strict=True)]
+            several += [
+                (number, *both)
+                for both in zip(np.split(part.ids, ends), np.split(part.trained, ends), strict=True)
+            ]
     several.sort(key=lambda sample: sample[0])
     numbers, ids, trained = zip(*several, strict=True)
     lengths = np.array([len(one) for one in ids], np.int64)

@@ -32,8 +32,10 @@ def _name_of(described: Any) -> str:
 
 def is_lost(message: Message, text: str) -> bool:
     """Tell whether a system prompt is nowhere in a text."""
-    return message["role"] in ("system", "developer") and \
-        (message.get("content") or "").strip() not in text
+    return (
+        message["role"] in ("system", "developer")
+        and (message.get("content") or "").strip() not in text
+    )
 
 
 def are_thoughts_lost(message: Message, text: str) -> bool:

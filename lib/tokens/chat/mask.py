@@ -28,8 +28,11 @@ _RUNS = 4  # of the endings of answers that are remembered
 _WORD = "Kingfisher"  # an answer that no template changes
 _USER = {"role": "user", "content": "Which bird?"}
 _ANSWER = {"role": "assistant", "content": _WORD}
-_TRIED = ([_USER, _ANSWER], [_USER, _ANSWER, _USER, _ANSWER],
-          [{"role": "system", "content": "Be brief."}, _USER, _ANSWER])
+_TRIED = (
+    [_USER, _ANSWER],
+    [_USER, _ANSWER, _USER, _ANSWER],
+    [{"role": "system", "content": "Be brief."}, _USER, _ANSWER],
+)
 
 
 class Unmaskable(Exception):
@@ -54,25 +57,39 @@ class Masker:
     UsageError where the template cannot serve with this tokenizer.
     """
 
-    def __init__(self, template: Template, train_on: str, special: Sequence[str],
-                 added: Sequence[str], bos: str | None) -> None:
+    def __init__(
+        self,
+        template: Template,
+        train_on: str,
+        special: Sequence[str],
+        added: Sequence[str],
+        bos: str | None,
+    ) -> None:
         self._template, self._train_on = template, train_on
         self.left_out: Counter[str] = Counter()
         tried = list(self._try())
         behind = [text.rpartition(_WORD)[2] for text in tried]
         # But for white space and words, which some tokenizers have added too.
-        pattern = alternatives(token for token in added if not token.strip().isalnum()
-                                and token.strip())
+        pattern = alternatives(
+            token for token in added if not token.strip().isalnum() and token.strip()
+        )
         written = {found for text in tried for found in pattern.findall(text)}
         self.closing = {found[0] for text in behind if (found := pattern.match(text.lstrip()))}
         if tried and not self.closing:
             _refuse_closing(behind[0])
         if bos and any(text.startswith(bos * 2) for text in tried):
-            raise UsageError("the chat template writes two BOS tokens in front",
-                             found=repr(tried[0][:len(bos) * 2 + 20]))
+            raise UsageError(
+                "the chat template writes two BOS tokens in front",
+                found=repr(tried[0][: len(bos) * 2 + 20]),
+            )
         control = {*special, *written} - {""}
-        self._ends = tuple(sorted((token for token in control if not _THOUGHT.search(token)
-                                   or token in self.closing), key=len, reverse=True))
+        self._ends = tuple(
+            sorted(
+                (token for token in control if not _THOUGHT.search(token) or token in self.closing),
+                key=len,
+                reverse=True,
+            )
+        )
         # What was found behind answers, and how many of its characters belong to them.
         self._runs: dict[str, int] = {}
         self._last_letters = {token[-1] for token in self._ends}
@@ -80,8 +97,7 @@ class Masker:
         self.control = ControlTokens({*self._ends, *marks}, {*self._ends, *special, *marks})
 
     def _try(self) -> Iterator[str]:
-        """Yield the texts of such conversations as every template takes, but for those it refuses.
-        """
+        """Yield the text of simple conversations, except those that the template refuses."""
         for messages in _TRIED:
             try:
                 yield self._template.render(messages).text
@@ -89,8 +105,9 @@ class Masker:
                 if isinstance(error, LimitError):
                     raise
                 if isinstance(error, TokenError):
-                    raise UsageError(f"the chat template does not fit the tokenizer: {error}",
-                                     hint=_OTHERS) from None
+                    raise UsageError(
+                        f"the chat template does not fit the tokenizer: {error}", hint=_OTHERS
+                    ) from None
 
     def marked(self, conversation: Conversation) -> list[Marked]:
         """Return the texts of a conversation: one, or more where the template rewrites turns.
@@ -108,7 +125,7 @@ class Masker:
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
-        messages = messages[:trained[-1] + 1]  # what comes later is context of nothing
+        messages = messages[: trained[-1] + 1]  # what comes later is context of nothing
         whole = self._template.render(messages, tools)
         left_out.require_tools(tools, whole.text)
         if left_out.is_lost(messages[0], whole.text):
@@ -118,30 +135,39 @@ class Masker:
             answer = self._answer(messages, tools, whole, answers, i)
             end = answer.spans[-1][1]
             if len(messages[i]) > 2:  # role and content
-                left_out.require_calls(messages[i], i + 1, answer.text[answer.spans[0][0]:end])
+                left_out.require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
                 if left_out.are_thoughts_lost(messages[i], answer.text):
                     self.left_out["thoughts"] += 1
-            if found and (answer.text is found[-1].text
-                          or found[-1].text.startswith(answer.text[:end])):
+            if found and (
+                answer.text is found[-1].text or found[-1].text.startswith(answer.text[:end])
+            ):
                 found[-1].spans.extend(answer.spans)
             else:
                 found.append(answer)
         return found[::-1]
 
-    def _all(self, messages: Sequence[Message], tools: Sequence[Message] | None,
-             weights: Sequence[float] | None) -> list[Marked]:
+    def _all(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        weights: Sequence[float] | None,
+    ) -> list[Marked]:
         """Return the whole text, trained but for the turns of weight 0."""
         whole = self._template.render(messages, tools).text
         left_out.require_tools(tools, whole)
         spans, start = [], 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
             spans.append((start, self._end_of(messages[:i], tools, whole)))
-            start = len(whole) if i == len(messages) - 1 else \
-                self._end_of(messages[:i + 1], tools, whole)
+            start = (
+                len(whole)
+                if i == len(messages) - 1
+                else self._end_of(messages[: i + 1], tools, whole)
+            )
         return [Marked(whole, [*spans, (start, len(whole))])]
 
-    def _end_of(self, messages: Sequence[Message], tools: Sequence[Message] | None, whole: str
-                ) -> int:
+    def _end_of(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, whole: str
+    ) -> int:
         """Return the end of the first messages in the text of a conversation.
 
         What a template writes after the last message does not count: it depends on whether an
@@ -149,31 +175,46 @@ class Masker:
         """
         if not messages:
             return 0
-        text, asked = (self._template.render(messages, tools, prompt).text
-                       for prompt in (False, True))
+        text, asked = (
+            self._template.render(messages, tools, prompt).text for prompt in (False, True)
+        )
         end = shared_length(text, asked)
         if end < min(len(text), len(asked)):  # go back to the start of a token that both cut
-            end = min((end - cut for token in self._ends for cut in range(1, len(token))
-                       for each in (text, asked) if each[:end].endswith(token[:cut])
-                       and each.startswith(token, end - cut)), default=end)
+            end = min(
+                (
+                    end - cut
+                    for token in self._ends
+                    for cut in range(1, len(token))
+                    for each in (text, asked)
+                    if each[:end].endswith(token[:cut]) and each.startswith(token, end - cut)
+                ),
+                default=end,
+            )
         if not whole.startswith(text[:end]):
             raise Unmaskable("it does not show where a turn of weight 0 begins and ends")
         return end
 
-    def _answer(self, messages: Sequence[Any], tools: Sequence[Any] | None, whole: Rendered,
-                answers: list[int], i: int) -> Marked:
+    def _answer(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        whole: Rendered,
+        answers: list[int],
+        i: int,
+    ) -> Marked:
         """Return the text that ends with an answer, and where the answer is.
 
         whole: the text of all messages.
         """
-        text, marks = whole if i == len(messages) - 1 else \
-            self._template.render(messages[:i + 1], tools)
+        text, marks = (
+            whole if i == len(messages) - 1 else self._template.render(messages[: i + 1], tools)
+        )
         if not self._template.has_marks:
             before = self._template.render(messages[:i], tools, prompt=True).text
             return Marked(text, self._spans(text, marks, before))
         asked = self._template.render(messages[:i], tools) if i else Rendered("", [])
         _require_behind(marks, shared_length(asked.text, text), text)
-        marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks):]
+        marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks) :]
         return Marked(text, self._spans(text, marks, ""))
 
     def _spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
@@ -184,11 +225,13 @@ class Masker:
                 raise Unmaskable("it marks nothing of an answer as the assistant's")
             return [*marks[:-1], *(self._closed(text, *mark) for mark in marks[-1:])]
         if not text.startswith(before):
-            raise Unmaskable("what it writes before an answer is not what stands there once the "
-                             "answer is given", *_differing_lines(before, text))
+            raise Unmaskable(
+                "what it writes before an answer is not what stands there once the answer is given",
+                *_differing_lines(before, text),
+            )
         end = self._end(text, len(before))
         if end < 0:
-            raise _unclosed(text[len(before):])
+            raise _unclosed(text[len(before) :])
         return [(len(before), end)]
 
     def _closed(self, text: str, start: int, end: int) -> Span:
@@ -209,9 +252,12 @@ class Masker:
         Less than 0 where there is no such token.
         """
         for run, kept in self._runs.items():
-            before = text[len(text) - len(run) - 1:len(text) - len(run)]
-            if text.endswith(run, start + 1) and not before.isspace() \
-                    and before not in self._last_letters:
+            before = text[len(text) - len(run) - 1 : len(text) - len(run)]
+            if (
+                text.endswith(run, start + 1)
+                and not before.isspace()
+                and before not in self._last_letters
+            ):
                 return len(text) - len(run) + kept
         at, found = len(text), []
         while True:
@@ -231,12 +277,16 @@ class Masker:
             self._runs[text[at:]] = end - at
         return end
 
+
 def _require_behind(marks: list[Span], place: int, text: str) -> None:
     """Raise Unmaskable where a mark of an answer begins before what was said before it ends."""
     for start, end in marks:
         if start < place < end:
-            raise Unmaskable("what it marks as the assistant's begins before an answer",
-                             text[start:place].strip()[:80], text[place:end].strip()[:80])
+            raise Unmaskable(
+                "what it marks as the assistant's begins before an answer",
+                text[start:place].strip()[:80],
+                text[place:end].strip()[:80],
+            )
 
 
 def shared_length(one: str, other: str) -> int:
@@ -267,10 +317,16 @@ def _unclosed(answer: str) -> Unmaskable:
 
 
 def _refuse_closing(behind: str) -> None:
-    found = f"{behind.strip()!r} behind an answer, which is no token of the tokenizer" \
-        if behind.strip() else "nothing behind an answer"
-    raise UsageError("the chat template ends an answer with no token: a model would not learn to "
-                     "stop", found=found, hint=_OTHERS)
+    found = (
+        f"{behind.strip()!r} behind an answer, which is no token of the tokenizer"
+        if behind.strip()
+        else "nothing behind an answer"
+    )
+    raise UsageError(
+        "the chat template ends an answer with no token: a model would not learn to stop",
+        found=found,
+        hint=_OTHERS,
+    )
 
 
 def _differing_lines(one: str, other: str) -> tuple[str, str]:

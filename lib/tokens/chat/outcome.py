@@ -55,35 +55,55 @@ class ChatCounts:
 
     def rows(self, names: Mapping[int, str]) -> dict[str, str]:
         """Return it in words, a line for each thing that it tells; names: of tokens."""
-        ends = ", ".join(f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
-                         for token, count in self.stops.most_common(_NAMED))
+        ends = ", ".join(
+            f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
+            for token, count in self.stops.most_common(_NAMED)
+        )
         causes = self.causes()
         rows = {
             "conversations": f"{self.conversations:,} with {units.counted(self.turns, 'turn')}",
             "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % of them end in a stop "
-                       f"token{f' ({ends})' if ends else ''}",
+            f"token{f' ({ends})' if ends else ''}",
             "tokens": f"{self.tokens:,}, {self.trained:,} of them trained "
-                      f"({100 * self.trained_share:.3g} %)"}
+            f"({100 * self.trained_share:.3g} %)",
+        }
         left_out = ", ".join(f"{count:,} × {what}" for what, count in self.left_out.most_common())
-        return rows | ({"dropped": causes} if causes else {}) \
+        return (
+            rows
+            | ({"dropped": causes} if causes else {})
             | ({"not written": f"{left_out}, by this template"} if left_out else {})
+        )
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
-        return {**vars(self), "dropped": dict(self.dropped), "left_out": dict(self.left_out),
-                "stops": {str(token): count for token, count in self.stops.items()}}
+        return {
+            **vars(self),
+            "dropped": dict(self.dropped),
+            "left_out": dict(self.left_out),
+            "stops": {str(token): count for token, count in self.stops.items()},
+        }
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> ChatCounts:
         """Return it from JSON; TypeError or ValueError where that is not what `record` gives."""
         stops = {int(token): count for token, count in record["stops"].items()}
-        made = cls(**{**record, "dropped": Counter(record["dropped"]), "stops": Counter(stops),
-                      "left_out": Counter(record["left_out"])})
-        counts = [count for name, count in vars(made).items()
-                  if name not in ("dropped", "stops", "left_out", "first")]
+        made = cls(
+            **{
+                **record,
+                "dropped": Counter(record["dropped"]),
+                "stops": Counter(stops),
+                "left_out": Counter(record["left_out"]),
+            }
+        )
+        counts = [
+            count
+            for name, count in vars(made).items()
+            if name not in ("dropped", "stops", "left_out", "first")
+        ]
         counts += [*made.dropped.values(), *made.stops.values(), *made.left_out.values()]
-        if not all(type(count) is int and count >= 0 for count in counts) \
-                or not isinstance(made.first, dict):
+        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(
+            made.first, dict
+        ):
             raise ValueError("a count that is none")
         return made
 

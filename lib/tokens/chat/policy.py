@@ -45,9 +45,12 @@ def find(model_dir: Path, given: Path | None) -> str:
             source = given.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
-            raise UsageError(f"{_OPTION} {given} cannot be read", found=found or str(error),
-                             expected="a file that holds a chat template in Jinja, or one of "
-                                      f"{', '.join(shipped_names())}") from None
+            raise UsageError(
+                f"{_OPTION} {given} cannot be read",
+                found=found or str(error),
+                expected="a file that holds a chat template in Jinja, or one of "
+                f"{', '.join(shipped_names())}",
+            ) from None
         if not source.strip():
             raise UsageError(f"{_OPTION} {given} is empty")
         return source
@@ -56,18 +59,27 @@ def find(model_dir: Path, given: Path | None) -> str:
         try:
             source.encode()
         except UnicodeEncodeError as error:  # halves of characters, by escapes in JSON
-            raise ArtifactError(f"the chat template in {model_dir} is not text",
-                                found=str(error)) from error
+            raise ArtifactError(
+                f"the chat template in {model_dir} is not text", found=str(error)
+            ) from error
         return source
     named = sorted(templates.keys() - {"default"})
     found = f"only templates for other purposes: {', '.join(named)}" if named else ""
     beside = sorted({*model_dir.glob("*.jinja"), *model_dir.glob("*/*.jinja")})
     first = _CHATML if _has_turn_tokens(model_dir) else _PLAIN
-    ways = [*beside, *(Path(commands.path_of(name)) for name in sorted(
-        (_CHATML, _PLAIN), key=lambda name: name != first))]
-    raise UsageError(f"the model in {model_dir} has no chat template", found=found,
-                     hint=f"templates that are here: {', '.join(map(str, ways))}",
-                     run=commands.as_typed(_OPTION, ways[0]))
+    ways = [
+        *beside,
+        *(
+            Path(commands.path_of(name))
+            for name in sorted((_CHATML, _PLAIN), key=lambda name: name != first)
+        ),
+    ]
+    raise UsageError(
+        f"the model in {model_dir} has no chat template",
+        found=found,
+        hint=f"templates that are here: {', '.join(map(str, ways))}",
+        run=commands.as_typed(_OPTION, ways[0]),
+    )
 
 
 def shipped_names() -> list[str]:
@@ -92,8 +104,13 @@ def _templates_of(model_dir: Path) -> dict[str, str]:
             raise ArtifactError(f"{path} cannot be read", found=str(error)) from error
         value = content.get("chat_template") if isinstance(content, dict) else None
         several = value if isinstance(value, list) else [{"name": "default", "template": value}]
-        found |= {each["name"]: each["template"] for each in several if isinstance(each, dict)
-                  and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)}
+        found |= {
+            each["name"]: each["template"]
+            for each in several
+            if isinstance(each, dict)
+            and isinstance(each.get("name"), str)
+            and isinstance(each.get("template"), str)
+        }
     files = {path.stem: path for path in (model_dir / "additional_chat_templates").glob("*.jinja")}
     if (model_dir / _NAME).is_file():
         files["default"] = model_dir / _NAME

@@ -24,8 +24,15 @@ _EXAMPLES = 2
 _WORTH_A_PROCESS = 32 << 20  # bytes of conversations
 
 
-def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, policy: ChatPolicy,
-          num_workers: int, bar: Progress) -> Written:
+def write(
+    directory: Path,
+    dataset: Dataset,
+    encoder: Encoder,
+    dtype: str,
+    policy: ChatPolicy,
+    num_workers: int,
+    bar: Progress,
+) -> Written:
     """Write the splits of a chat dataset; UsageError when they cannot be trained on."""
     counts: dict[str, dict[str, int]] = {}
     chats: dict[str, ChatCounts] = {}
@@ -40,12 +47,15 @@ def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, polic
             files += writer.close()[:-1]  # but the errors, which are put together
             counts[name], chats[name] = writer.counts(), writer.chats
             if name == "train":
-                checks.require_trainable(writer.chats, policy, dataset.path,
-                                              _examples(directory, name, dtype, encoder))
+                checks.require_trainable(
+                    writer.chats, policy, dataset.path, _examples(directory, name, dtype, encoder)
+                )
     _join_errors(directory / ERRORS, list(dataset.splits))
     (directory / TEMPLATE).write_text(policy.template, encoding="utf-8")
-    files += [manifest.file_entry(directory, directory / name, hashing.FAST)
-              for name in (ERRORS, TEMPLATE)]
+    files += [
+        manifest.file_entry(directory, directory / name, hashing.FAST)
+        for name in (ERRORS, TEMPLATE)
+    ]
     return Written(counts, files, _summary(chats, policy, encoder))
 
 
@@ -63,8 +73,10 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) 
     if not chats.samples and "too long" not in chats.dropped:
         checks.require_some(chats, dataset.path)
     if causes := chats.causes():
-        log.info(f"  of {chats.conversations} sampled conversations of {dataset.path} "
-                 f"{chats.dropped.total()} would be dropped: {causes}")
+        log.info(
+            f"  of {chats.conversations} sampled conversations of {dataset.path} "
+            f"{chats.dropped.total()} would be dropped: {causes}"
+        )
     size = dataset.extent()[1]
     return round(size * chats.tokens / max(1, columns.content_bytes(sample)))
 
@@ -81,10 +93,13 @@ def _join_errors(path: Path, splits: list[str]) -> None:
 def _summary(chats: dict[str, ChatCounts], policy: ChatPolicy, encoder: Encoder) -> dict[str, Any]:
     stops = sorted({token for counts in chats.values() for token in counts.stops})
     words = encoder.tokenizer.convert_ids_to_tokens(stops)
-    return {"train_on": policy.train_on, "too_long": policy.too_long, "seq_length": policy.longest,
-            "stop_tokens": {str(token): str(word)
-                            for token, word in zip(stops, words, strict=True)},
-            "splits": {name: counts.record() for name, counts in chats.items()}}
+    return {
+        "train_on": policy.train_on,
+        "too_long": policy.too_long,
+        "seq_length": policy.longest,
+        "stop_tokens": {str(token): str(word) for token, word in zip(stops, words, strict=True)},
+        "splits": {name: counts.record() for name, counts in chats.items()},
+    }
 
 
 def _examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[str]:
@@ -92,9 +107,12 @@ def _examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[
     ends = np.fromfile(directory / f"{name}.ends.bin", "<i8", _EXAMPLES).tolist()
     if not ends:
         return []
-    tokens = np.fromfile(directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"),
-                         ends[-1])
+    tokens = np.fromfile(
+        directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"), ends[-1]
+    )
     bits = np.fromfile(directory / f"{name}.labels.bin", np.uint8, -(-ends[-1] // 8))
     trained = np.unpackbits(bits, bitorder="little").astype(bool)
-    return [checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])
-            for begin, end in zip([0, *ends], ends, strict=False)]
+    return [
+        checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])
+        for begin, end in zip([0, *ends], ends, strict=False)
+    ]

@@ -52,23 +52,26 @@ class PreparedChats(NamedTuple):
 
 
 @contextmanager
-def started(count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None,
-            ) -> Iterator[list[Worker]]:
+def started(
+    count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None
+) -> Iterator[list[Worker]]:
     """Start processes that answer rows, and end them. sample: of the rows, see ChatEncoder.tune."""
     workers: list[Worker] = []
     packed = None if sample is None else _packed(sample)
     try:
         for number in range(count):
-            workers.append(Worker(f"conversations {number}", _prepare, tokenizer_dir, policy,
-                                  packed))
+            workers.append(
+                Worker(f"conversations {number}", _prepare, tokenizer_dir, policy, packed)
+            )
         yield workers
     finally:
         for worker in workers:
             worker.close()
 
 
-def encoded(workers: Sequence[Worker], rows: Iterator[pa.RecordBatch],
-            ) -> Iterator[tuple[PreparedChats, int]]:
+def encoded(
+    workers: Sequence[Worker], rows: Iterator[pa.RecordBatch]
+) -> Iterator[tuple[PreparedChats, int]]:
     """Yield what became of rows, in their order, and how many bytes they have in memory."""
     busy: deque[tuple[Worker, int]] = deque()
     free = deque(workers)
@@ -87,6 +90,7 @@ def encoded(workers: Sequence[Worker], rows: Iterator[pa.RecordBatch],
 def _packed(batch: pa.RecordBatch) -> bytes:
     """Return rows as a stream of Arrow, which leaves out what a slice does not show."""
     import pyarrow
+
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -95,12 +99,14 @@ def _packed(batch: pa.RecordBatch) -> bytes:
 
 def _unpacked(data: bytes) -> pa.RecordBatch:
     import pyarrow
+
     with pyarrow.ipc.open_stream(data) as reader:
         return reader.read_next_batch()
 
 
-def _prepare(tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None,
-             ) -> Callable[[bytes], PreparedChats]:
+def _prepare(
+    tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None
+) -> Callable[[bytes], PreparedChats]:
     """Return what answers rows; in a worker."""
     chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
     if sample:
@@ -115,20 +121,39 @@ def _encode(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> Prepared
     several = [chat for chat, _ in read if isinstance(chat, Conversation)]
     made = chats.encode(several)
     begins = np.cumsum(made.lengths) - made.lengths
-    if len(begins) and (made.trained[begins].any() or made.lengths.max() > longest
-                        or not np.logical_or.reduceat(made.trained, begins).all()):
+    if len(begins) and (
+        made.trained[begins].any()
+        or made.lengths.max() > longest
+        or not np.logical_or.reduceat(made.trained, begins).all()
+    ):
         raise RuntimeError("a sample has no label, begins with one, or is too long")
-    dropped = sorted([one._replace(number=sound[one.number]) for one in made.dropped] + [
-        Dropped(number, chat.kind, str(chat)) for number, (chat, _) in enumerate(read)
-        if isinstance(chat, Refused)])
+    dropped = sorted(
+        [one._replace(number=sound[one.number]) for one in made.dropped]
+        + [
+            Dropped(number, chat.kind, str(chat))
+            for number, (chat, _) in enumerate(read)
+            if isinstance(chat, Refused)
+        ]
+    )
     counts = ChatCounts(
-        len(read), sum(len(chat.messages) for chat in several), len(made.lengths),
-        len(made.tokens), int(made.trained.sum()), int(made.trained[begins + 1].sum()),
-        Counter(map(_cause, dropped)), made.stops,
-        made.left_out, {_cause(one): one.message for one in reversed(dropped)})
-    return PreparedChats(made.tokens, made.trained, made.lengths, counts,
-                         [DroppedChat(read[one.number][1], one.kind, one.message, one.partly)
-                          for one in dropped])
+        len(read),
+        sum(len(chat.messages) for chat in several),
+        len(made.lengths),
+        len(made.tokens),
+        int(made.trained.sum()),
+        int(made.trained[begins + 1].sum()),
+        Counter(map(_cause, dropped)),
+        made.stops,
+        made.left_out,
+        {_cause(one): one.message for one in reversed(dropped)},
+    )
+    return PreparedChats(
+        made.tokens,
+        made.trained,
+        made.lengths,
+        counts,
+        [DroppedChat(read[one.number][1], one.kind, one.message, one.partly) for one in dropped],
+    )
 
 
 def _cause(one: Dropped) -> str:

@@ -34,7 +34,9 @@ _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")
 _LONGEST = 1 << 24  # of what is repeated, and of bits of a number
 _NAMES_OF_DICTS = frozenset(dir(dict))
 _METHODS_OF_STRINGS = frozenset(name for name in dir(str) if name[0] != "_") - {
-    "format", "format_map"}
+    "format",
+    "format_map",
+}
 
 
 class TemplateError(Exception):
@@ -59,8 +61,7 @@ class Lacking(jinja2.Undefined):
 
 
 class Generation(jinja2.ext.Extension):
-    """Puts BEGIN and END around what stands between `{% generation %}` and `{% endgeneration %}`.
-    """
+    """Puts BEGIN and END around text between `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
@@ -68,8 +69,10 @@ class Generation(jinja2.ext.Extension):
         """Return the nodes of such a block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        edges = [jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line)
-                 for mark in (BEGIN, END)]
+        edges = [
+            jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line)
+            for mark in (BEGIN, END)
+        ]
         return [edges[0], jinja2.nodes.Scope(body, lineno=line), edges[1]]
 
 
@@ -79,24 +82,29 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["**", "*", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True,
-                         extensions=[Generation, jinja2.ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        )
         self.filters["tojson"] = _tojson
         self.filters["round"] = _round
         for name in ("random", "urlize", "pprint"):
             self.filters.pop(name)
         self.globals.pop("lipsum")
-        self.globals |= {"raise_exception": _raise, "strftime_now": _TODAY.strftime,
-                         "namespace": _Namespace,
-                         "dict": lambda *pairs, **items: dict(*pairs, **items)}
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": _TODAY.strftime,
+            "namespace": _Namespace,
+            "dict": lambda *pairs, **items: dict(*pairs, **items),
+        }
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute, or the item of that name, as Jinja does; the usual ones faster."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _NAMES_OF_DICTS:
-                return obj[attribute] if attribute in obj else self.undefined(obj=obj,
-                                                                              name=attribute)
+                return (
+                    obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+                )
         elif kind is str and attribute in _METHODS_OF_STRINGS:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
@@ -109,8 +117,11 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function of a template if that is safe."""
-        if type(obj) is BuiltinMethodType and type(obj.__self__) is str \
-                and obj.__name__ in _METHODS_OF_STRINGS:
+        if (
+            type(obj) is BuiltinMethodType
+            and type(obj.__self__) is str
+            and obj.__name__ in _METHODS_OF_STRINGS
+        ):
             kwargs.pop("_loop_vars", None)  # which Jinja hands on
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
@@ -127,8 +138,10 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)
             is_too_large = size > 1 << 12
         else:
-            sizes = [each if isinstance(each, int) else len(each) if hasattr(each, "__len__") else 1
-                     for each in (left, right)]
+            sizes = [
+                each if isinstance(each, int) else len(each) if hasattr(each, "__len__") else 1
+                for each in (left, right)
+            ]
             is_too_large = sizes[0] * sizes[1] > _LONGEST
         if is_too_large:
             raise LimitError(f"it computes something too large with {operator}")
@@ -151,19 +164,26 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _require_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise TemplateError(f"it stores {name!r}, and names with an underscore in front are not "
-                            "allowed")
+        raise TemplateError(
+            f"it stores {name!r}, and names with an underscore in front are not allowed"
+        )
 
 
 def _raise(message: object = "") -> NoReturn:
     raise TemplateError(str(message) or "it calls raise_exception")
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Write JSON as transformers does: Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _round(value: float, precision: int = 0, method: str = "common") -> float:
@@ -209,8 +229,10 @@ def limit_memory(room: int = ROOM) -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(_STATUS.read_text(encoding="ascii").split()[0])
-    bounds = [pages * resource.getpagesize() + room,
-              *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+    bounds = [
+        pages * resource.getpagesize() + room,
+        *(each for each in (soft, hard) if each != resource.RLIM_INFINITY),
+    ]
     resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
     try:
         yield

@@ -35,10 +35,14 @@ def read(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]
     messages = columns.messages(rows)
     names = (*TEXTS, CALLS)
     values = [columns.values(columns.field_of(messages, name)) for name in names]
-    turns = [{name: value for name, value in zip(names, turn, strict=True) if value is not None}
-             for turn in zip(*values, strict=True)]
-    tools, weights, source, line, offset = (columns.values(rows.column(name)) for name in (
-        "tools", "weights", "source", "line", "offset"))
+    turns = [
+        {name: value for name, value in zip(names, turn, strict=True) if value is not None}
+        for turn in zip(*values, strict=True)
+    ]
+    tools, weights, source, line, offset = (
+        columns.values(rows.column(name))
+        for name in ("tools", "weights", "source", "line", "offset")
+    )
     for row, (first, end) in enumerate(pairwise(columns.ends(rows))):
         place = Place(source[row] or "", line[row], offset[row])
         try:
@@ -52,13 +56,16 @@ def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
     return [(chat, place) for chat, place in read(rows) if isinstance(chat, Conversation)]
 
 
-def _conversation(messages: list[Message], tools: str | None, weights: Sequence[float] | None
-                  ) -> Conversation:
+def _conversation(
+    messages: list[Message], tools: str | None, weights: Sequence[float] | None
+) -> Conversation:
     for number, message in enumerate(messages, 1):
         if message.get("role") not in ROLES:
             given = repr(message["role"])[:60] if "role" in message else "nothing"
-            raise Refused("unknown role", f"turn {number} has {given} as its role; known are "
-                                          f"{', '.join(ROLES)}")
+            raise Refused(
+                "unknown role",
+                f"turn {number} has {given} as its role; known are {', '.join(ROLES)}",
+            )
         message.setdefault("content", "")
         if CALLS in message:
             _read_calls(message, number)
@@ -88,13 +95,17 @@ def _functions(text: str, what: str) -> list[dict[str, Any]]:
     try:
         found = records.parse_json(text, DEEPEST)
     except ValueError as error:
-        raise Refused("content", f"{what} is a text that is not JSON, or is nested more than "
-                                 f"{DEEPEST} levels deep") from error
+        raise Refused(
+            "content",
+            f"{what} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
+        ) from error
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise Refused("content", f"{what} is not a list of objects")
     try:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
-        raise Refused("content", f"{what} contains a number that is not finite, or a text that is "
-                                 "not valid Unicode") from error
+        raise Refused(
+            "content",
+            f"{what} contains a number that is not finite, or a text that is not valid Unicode",
+        ) from error
     return found

@@ -45,15 +45,22 @@ class Template:
             self._compiled = environment.from_string(tree)
             names = meta.find_undeclared_variables(tree)
         except (jinja2.TemplateError, TemplateError, RecursionError) as error:
-            raise UsageError("the chat template cannot be compiled",
-                             found=str(error).splitlines()[0]) from error
-        self._tokens = {name: sandbox.Lacking(name=name) for name in names
-                        if name.endswith("_token")} | dict(tokens)
-        self.has_marks = any(node.data == sandbox.BEGIN
-                             for node in tree.find_all(nodes.TemplateData))
+            raise UsageError(
+                "the chat template cannot be compiled", found=str(error).splitlines()[0]
+            ) from error
+        self._tokens = {
+            name: sandbox.Lacking(name=name) for name in names if name.endswith("_token")
+        } | dict(tokens)
+        self.has_marks = any(
+            node.data == sandbox.BEGIN for node in tree.find_all(nodes.TemplateData)
+        )
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None,
-               prompt: bool = False) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        prompt: bool = False,
+    ) -> Rendered:
         """Return the text of messages. prompt: with what stands before the next answer.
 
         Raises TemplateError.
@@ -61,9 +68,17 @@ class Template:
         blocks: list[str] = []
         size, most = 0, _AT_LEAST
         try:
-            context = self._compiled.new_context({
-                **self._compiled.globals, **self._tokens, "messages": messages, "tools": tools,
-                "documents": None, "add_generation_prompt": prompt}, shared=True)
+            context = self._compiled.new_context(
+                {
+                    **self._compiled.globals,
+                    **self._tokens,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": prompt,
+                },
+                shared=True,
+            )
             for block in self._compiled.root_render_func(context):
                 blocks.append(block)
                 size += len(block)
@@ -85,8 +100,10 @@ def _require_alone(tree: nodes.Template) -> None:
     """Raise UsageError where a template would read others."""
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     for node in tree.find_all(foreign):
-        raise UsageError("the chat template reads other templates, which is not allowed",
-                         found=f"{type(node).__name__.lower()} in line {node.lineno}")
+        raise UsageError(
+            "the chat template reads other templates, which is not allowed",
+            found=f"{type(node).__name__.lower()} in line {node.lineno}",
+        )
 
 
 def _marked(blocks: Sequence[str]) -> tuple[str, list[Span]]:

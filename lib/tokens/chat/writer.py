@@ -35,17 +35,23 @@ class ChatWriter(SplitWriter):
     def is_sound(self, noted: dict[str, Any]) -> bool:
         chat: Any = noted.get("chat")
         try:
-            return super().is_sound(noted) and (not noted or (
-                chat["errors"] >= 0 and all(type(bit) is bool for bit in chat["bits"])
-                and ChatCounts.of_record(chat["counts"]).samples == noted["documents"]))
+            return super().is_sound(noted) and (
+                not noted
+                or (
+                    chat["errors"] >= 0
+                    and all(type(bit) is bool for bit in chat["bits"])
+                    and ChatCounts.of_record(chat["counts"]).samples == noted["documents"]
+                )
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             return False
 
     def run(self, workers: Sequence[Worker], bar: Progress) -> None:
         """Make samples of the conversations that have not been looked at yet."""
         if done := self.chats.conversations:
-            log.info(f"  going on after {units.counted(done, 'conversation')} of an interrupted "
-                     "run")
+            log.info(
+                f"  going on after {units.counted(done, 'conversation')} of an interrupted run"
+            )
         rows = self._dataset.chats(self.name, done)
         for samples, size in processes.encoded(workers, rows):
             self.append(samples.tokens, samples.lengths)
@@ -58,9 +64,14 @@ class ChatWriter(SplitWriter):
         self.save()
 
     def noted(self) -> dict[str, Any]:
-        return {**super().noted(), "chat": {
-            "counts": self.chats.record(), "bits": self._bits.tolist(),
-            "errors": self._errors.bytes}}
+        return {
+            **super().noted(),
+            "chat": {
+                "counts": self.chats.record(),
+                "bits": self._bits.tolist(),
+                "errors": self._errors.bytes,
+            },
+        }
 
     def counts(self) -> dict[str, int]:
         return {**super().counts(), "labels": self.chats.trained}
@@ -80,6 +91,16 @@ class ChatWriter(SplitWriter):
 
 def _line(one: DroppedChat) -> bytes:
     """Return a line of errors.jsonl."""
-    return json.dumps({"path": one.place.source, "offset": one.place.offset,
-                       "line": one.place.line, "kind": one.kind, "message": one.message,
-                       "action": "kept in part" if one.partly else "dropped"}).encode() + b"\n"
+    return (
+        json.dumps(
+            {
+                "path": one.place.source,
+                "offset": one.place.offset,
+                "line": one.place.line,
+                "kind": one.kind,
+                "message": one.message,
+                "action": "kept in part" if one.partly else "dropped",
+            }
+        ).encode()
+        + b"\n"
+    )
