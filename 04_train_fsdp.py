@@ -28,9 +28,12 @@ from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     import torch
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
     from lib.checkpoints.checkpointer import Checkpointer
+    from lib.optim.guard import StepGuard
+    from lib.parallel.compiling import Compiler
     from lib.parallel.layout import ParallelLayout
     from lib.parallel.loss import LossSum
     from lib.parallel.meeting import Meeting
@@ -141,6 +144,31 @@ class Run(NamedTuple):
     stop_request: StopRequest
 
 
+def make_optimizer(
+    config: Config, model: PreTrainedModel, layout: ParallelLayout, compiler: Compiler | None
+) -> tuple[Optimizer, StepGuard]:
+    """Return the optimizer of a sharded model, and the guard that clips and checks its steps."""
+    from lib.optim import registry
+    from lib.optim.guard import StepGuard
+    from lib.parallel import parallelize
+    from lib.train.model import update_device
+
+    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
+    optimizer = registry.build(
+        config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
+    )
+    device = update_device(config, layout)
+    guard = StepGuard(
+        config.precision,
+        config.spike_factor,
+        device,
+        layout.ranks,
+        fold=device.type == "cuda",
+        divisor=parallelize.gradient_divisor(layout.fsdp),
+    )
+    return optimizer, guard
+
+
 def set_up(
     config: Config,
     experiment: Experiment,
@@ -156,9 +184,6 @@ def set_up(
     alike, ArtifactError when no checkpoint of the run is valid.
     """
     from lib.models import float8
-    from lib.optim import registry
-    from lib.optim.guard import StepGuard
-    from lib.parallel import parallelize
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
     from lib.planning import capacity
@@ -166,7 +191,7 @@ def set_up(
     from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
     from lib.train.meters import Meters
-    from lib.train.model import first_weights, settle_attention, shard, try_experts, update_device
+    from lib.train.model import first_weights, settle_attention, shard, try_experts
     from lib.train.report import Report
     from lib.train.state import TrainState
     from lib.train.stop import StopRequest
@@ -183,20 +208,7 @@ def set_up(
     compiler = make_compiler(config.compile, device)
     memory_before = capacity.usage(device)["memory/current_gib"]
     shard(config, inputs, model, layout, compiler)
-    # All that is saved.
-    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
-    optimizer = registry.build(
-        config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
-    )
-    updated_on = update_device(config, layout)
-    guard = StepGuard(
-        config.precision,
-        config.spike_factor,
-        updated_on,
-        layout.ranks,
-        fold=updated_on.type == "cuda",
-        divisor=parallelize.gradient_divisor(layout.fsdp),
-    )
+    optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(
         model,

@@ -6,7 +6,7 @@
 # make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
 # make test-gpu            there: check what only a GPU shows (without one: a rehearsal on the CPU)
 # make bench-gpu           there: measure speed (each of these takes 20 to 30 minutes)
-# make lint                ruff and mypy
+# make lint                ruff (its rules and its format) and mypy
 # make memory-table        what training known models takes of each GPU, as README has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
@@ -156,6 +156,7 @@ test-faults: $(VENV)/installed-dev
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 memory-table: $(VENV)/installed-dev

