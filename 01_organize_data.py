@@ -32,7 +32,8 @@ from lib.corpus.scan import (
     select_taken,
 )
 
-STAGE, KIND = "01_organize_data.py", "splits/1"
+STAGE = "01_organize_data.py"
+KIND = "splits/1"
 
 
 def parse(argv: Sequence[str]) -> options.Options:

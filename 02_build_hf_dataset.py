@@ -37,7 +37,8 @@ from lib.corpus.pool import Pool
 from lib.corpus.scan import identify
 from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, Shape
 
-STAGE, KIND = "02_build_hf_dataset.py", "dataset/1"
+STAGE = "02_build_hf_dataset.py"
+KIND = "dataset/1"
 
 
 def parse(argv: Sequence[str]) -> options.Options:
@@ -156,7 +157,9 @@ def _parse_encoding(text: str) -> str:
 
 def check_options(opts: options.Options) -> None:
     """Raise UsageError when options contradict each other or input and output overlap."""
-    folder, save_dir, problems = opts.data_folder, opts.save_dir, Problems()
+    folder = opts.data_folder
+    save_dir = opts.save_dir
+    problems = Problems()
     inputs.require_raw(folder, "--data-folder")
     if opts.merge and opts.only_splits is not None:
         problems.add(
@@ -216,7 +219,8 @@ def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
 
 def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape) -> None:
     """Build the parts of some splits, each an artifact of its own, and say what comes next."""
-    began, root = time.monotonic(), store.locate_parts(opts.save_dir)
+    began = time.monotonic()
+    root = store.locate_parts(opts.save_dir)
     by_split = inputs.group_by_split(files)
     names = store.choose(list(by_split), opts.only_splits)
     needed = work.estimate_room([file for name in names for file in by_split[name]])
@@ -249,8 +253,11 @@ def build_split(
     """Build the parts of one split; a run that was killed goes on after its finished units."""
     with build:
         tasks = work.cut(opts.data_folder, files, build.dir, shape)
-        total, rows, listed = sum(file.bytes for file in files), 0, []
-        chat, lines_before = ChatTally(), 0
+        total = sum(file.bytes for file in files)
+        rows = 0
+        listed = []
+        chat = ChatTally()
+        lines_before = 0
         with (
             Pool(min(opts.num_workers, len(tasks)), store.process) as workers,
             Progress(build.target.name, total, "B", not opts.no_progress) as bar,
@@ -287,7 +294,8 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
             f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
             "one was stopped"
         )
-    total, left = sum(task.bytes for task in tasks), tasks[dataset.units :]
+    total = sum(task.bytes for task in tasks)
+    left = tasks[dataset.units :]
     with (
         Pool(min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,

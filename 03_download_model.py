@@ -31,7 +31,8 @@ from lib.hub import raw_text, repository
 from lib.models import directory, prepared, scratch, tokenizer, verify
 from lib.models.design import Design
 
-STAGE, KIND = "03_download_model.py", directory.KIND
+STAGE = "03_download_model.py"
+KIND = directory.KIND
 _MODES = {  # what may stand beside the option that chooses the mode
     "--model-name": {"model_name", "revision", "token", "allow_pickle", "trust_remote_code"},
     "--dataset-name": {"dataset_name", "revision", "token", "include", "dst_root"},
@@ -163,7 +164,8 @@ def choose_mode(opts: options.Options) -> str:
 
 def check_combination(opts: options.Options) -> None:
     """Raise UsageError naming every contradiction among the options."""
-    problems, mode = Problems(), choose_mode(opts)
+    problems = Problems()
+    mode = choose_mode(opts)
     for key in sorted(set.union(*_MODES.values()) - _MODES[mode]):
         if getattr(opts, key):
             places = " or ".join(place for place, keys in _MODES.items() if key in keys)
@@ -215,7 +217,9 @@ def main(argv: list[str]) -> None:
 def fetch_model(opts: options.Options) -> None:
     """Fetch a model from the Hub."""
     # Check the inputs. Neither the Hub nor its library is needed to see that all is done.
-    name, revision, began = opts.model_name, opts.revision or "main", time.monotonic()
+    name = opts.model_name
+    revision = opts.revision or "main"
+    began = time.monotonic()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
     identity = {"options": {"model_name": name, "revision": revision}, "inputs": {}}
     if already_done(target, KIND, identity, opts, next_command(opts, name)):
@@ -278,7 +282,9 @@ def fetch_model(opts: options.Options) -> None:
 def fetch_dataset(opts: options.Options) -> None:
     """Fetch raw files of a dataset for stage 01."""
     # Check the inputs.
-    name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
+    name = opts.dataset_name
+    revision = opts.revision or "main"
+    began = time.monotonic()
     target = raw_text.locate(root := opts.dst_root or Path("raw_text"), name)
     opts.include, is_more = raw_text.join_globs(target, revision, opts.include, opts.overwrite)
     identity = {
@@ -402,7 +408,8 @@ def make_from_scratch(opts: options.Options) -> None:
 
 def verify_all(opts: options.Options) -> None:
     """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
-    began, found = time.monotonic(), verify.find_artifacts(opts.cache_dir, opts.dst_root)
+    began = time.monotonic()
+    found = verify.find_artifacts(opts.cache_dir, opts.dst_root)
     total = sum(artifact.bytes for artifact in found)
     print_plan(opts, {"verify": f"{units.counted(len(found), 'artifact')}, {units.size(total)}"})
     if opts.dry_run:

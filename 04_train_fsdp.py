@@ -197,7 +197,7 @@ def set_up(
     from lib.train.stop import StopRequest
 
     layout, plan, journal, estimate = agree(config, experiment, inputs, model, data, meeting, stack)
-    config, device = plan.config, layout.device
+    config = plan.config
     # From here on a signal is noted: the first step ends a run that is still loading.
     stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
@@ -205,11 +205,11 @@ def set_up(
     hardware = overview.hardware_of(config, layout)
     overview.show_head(plan, inputs, model, data, work, hardware)
     # The model: sharded before it has memory. What is in it comes further down.
-    compiler = make_compiler(config.compile, device)
-    memory_before = capacity.usage(device)["memory/current_gib"]
+    compiler = make_compiler(config.compile, layout.device)
+    memory_before = capacity.usage(layout.device)["memory/current_gib"]
     shard(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
-    stream = stack.enter_context(closing(data.stream(plan, device)))
+    stream = stack.enter_context(closing(data.stream(plan, layout.device)))
     state = TrainState(
         model,
         optimizer,
@@ -330,9 +330,16 @@ def train(run: Run) -> Divergence | None:
     from lib.parallel.parallelize import begin_pass
     from lib.train.meters import LossWindow
 
-    config, plan, layout, state = run.config, run.plan, run.layout, run.state
-    model, optimizer, guard = state.model, state.optimizer, state.guard
-    meters, timers, window = run.meters, run.meters.timers, LossWindow(layout)
+    config = run.config
+    plan = run.plan
+    layout = run.layout
+    state = run.state
+    model = state.model
+    optimizer = state.optimizer
+    guard = state.guard
+    meters = run.meters
+    timers = run.meters.timers
+    window = LossWindow(layout)
     steps = run.stream.steps(state.position, plan.total_steps - state.step)  # a thread reads ahead
     timers.restart()
     while state.step < plan.total_steps:

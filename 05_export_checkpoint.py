@@ -141,10 +141,8 @@ def main(argv: list[str]) -> None:
     from lib.checkpoints.exporting import AdapterExport, ModelExport
     from lib.models import architecture
 
-    model, dtype = (
-        architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code),
-        getattr(torch, opts.dtype),
-    )
+    model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
+    dtype = getattr(torch, opts.dtype)
     adapted = AdaptedRun.of(checkpoint, model, base.directory) if base else None
     export: Export = (
         AdapterExport(model, adapted, dtype)
@@ -180,7 +178,8 @@ def write(
     """Write the files, read them back, prove adapters, publish, and say how it went."""
     from lib.train import journal
 
-    began, checkpoint = time.monotonic(), export.checkpoint
+    began = time.monotonic()
+    checkpoint = export.checkpoint
     names = journal.read_config(experiment).get("options", {})
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:

@@ -63,7 +63,8 @@ def main() -> None:
 def save(found: dict[str, Any]) -> None:
     """Print rates of writing and what hashing costs."""
     _rates(found, "save", "raw write + fsync")
-    own, plain = found["seconds"]["ours"], found["seconds"]["ours, not hashed"]
+    own = found["seconds"]["ours"]
+    plain = found["seconds"]["ours, not hashed"]
     hashed = statistics.median(h / (own - h) for h, own in zip(found["hashing"], own, strict=True))
     paired = statistics.median(_ratios(own, plain)) - 1
     print(
@@ -111,7 +112,8 @@ def background(found: dict[str, Any]) -> None:
 
 
 def _rates(found: dict[str, Any], title: str, base: str) -> None:
-    size, rounds = found["bytes"] / 1e6, found["seconds"]
+    size = found["bytes"] / 1e6
+    rounds = found["seconds"]
     print(
         f"| {title} of {size:,.0f} MB | seconds (rounds) | MB/s | of the rate of {base} |\n"
         "|---|---|---|---|"

@@ -92,7 +92,9 @@ class Watch(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._peak, self._pid, self._ended = 0, pid, threading.Event()
+        self._peak = 0
+        self._pid = pid
+        self._ended = threading.Event()
         self._cpu: dict[int, float] = {}
         self.start()
 
@@ -211,7 +213,8 @@ def compare(
 ) -> None:
     """Print one line: stage 02, datasets (if against it), the ratio and the share of the limit."""
     paths = sorted(path for path in source.rglob("*") if path.is_file())
-    size, out = sum(path.stat().st_size for path in paths), work / "out"
+    size = sum(path.stat().st_size for path in paths)
+    out = work / "out"
     run(ours(source, out, args.workers), work)
     out_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     clear(out)
@@ -221,7 +224,8 @@ def compare(
     found = compete(contestants, out, args.repeat)
     least = limits.seconds(paths, out_bytes, work, args.workers, builder == "json")
     mine, memory, cpu = found["ours"]
-    cells, cpu_note = ["-"] * 3, f"stage 02 {cpu:.1f} s"
+    cells = ["-"] * 3
+    cpu_note = f"stage 02 {cpu:.1f} s"
     if against:
         theirs, their_memory, their_cpu = found["peer"]
         cells = [f"{theirs:.2f} s", f"{their_memory / _MB:,.0f} MB", f"{theirs / mine:.1f}×"]
@@ -246,9 +250,11 @@ def compare(
 
 def organize(source: Path, work: Path, repeat: int) -> None:
     """Print how fast stage 01 places hard links."""
-    directories, files = 0, 0
+    directories = 0
+    files = 0
     for _, below, names in os.walk(source):
-        directories, files = directories + len(below), files + len(names)
+        directories = directories + len(below)
+        files = files + len(names)
     command = [
         sys.executable,
         ROOT / "01_organize_data.py",
@@ -289,7 +295,8 @@ def memory(work: Path, megabytes: int, workers: int) -> None:
 
 def chats(work: Path, megabytes: int, args: argparse.Namespace) -> None:
     """Print what conversations take as text and as conversations: of 3 kB in four turns."""
-    source, draw = work / "chats", random.Random(2)
+    source = work / "chats"
+    draw = random.Random(2)
     source.mkdir()
     texts = [words(draw, draw.randint(50, 1400)) for _ in range(5000)]
     with (source / "a.jsonl").open("w") as file:

@@ -56,8 +56,10 @@ def show(failures: int) -> None:
         "|---|---|---|---|---|---|---|"
     )
     for gpus, hours, whose, parameters, rate in _JOBS:
-        mtbf, size = hours * 3600, 12 * parameters
-        stall, lag = size / gpus / _COPY, size / rate
+        mtbf = hours * 3600
+        size = 12 * parameters
+        stall = size / gpus / _COPY
+        lag = size / rate
         near = size / gpus / _LOCAL
         sync = Saving(best_interval(lag, 0, mtbf), lag)
         later = Saving(best_interval(stall, lag, mtbf), stall, lag)
@@ -118,7 +120,8 @@ class _Tier:
     def commit(self, now: float) -> None:
         """Take note of what is whole by now."""
         if self.commit_at <= now:
-            self.committed, self.commit_at = self.since, math.inf
+            self.committed = self.since
+            self.commit_at = math.inf
 
     def due(self, now: float, work: float) -> float:
         """Return when the next save can begin if nothing holds the steps up."""
@@ -142,20 +145,20 @@ def simulate(
     """
     draw = random.Random(seed)
     tiers = [_Tier(shared)] + ([_Tier(local)] if local else [])
-    outcome, work = Outcome(), 0.0
+    outcome = Outcome()
+    work = 0.0
     while outcome.failures < failures:
         reached = _until_failure(tiers, outcome, work, draw.expovariate(1 / mtbf))
         struck = 1
         while (after := draw.expovariate(1 / mtbf)) < restart:  # again, before the steps go on
             outcome.restarting += after
             struck += 1
-        outcome.restarting, outcome.failures = (
-            outcome.restarting + restart,
-            outcome.failures + struck,
-        )
+        outcome.restarting = outcome.restarting + restart
+        outcome.failures = outcome.failures + struck
         intact = tiers if all(draw.random() < survives for _ in range(struck)) else tiers[:1]
         work = max(tier.committed for tier in intact)
-        outcome.useful, outcome.repeated = work, outcome.repeated + reached - work
+        outcome.useful = work
+        outcome.repeated = outcome.repeated + reached - work
         tiers = [
             _Tier(tier.saving, work, tier.committed if tier in intact else 0.0) for tier in tiers
         ]
@@ -172,9 +175,11 @@ def _until_failure(tiers: list[_Tier], outcome: Outcome, work: float, failure: f
             tier.commit(now)
             if now < failure and tier.is_free and tier.due(now, work) <= now + 1e-6:
                 stop = min(now + tier.saving.stall, failure)
-                outcome.stalled, now = outcome.stalled + stop - now, stop
+                outcome.stalled = outcome.stalled + stop - now
+                now = stop
                 if now < failure:
-                    tier.since, tier.commit_at = work, now + tier.saving.lag
+                    tier.since = work
+                    tier.commit_at = now + tier.saving.lag
                     tier.commit(now)
     for tier in tiers:
         tier.commit(now)

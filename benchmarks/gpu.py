@@ -45,7 +45,8 @@ from tests.gpu.place import Place, kill  # noqa: E402
 COMMANDS = ("correctness", "mfu", "rest")
 _CALL_DEADLINE_S = 570.0
 _PROBE_S = 180.0
-_JOBS, _CORES_PER_JOB = 5, 3
+_JOBS = 5
+_CORES_PER_JOB = 3
 _EARLY = ("xxhash", "orjson", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _LATE = ("torchao",)  # transformers would import it, and that may touch the GPU
 

@@ -72,7 +72,8 @@ def made(name: str) -> PreTrainedModel:
 
 def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank: int = 0) -> str:
     """Return the cells of a model. gpu_memory: GiB of each GPU. rank: of adapters; 0: none."""
-    model, adapted = made(name), ""
+    model = made(name)
+    adapted = ""
     if rank:
         Lora(rank, 2.0 * rank, precision="bf16").convert(model, Placement())
         adapted = f", LoRA r={rank}"

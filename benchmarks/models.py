@@ -31,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.parts import processes
 from benchmarks.parts.processes import ROOT
 
-RANKS, VOCABULARY, WIDTH = 2, 32_000, 1024
+RANKS = 2
+VOCABULARY = 32_000
+WIDTH = 1024
 LOADERS = ("ours", "from_pretrained", "broadcast")
 MB = 1e6
 
@@ -142,10 +144,8 @@ def export(models: dict[str, Path], repeat: int) -> None:
 
 
 def _ways_to_export(model: Path, dtype: str) -> dict[str, Callable[[], dict[str, Any]]]:
-    root, (out, merged, copied) = (
-        model.with_name(f"{model.name}-run"),
-        (model.parent / name for name in ("out", "merged", "copied")),
-    )
+    root = model.with_name(f"{model.name}-run")
+    (out, merged, copied) = (model.parent / name for name in ("out", "merged", "copied"))
     command = [
         sys.executable,
         str(ROOT / "05_export_checkpoint.py"),
@@ -180,7 +180,8 @@ def _copy(source: Path, target: Path) -> dict[str, float]:
 
 def download(models: dict[str, Path], repeat: int) -> None:
     """Print the rate of stage 03 and of curl from the same server on this machine."""
-    path, size = models["4×"], weight_bytes(models["4×"])
+    path = models["4×"]
+    size = weight_bytes(models["4×"])
     work = path.parent
     server = subprocess.Popen(
         processes.command("models.py", role="serve", model=path), stdout=subprocess.PIPE, text=True

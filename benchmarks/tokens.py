@@ -62,7 +62,8 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
     dataset = open_dataset(arguments.dataset)
     texts = [text for batch in dataset.documents("train") for text in batch]
-    few, size = [], 0
+    few = []
+    size = 0
     for text in texts:
         if size < arguments.slow_bytes:
             few.append(text)
@@ -86,7 +87,8 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
                 cache_file_name=f"{cache}/map.arrow",
             )
         )
-    fast, mapped = total / fast_s / 1e6, size / map_s / 1e6
+    fast = total / fast_s / 1e6
+    mapped = size / map_s / 1e6
     return [
         (
             "store's encoder",
@@ -126,7 +128,8 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         for batch in open_dataset(arguments.dataset).documents("train")
         for text in batch
     ]
-    corpus, found = "".join(texts)[:8_000_000], []
+    corpus = "".join(texts)[:8_000_000]
+    found = []
     marked = Path("chat_templates/chatml.jinja").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
@@ -167,7 +170,8 @@ def _rate(it: Any, said: list[Any]) -> str:
             for group in groups
         ]
     )
-    seconds, lost = [], 0
+    seconds = []
+    lost = 0
     for group in groups:
         began = time.process_time()
         it._texts(group)
@@ -197,7 +201,8 @@ def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         np.random.default_rng(0).integers(0, 60_000, 200_000_000, dtype=np.uint16).tofile(path)
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
         for length in (2048, 8192):
-            windows, steps = Windows(tokens, length), 200
+            windows = Windows(tokens, length)
+            steps = 200
             chosen = np.random.default_rng(1).integers(0, len(windows), (steps, 16))
             take_s, _ = timed(lambda w=windows, c=chosen: [len(w.take(some)) for some in c])
             found.append(

@@ -142,13 +142,17 @@ def start(args: argparse.Namespace) -> None:
         *weights,
     ]
     short = argparse.Namespace(**vars(args) | {"steps": 3})
-    alone, together, reading, runs = [], [], [], []
+    alone = []
+    together = []
+    reading = []
+    runs = []
     for number in range(args.rounds):
         alone.append(_timed([sys.executable, str(script)]))
         together.append(_timed([*processes.torchrun(args.ranks), str(script)]))
         reading.append(_timed(read) - _timed([sys.executable, "-c", "pass"]))
         runs.append(launch("stage 04", short, f"start-{number}"))
-    imports, weights_s = min(together), max(0.0, min(reading))
+    imports = min(together)
+    weights_s = max(0.0, min(reading))
     best = min(runs, key=lambda run: run["at first step"])
     print(
         f"from torchrun to the first step: {best['at first step']:.1f} s; imports by torchrun on "
@@ -255,7 +259,8 @@ def _watch(
         "PYTHONUNBUFFERED": "1",
         **env,
     }
-    began, printed = time.monotonic(), []
+    began = time.monotonic()
+    printed = []
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True, env=env

@@ -90,7 +90,8 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     opts = parse(argv)
-    asked, problems = declared.read(JobNeeds, opts), Problems()
+    asked = declared.read(JobNeeds, opts)
+    problems = Problems()
     asked.check_names(problems)
     if asked.instance_type:
         asked.check_type(problems)
@@ -123,7 +124,8 @@ def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Findi
 
     eks: name and region of the EKS cluster, empty where they are not known.
     """
-    wanted, on_hyperpod = asked.settled(), KINDS[asked.kind].on_hyperpod
+    wanted = asked.settled()
+    on_hyperpod = KINDS[asked.kind].on_hyperpod
     found = [checks.server(kube)]
     if found[0].severity == findings.ERROR:
         return [*found, *aws.check(*eks, on_hyperpod)]

@@ -32,7 +32,8 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return 0
-    venv, wheels = ROOT / ".venv", ROOT / "wheelhouse"
+    venv = ROOT / ".venv"
+    wheels = ROOT / "wheelhouse"
     lists = [wheels / name for name in LISTS if (wheels / name).exists()]
     pip = next(wheels.glob("pip-*.whl"), None)
     if not lists or pip is None:

@@ -356,7 +356,8 @@ def deploy_training_job(
     job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
     """
     log.setup_unless_heard()
-    ours, theirs = declared.spellings(JobOptions), declared.spellings(Config)
+    ours = declared.spellings(JobOptions)
+    theirs = declared.spellings(Config)
     declared.require_known(asked, [*ours, *theirs])
     job = declared.made(JobOptions, **{name: asked[name] for name in asked if name in ours})
     given = declared.by_field(Config, {name: asked[name] for name in asked if name not in ours})

@@ -31,14 +31,17 @@ from lib.core import nvidia, options, paths, run_records, stage, units
 from lib.core.options import Options
 from lib.train.console import mean_loss
 
-_BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-~=*#@"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PLAIN = "_.-~=*#@"
 _CURVE_ROWS = 8
 _RECENT = 20  # rows that are looked at for a slow rank
 _STRAGGLER = 1.2  # times the usual rank
 _LABEL = 13
-_LOG_LINES, _LOG_BYTES = 40, 64 << 10
+_LOG_LINES = 40
+_LOG_BYTES = 64 << 10
 _MIB = 1 << 20
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_ENTER = "\x1b[?1049h\x1b[?25l"
+_LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def parse(argv: list[str]) -> Options:
@@ -152,7 +155,8 @@ def page(run: RunFiles, width: int) -> list[str]:
 
 def _gpus() -> list[str]:
     """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
-    lines, degrees = [], "°C" if _is_unicode() else "C"
+    lines = []
+    degrees = "°C" if _is_unicode() else "C"
     for load in nvidia.loads():
         memory = (
             f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}"
@@ -194,13 +198,11 @@ def _progress(run: RunFiles, width: int) -> str:
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
     """Return label and text of the figures of the last row, as docs/artifacts.md defines them."""
-    row, best = (
-        run.rows[-1],
-        min(
-            (r for r in run.evaluations if math.isfinite(r["eval/loss"])),
-            key=lambda r: r["eval/loss"],
-            default=None,
-        ),
+    row = run.rows[-1]
+    best = min(
+        (r for r in run.evaluations if math.isfinite(r["eval/loss"])),
+        key=lambda r: r["eval/loss"],
+        default=None,
     )
     since = f"since step {run.rows[-2]['step']:,}" if len(run.rows) > 1 else "in the first step"
     validation = (
@@ -299,7 +301,8 @@ def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
     known = [x for x in means if math.isfinite(x)]
     if len(known) < 2:
         return []
-    low, high = min(known), max(known)
+    low = min(known)
+    high = max(known)
     blocks = _BLOCKS if _is_unicode() else _PLAIN
     levels = _CURVE_ROWS * len(blocks)
     heights = [
@@ -311,7 +314,8 @@ def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
         cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)
         label = f"{high:.4f}" if row == _CURVE_ROWS - 1 else f"{low:.4f}" if row == 0 else ""
         lines.append(f"{label:>{_LABEL}} " + "".join(blocks[c - 1] if c else " " for c in cells))
-    first, last = f"step {steps[0]:,}", f"{steps[1]:,}"
+    first = f"step {steps[0]:,}"
+    last = f"{steps[1]:,}"
     gap = max(len(means) - len(first) - len(last), 4)
     return [*lines, f"{'':{_LABEL}} {first}{' to ':^{gap}}{last}", ""]
 

@@ -183,7 +183,8 @@ def head_of(operators: dict[str, str]) -> str:
 def wait_for(head: str) -> None:
     """Wait until the head's name has an address, which it gets when its pod runs."""
     patience = float(os.environ.get("WAIT_SECONDS", "900"))
-    until, is_announced = time.monotonic() + patience, False
+    until = time.monotonic() + patience
+    is_announced = False
     while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:
         if time.monotonic() > until:
             raise StageError(

@@ -57,13 +57,15 @@ def main(argv: list[str]) -> None:
     run.update()
     if not run.rows:
         raise UsageError(f"there is no run {experiment.root}", found=f"no {experiment.metrics}")
-    first, last = run.rows[0], run.rows[-1]
+    first = run.rows[0]
+    last = run.rows[-1]
     print(
         f"\ntraining loss    {first['train/loss']:.3f} at step {first['step']} → "
         f"{mean_loss(last):.3f} at step {last['step']} (the mean since the row before)"
     )
     if run.evaluations:
-        first, last = run.evaluations[0], run.evaluations[-1]
+        first = run.evaluations[0]
+        last = run.evaluations[-1]
         print(
             f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
             f"{last['eval/loss']:.3f} at step {last['step']}"

@@ -100,7 +100,8 @@ def jobs(name: str) -> list[tuple[str, str]]:
 
 
 def _step(run: RunFiles) -> str:
-    step, total = run.state.get("step"), run.state.get("total_steps")
+    step = run.state.get("step")
+    total = run.state.get("total_steps")
     if run.rows:
         step = max(run.rows[-1]["step"], step or 0)
     return f", at step {step:,} of {total:,}" if step is not None and total else ""

@@ -159,7 +159,8 @@ def show(opts: Options, command: NodeCommand) -> None:
 
 def main(argv: list[str]) -> None:
     """Show the command and, unless that is all, keep it running; exits with the run's code."""
-    problems, (own, words) = Problems(), stage_04.divided(argv)
+    problems = Problems()
+    (own, words) = stage_04.divided(argv)
     opts = problems.collect(lambda: parse(own))
     script = script_in(words)
     asked = problems.collect(lambda: stage_options(words[script + 1 :]))

@@ -33,7 +33,8 @@ from lib.models import verify
 from lib.tokens.dataset import open_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
-_OLDEST, _NEWEST = (3, 10), (3, 12)
+_OLDEST = (3, 10)
+_NEWEST = (3, 12)
 _TORCH = (2, 11), (2, 13)
 _OPTIONAL = {"orjson", "gigatoken", "xxhash", "torchao", "tensorboard", "matplotlib"}
 _PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
@@ -119,7 +120,8 @@ def framework() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Compare what is installed with requirements.txt, or with that of a bundle's wheelhouse."""
-    same, bundled = 0, ROOT / "wheelhouse" / "requirements.txt"
+    same = 0
+    bundled = ROOT / "wheelhouse" / "requirements.txt"
     pins = bundled if bundled.exists() else ROOT / "requirements.txt"
     for name, wanted, sign, minor in _PIN.findall(pins.read_text(encoding="utf-8")):
         if sign and (sys.version_info.minor >= int(minor)) != (sign == ">="):
@@ -255,7 +257,8 @@ def setup(opts: options.Options) -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     """Tell whether torch can use the GPUs of this machine: a bundle's, and the one that runs."""
-    stamp, driver = ROOT / unpacking.UNPACKED, nvidia.driver()
+    stamp = ROOT / unpacking.UNPACKED
+    driver = nvidia.driver()
     summary = json.loads(stamp.read_text(encoding="utf-8"))["summary"] if stamp.exists() else {}
     if driver and (bundled := summary.get("torch")):
         torch = Torch(bundled["version"].partition("+")[0], bundled["cuda"])

@@ -40,7 +40,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 def save(directory: str, first: str, last: str) -> None:
     """Save the steps from `first` to `last`, and keep two after each."""
-    checkpoints, group = Path(directory), _group()
+    checkpoints = Path(directory)
+    group = _group()
     for step in range(int(first), int(last) + 1):
         model, optimizer = _model(step)
         torch.manual_seed(step)
@@ -67,7 +68,8 @@ def load_each(parent: str) -> None:
         checkpoint = search.newest_valid(checkpoints, group, lambda step, why: None)
         model, optimizer = _model(-1)
         torch.manual_seed(0)
-        tensors, record = _tensors(model, optimizer), checkpoint.record()
+        tensors = _tensors(model, optimizer)
+        record = checkpoint.record()
         fill(checkpoint, tensors, record, _CPU, group)
         drawn = torch.rand(3)
         torch.manual_seed(checkpoint.step)
@@ -91,7 +93,8 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     parallelize.materialise(model, layout.device, False)
     adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
-    tensors, record = _tensors(model, adamw), checkpoint.record()
+    tensors = _tensors(model, adamw)
+    record = checkpoint.record()
     fill(checkpoint, tensors, record, layout.device, layout.control)
     write(Path(target), capture(tensors, record, {}, layout.device), layout.saving)
     layout.stop()

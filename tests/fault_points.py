@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-_open, _fsync, _sync, _pwrite, _sendfile = io.open, os.fsync, os.sync, os.pwrite, os.sendfile
+_open = io.open
+_fsync = os.fsync
+_sync = os.sync
+_pwrite = os.pwrite
+_sendfile = os.sendfile
 # What is told before it happens, and which of its arguments is the descriptor of a directory.
 _AUDITED = {
     "os.rename": ("rename", 2),
@@ -62,8 +66,10 @@ class Fault:
     def install(self) -> None:
         """Watch this process from now on."""
         io.open = builtins.open = self._opened
-        os.fsync, os.sync = self._synced, self._all_synced
-        os.pwrite, os.sendfile = self._written_at, self._sent
+        os.fsync = self._synced
+        os.sync = self._all_synced
+        os.pwrite = self._written_at
+        os.sendfile = self._sent
         sys.addaudithook(self._audited)
 
     def meet(self, kind: str, path: str) -> bool:
@@ -163,7 +169,8 @@ class Fault:
             self.meet("create", os.path.abspath(os.fsdecode(arguments[0])))
         if event not in _AUDITED:
             return
-        kind, directory = _AUDITED[event][0], arguments[_AUDITED[event][1]]
+        kind = _AUDITED[event][0]
+        directory = arguments[_AUDITED[event][1]]
         name = arguments[1] if kind == "link" else arguments[0]
         base = os.readlink(f"/proc/self/fd/{directory}") if directory != -1 else ""
         path = os.path.abspath(os.path.join(base, os.fsdecode(name)))
@@ -176,7 +183,9 @@ class _File:
     """A file that is written to, with its writes counted."""
 
     def __init__(self, file: Any, path: str, fault: Fault) -> None:
-        self._file, self._path, self._fault = file, path, fault
+        self._file = file
+        self._path = path
+        self._fault = fault
         status = os.fstat(file.fileno())
         fault.unsynced.setdefault(_identity(status), status.st_size)
 
@@ -208,8 +217,10 @@ def disturb(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(os.getppid() + rank) % len(cores)]})
     if clock:
-        now, now_ns = time.time, time.time_ns
-        time.time, time.time_ns = lambda: now() + clock, lambda: now_ns() + clock * 10**9
+        now = time.time
+        now_ns = time.time_ns
+        time.time = lambda: now() + clock
+        time.time_ns = lambda: now_ns() + clock * 10**9
     if (fault := faults.get(str(rank))) is not None:
         Fault(**fault).install()
 

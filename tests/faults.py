@@ -45,7 +45,8 @@ COMMON = (
     "--eval-batches",
     1,
 )
-DROPOUT, PLAIN = ("-m", "dropout"), ("-m", "model")
+DROPOUT = ("-m", "dropout")
+PLAIN = ("-m", "model")
 EXACT = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
 
 
@@ -74,7 +75,8 @@ class Server:
     """Launches stage 04 in a project, disturbed as a test wants it."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self._connections = root, root / "connections.txt"
+        self.root = root
+        self._connections = root / "connections.txt"
         self._launches: list[Launch] = []
 
     def start(

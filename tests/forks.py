@@ -101,7 +101,8 @@ class ForkServer:
 
     def __init__(self, kind: str) -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests, self._kind = ours, kind
+        self._requests = ours
+        self._kind = kind
         self._environment = {**_AT_FIRST, "PYTHONPATH": _GUARD}
         command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), kind]
         self._process = subprocess.Popen(

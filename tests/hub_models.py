@@ -10,7 +10,9 @@ import pytest
 
 from tests.hub_server import HubServer, Repo
 
-SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
+SCRIPT = "03_download_model.py"
+NAME = "org/tiny-llama"
+TOKEN = "hf_SecretSecretSecret"
 TARGET = Path(".cache/models/org--tiny-llama")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 ELSEWHERE = (

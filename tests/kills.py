@@ -82,7 +82,9 @@ def prepare(rank: int, fault: dict[str, Any] | None) -> None:
     from lib.corpus import dataset, shards, work
 
     # So that its progress is noted after each unit, and there are several shards.
-    work.UNIT_BYTES, dataset.NOTE_BYTES, shards.SHARD_BYTES = UNIT_BYTES, 1, 20_000
+    work.UNIT_BYTES = UNIT_BYTES
+    dataset.NOTE_BYTES = 1
+    shards.SHARD_BYTES = 20_000
     if fault:
         Fault(**fault).install()
 
@@ -94,13 +96,17 @@ class Scene:
     """
 
     def __init__(self, command: Command, folder: Path) -> None:
-        self.command, self._folder, self._copies = command, folder, 0
+        self.command = command
+        self._folder = folder
+        self._copies = 0
         folder.mkdir()
         self.before = tree(command.project)
-        project, report = self.copy(), folder / "operations.txt"
+        project = self.copy()
+        report = folder / "operations.txt"
         began = time.monotonic()
         command.run(project, Fault(str(project), report=str(report)))
-        self.seconds, self.operations = time.monotonic() - began, len(operations(report))
+        self.seconds = time.monotonic() - began
+        self.operations = len(operations(report))
         self.after = tree(project)
         assert self.after != self.before, said(project)
 
@@ -117,7 +123,8 @@ class Scene:
         The artifact is the old one or the new one, whole (absent counts as the old one where there
         was none), and there is nothing else but what was there before and unfinished work.
         """
-        now, target = tree(project), self.command.target
+        now = tree(project)
+        target = self.command.target
         versions = [of(found, target) for found in (self.before, self.after)]
         assert self._may_change(target) or of(now, target) in versions, (
             f"{self.command.name}: {target} is neither the old nor the new one: "
@@ -204,7 +211,9 @@ class Commands:
 
     def __init__(self, prepared: Path, model_files: dict[str, bytes], folder: Path) -> None:
         """prepared: see training.prepare."""
-        self._prepared, self._files, self._folder = prepared, model_files, folder
+        self._prepared = prepared
+        self._files = model_files
+        self._folder = folder
         self._hubs = [HubServer().__enter__(), HubServer().__enter__()]  # the second one: later
 
     def close(self) -> None:
@@ -243,7 +252,8 @@ class Commands:
         yield Command("links by workers", 1, ("--num-dirs", 3, "--num-workers", 2), many, "splits")
 
     def _stage_02(self) -> Iterator[Command]:
-        target, parts = "hf_datasets/corpus", "hf_datasets/corpus.parts"
+        target = "hf_datasets/corpus"
+        parts = "hf_datasets/corpus.parts"
         options = (
             "--validation-percent",
             15,
@@ -289,7 +299,8 @@ class Commands:
         there, then = (
             tuple(reaching(server, self._folder / "hf_home").items()) for server in self._hubs
         )
-        target, fetch = ".cache/models/org--tiny-llama", ("--model-name", NAME)
+        target = ".cache/models/org--tiny-llama"
+        fetch = ("--model-name", NAME)
         yield Command("model", 3, fetch, self._project("03_model"), target, (), there)
         again = self._project("03_again")
         run_stage(SCRIPTS[3], *fetch, cwd=again, env=dict(there))
@@ -343,7 +354,8 @@ class Commands:
             0,
             cwd=project,
         )
-        target, sharded = "outputs/run/export/step_00000002", ("--max-shard-size", "40KB")
+        target = "outputs/run/export/step_00000002"
+        sharded = ("--max-shard-size", "40KB")
         yield Command("new", 5, ("-e", "run", *sharded), project, target)
         again = self._copy(project, "05_again")
         run_stage(SCRIPTS[5], "-e", "run", cwd=again)

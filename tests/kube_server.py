@@ -67,7 +67,8 @@ class Refused(Exception):
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.code, self.reason = code, reason
+        self.code = code
+        self.reason = reason
 
 
 @dataclass

@@ -23,8 +23,11 @@ class Machine:
     """One of the namespaces. All its processes are found by the namespace they are in."""
 
     def __init__(self, name: str, address: str, link: str, bridge: str, folder: Path) -> None:
-        self.name, self.address = name, address
-        self.link, self._bridge, self._folder = link, bridge, folder
+        self.name = name
+        self.address = address
+        self.link = link
+        self._bridge = bridge
+        self._folder = folder
         self._namespace = Path("/run/netns") / link
 
     def start(self, *command: object, output: Path, **how: object) -> subprocess.Popen:
@@ -53,7 +56,8 @@ class Machine:
 
     def processes(self) -> dict[int, str]:
         """Return the command line of each process that is alive there."""
-        mine, found = self._namespace.stat().st_ino, {}
+        mine = self._namespace.stat().st_ino
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
@@ -113,7 +117,8 @@ def machines(number: int, folder: Path) -> Iterator[list[Machine]]:
     """Make so many machines on one bridge, 10.77.0.1 and on, and take them down afterwards."""
     require()
     mark = f"{os.getpid() % 100_000}"
-    bridge, made = f"br{mark}", []
+    bridge = f"br{mark}"
+    made = []
     for own in range(number):  # its own name is a loopback address, as Debian's installer has it
         (folder / f"hosts-node-{own}").write_text(
             "127.0.0.1 localhost\n"

@@ -34,7 +34,9 @@ class Life:
     """
 
     def __init__(self, outputs: Path, options: tuple[object, ...], expected: Undisturbed) -> None:
-        self.outputs, self.options, self.expected = outputs, options, expected
+        self.outputs = outputs
+        self.options = options
+        self.expected = expected
         self.newest = 0
 
     def launches(self) -> int:
@@ -102,7 +104,8 @@ def kill_often(
 
     Returns how many there were.
     """
-    rng, done = random.Random(seed), 0
+    rng = random.Random(seed)
+    done = 0
     runs = lives(expected, parent, rng, lambda life: server.run(*life.options))
     while done < kills:
         life = next(runs)
@@ -137,11 +140,13 @@ def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed
     Every other one is killed from outside after a random time, and so also where Rust or C++ code
     writes; the others at a random file operation, some in the middle of a write.
     """
-    rng, done = random.Random(seed), 0
+    rng = random.Random(seed)
+    done = 0
     scenes = scenes_of(commands, stage, parent)
     while done < kills:
         scene = next(scenes)
-        project, killed = scene.copy(), True
+        project = scene.copy()
+        killed = True
         while killed and done < kills:
             fault = (
                 Fault(str(project), rng.randint(1, scene.operations), rng.choice(["kill", "torn"]))
@@ -203,7 +208,9 @@ def main() -> None:
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
-        folder, total, began = Path(name), 0, time.monotonic()
+        folder = Path(name)
+        total = 0
+        began = time.monotonic()
         for part in ("prepared", "model", "killed"):
             (folder / part).mkdir()
         killer = Killer(

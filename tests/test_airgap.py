@@ -171,7 +171,8 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
     checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A file, links, a cache of another program, weights of a mixture, stores by every name."""
-    place, dataset = tmp_path / "place", "hf_datasets/corpus"
+    place = tmp_path / "place"
+    dataset = "hf_datasets/corpus"
     shutil.copytree(artifacts, place)
     shard = next((place / dataset / "train").glob("*.arrow"))
     shutil.copy(shard, place / "alone.arrow")
@@ -180,7 +181,8 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
     (place / "linked").symlink_to("hf_datasets/corpus")
     (place / "link.arrow").symlink_to("alone.arrow")
     shutil.copytree(place / dataset, place / "hf_datasets/org--name")
-    blobs, snapshot = place / "hub/blobs", f"hub/models--org--name/snapshots/{'a' * 40}"
+    blobs = place / "hub/blobs"
+    snapshot = f"hub/models--org--name/snapshots/{'a' * 40}"
     shutil.copytree(place / "model", blobs)
     (place / snapshot).mkdir(parents=True)
     (place / "hub/models--org--name/refs").mkdir()
@@ -369,7 +371,8 @@ def test_where_it_is_unpacked(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    bundle, project = pack(), tmp_path / "project"
+    bundle = pack()
+    project = tmp_path / "project"
     far(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
     project.mkdir()
@@ -580,7 +583,8 @@ def test_torch_is_a_build_for_the_driver_of_the_far_side(
     """Else an older torch with such a build; the list in the wheelhouse names what was taken."""
     for name, value in index.items():
         monkeypatch.setenv(name, value)
-    wheels, wanted = tmp_path / "index", wheelhouse.target("3.11", "manylinux_2_28_x86_64")
+    wheels = tmp_path / "index"
+    wanted = wheelhouse.target("3.11", "manylinux_2_28_x86_64")
     make_wheel(wheels, "torch", "2.12.1+cu126")
 
     def prepared(cuda: str, driver: str) -> tuple[str, str]:

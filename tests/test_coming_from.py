@@ -112,7 +112,8 @@ def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -
             "--vocab-size",
             500,
         ]
-        words[words.index(100)], words[words.index("--batch-size") + 1] = 2, 1
+        words[words.index(100)] = 2
+        words[words.index("--batch-size") + 1] = 1
         return run_stage("04_train_fsdp.py", *words, "-s", 32, cwd=project, ranks=ranks).stdout
 
     first = train(1, ranks=2)

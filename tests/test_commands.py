@@ -102,7 +102,8 @@ def test_the_usage_is_one_line(path: Path) -> None:
 
 def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
     parser = parser_of(STAGES[3])
-    page, everything = parser.format_help(), parser.format_all()
+    page = parser.format_help()
+    everything = parser.format_all()
     assert len(page.splitlines()) <= 24 and max(map(len, page.splitlines())) <= 80
     flags = [action.option_strings[0] for action in parser._actions]
     lines = [line for line in page.splitlines() if line.split(" ")[2:3] and line.startswith("  -")]
@@ -125,7 +126,8 @@ def tree_of(path: Path) -> ast.Module:
 
 def imported(path: Path) -> set[Path]:
     """Return the modules of ours that a script imports, lazily or through others, and itself."""
-    seen, left = set(), [path]
+    seen = set()
+    left = [path]
     while left:
         if (path := left.pop()) in seen:
             continue
@@ -186,7 +188,8 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
         for name, about in fields.items()
         if about["quiet"] and about["role"] is not declared.Role.RESULT
     ]
-    read, named = set(), set()
+    read = set()
+    named = set()
     for path in (STAGES[3], ROOT / "launch/common/stage_04.py", *(ROOT / "lib/train").glob("*.py")):
         nodes = list(ast.walk(tree_of(path)))
         if path.name == "config.py" or not any(

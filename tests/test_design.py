@@ -44,7 +44,8 @@ def run(*words: object, cwd: Path) -> str:
 
 def test_an_option(copy: Path) -> None:
     path = copy / "lib/train/config.py"
-    text, (field,) = path.read_text("utf-8"), blocks("How to add an option")
+    text = path.read_text("utf-8")
+    (field,) = blocks("How to add an option")
     before = "    config: Path | None = option("
     assert before in text
     path.write_text(text.replace(before, field + before))

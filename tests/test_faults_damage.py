@@ -23,7 +23,8 @@ from lib.core import manifest
 from tests.fault_points import Fault
 from tests.faults import Server, Undisturbed, begun_at, events, run_options, valid_steps
 
-NEWEST, BEFORE = 10, 8
+NEWEST = 10
+BEFORE = 8
 FILES = (
     "dcp/__0_0.distcp",
     "dcp/__0_optimizer_0.distcp",
@@ -134,7 +135,8 @@ def test_a_damaged_file_is_told_and_the_one_before_is_taken(
 
 def test_any_flipped_bit_is_seen(outputs: Path):
     """Unless it is one that nothing depends on: a last digit of a figure in COMMIT, too small."""
-    rng, checkpoint = random.Random(0), Checkpoint(step(outputs), NEWEST)
+    rng = random.Random(0)
+    checkpoint = Checkpoint(step(outputs), NEWEST)
     read = checkpoint.commit()
     for name in FILES:
         path = checkpoint.path / name
@@ -292,7 +294,8 @@ def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
     assert done.wait() == [1, 1] and "that does not mean that it is damaged" in done.output
     assert "Traceback" not in done.output
     assert sorted(p.name for p in step(outputs).parent.iterdir()) == names
-    fault.act, fault.times = "EIO", 2
+    fault.act = "EIO"
+    fault.times = 2
     done = server.run(*run_options(outputs), ranks=2, faults={0: fault})
     assert begun_at(outputs) == NEWEST and "set aside" not in done.output
 

@@ -43,7 +43,8 @@ def test_kills_of_the_command_itself(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
 ):
     """As the others, but each launch is a command of its own, as a person types it."""
-    rng, kills = random.Random(0), 12
+    rng = random.Random(0)
+    kills = 12
     runs = lives(undisturbed(steps=LONG), tmp_path, rng, lambda life: server.run(*life.options))
     while kills > 0:
         life = next(runs)

@@ -59,7 +59,8 @@ def test_a_lock_of_a_process_that_is_gone(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
     """Killed, and its number given to another process: taken over at once."""
-    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    outputs = tmp_path / "outputs"
+    report = tmp_path / "report"
     launch = server.start(
         *run_options(outputs),
         faults={

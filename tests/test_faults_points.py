@@ -12,7 +12,8 @@ import pytest
 from tests.fault_points import Fault, operations
 from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
 
-SAVE, LOAD = "tests.checkpoint_harness:save", "tests.checkpoint_harness:load_each"
+SAVE = "tests.checkpoint_harness:save"
+LOAD = "tests.checkpoint_harness:load_each"
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ def saved(server: Server, tmp_path: Path) -> Path:
 
 def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     """Return all operations of saving step 4, with the deletion of step 2 after it."""
-    report, copy = saved.with_name("report.txt"), saved.with_name("counted")
+    report = saved.with_name("report.txt")
+    copy = saved.with_name("counted")
     shutil.copytree(saved, copy)
     server.run(copy, 4, 4, call=SAVE, faults={0: Fault(str(copy), report=str(report))})
     found = operations(report)
@@ -87,7 +89,8 @@ def test_a_run_killed_at_its_files(
     """Stage 04 goes on from step 4, and is killed where it renames, syncs or deletes something."""
     options = ("--ckpt-async", asynchronous, "--ckpt-keep", 2)
     kinds = ("fsync", "rename", "mkdir", "unlink", "rmdir")
-    first, report = tmp_path / "first" / "outputs", tmp_path / "report"
+    first = tmp_path / "first" / "outputs"
+    report = tmp_path / "report"
     server.run(
         *run_options(first, *options),
         expect=-9,

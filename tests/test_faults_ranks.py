@@ -136,7 +136,8 @@ def test_one_of_two_is_killed_during_a_save(
 def test_a_rank_that_is_stopped_for_a_while(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    outputs = tmp_path / "outputs"
+    report = tmp_path / "report"
     launch = server.start(
         *run_options(outputs),
         ranks=2,
@@ -160,7 +161,8 @@ def test_saves_that_overlap_wait_for_each_other(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
     """A save for every step, each slower than many steps: no two are written at a time."""
-    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    outputs = tmp_path / "outputs"
+    report = tmp_path / "report"
     server.run(
         *run_options(outputs, "--ckpt-freq", 1, "--ckpt-keep", 0),
         ranks=2,

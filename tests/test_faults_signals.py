@@ -18,7 +18,8 @@ from tests.fault_points import Fault, operations
 from tests.faults import Server, Undisturbed, begun_at, events, pinned, run_options, valid_steps
 
 LONG = 40  # steps
-ONE, THREE = (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ONE = (signal.SIGTERM,)
+THREE = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 def state(outputs: Path) -> dict:
@@ -42,7 +43,8 @@ def test_during_a_save(
     undisturbed: Callable[..., Undisturbed],
 ):
     """The save goes on, the step is finished, and is saved too."""
-    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    outputs = tmp_path / "outputs"
+    report = tmp_path / "report"
     options = run_options(outputs, "--ckpt-async", asynchronous)
     launch = server.start(
         *options,
@@ -133,7 +135,8 @@ def test_torchrun_passes_it_on_and_waits(
     pause_s: float,
     undisturbed: Callable[..., Undisturbed],
 ):
-    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    outputs = tmp_path / "outputs"
+    report = tmp_path / "report"
     fault = Fault(
         str(outputs),
         1,

@@ -29,13 +29,16 @@ def test_simulated_failures_agree_with_the_closed_form(saving: Saving, mtbf: flo
 
 @pytest.mark.slow
 def test_two_tiers_lie_between_their_limits():
-    shared, local = Saving(1800, 2, lag=300), Saving(120, 0.2, lag=5)
+    shared = Saving(1800, 2, lag=300)
+    local = Saving(120, 0.2, lag=5)
 
     def share(survives: float) -> float:
         run = simulate(shared, 3 * HOUR, 300, 6000, local=local, survives=survives)
         return run.useful / run.total
 
-    never, sometimes, always = share(0.0), share(0.5), share(1.0)
+    never = share(0.0)
+    sometimes = share(0.5)
+    always = share(1.0)
     alone, near = (useful_share(saving, 3 * HOUR, 300) for saving in (shared, local))
     assert never == pytest.approx(alone, rel=0.02)
     assert always == pytest.approx(near, rel=0.02)

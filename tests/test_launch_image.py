@@ -51,7 +51,9 @@ class Machine:
     """A directory with docker and aws in it, what they were told, and how they fail."""
 
     def __init__(self, root: Path) -> None:
-        self.bin, self.failures, self.log = root / "bin", root / "failures", root / "calls"
+        self.bin = root / "bin"
+        self.failures = root / "failures"
+        self.log = root / "calls"
         for directory in (self.bin, self.failures):
             directory.mkdir()
         for name, text in (("docker", DOCKER), ("aws", AWS)):

@@ -628,7 +628,8 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
         ROOT / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("__pycache__")
     )
     (tmp_path / "lib").symlink_to(ROOT / "lib")
-    kinds, templates = tmp_path / "launch/kube/kinds.py", tmp_path / "launch/kubernetes"
+    kinds = tmp_path / "launch/kube/kinds.py"
+    templates = tmp_path / "launch/kubernetes"
     (row,) = blocks("How to add a kind of job on Kubernetes")
     kinds.write_text(kinds.read_text().replace("\nKINDS = {\n", "\nKINDS = {\n" + row, 1))
     (templates / "other.yaml").write_text(

@@ -68,7 +68,9 @@ class Cluster:
     """Machines that share a project, and the launchers on them."""
 
     def __init__(self, nodes: list[Machine], project: Path, *options: object) -> None:
-        self.nodes, self.project, self._options = nodes, project, options
+        self.nodes = nodes
+        self.project = project
+        self._options = options
         self.launchers: list[subprocess.Popen] = [self.launch(node) for node in nodes]
 
     def launch(self, node: Machine) -> subprocess.Popen:

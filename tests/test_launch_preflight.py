@@ -91,7 +91,8 @@ def agents(
     script: Path = SCRIPT,
 ) -> list[subprocess.Popen]:
     """Start torchrun once per node: `prefix` words, `cwd` and `env` of each; output to a file."""
-    port, started = free_port(), []
+    port = free_port()
+    started = []
     for rank, node in enumerate(nodes):
         command = [
             *node.get("prefix", ()),
@@ -349,7 +350,8 @@ HEALTHY = {
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a stand-in nvidia-smi on the PATH, and return the directory of its answers."""
-    answers, tools = tmp_path / "answers", tmp_path / "tools"
+    answers = tmp_path / "answers"
+    tools = tmp_path / "tools"
     answers.mkdir()
     tools.mkdir()
     for name, text in HEALTHY.items():

@@ -218,7 +218,8 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: P
 
 
 def test_a_file_is_read_on_after_a_read_that_failed(tmp_path: Path):
-    path, away = tmp_path / "rank_00000.log", tmp_path / "away"
+    path = tmp_path / "rank_00000.log"
+    away = tmp_path / "away"
     path.write_text("one\n")
     log = GrowingFile(path)
     assert log.read() == ([b"one"], True)
@@ -403,7 +404,8 @@ def watched(root: Path) -> str:
         start_new_session=True,
     )
     os.close(theirs)
-    shown, is_ended = "", False
+    shown = ""
+    is_ended = False
     while True:
         try:
             part = os.read(ours, 65536).decode("utf-8", "replace")

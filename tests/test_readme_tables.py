@@ -20,7 +20,8 @@ def table(first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
-TABLE, ADAPTED = table("1 × 4,096 tokens"), table("full or adapted, 1 × 4,096 tokens")
+TABLE = table("1 × 4,096 tokens")
+ADAPTED = table("full or adapted, 1 × 4,096 tokens")
 
 
 @functools.cache

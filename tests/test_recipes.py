@@ -42,7 +42,8 @@ def test_the_models_that_people_ask_for_are_there() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleType) -> None:
-    text, content = recipe.read_text(), yaml.safe_load(recipe.read_text())
+    text = recipe.read_text()
+    content = yaml.safe_load(recipe.read_text())
     opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
     assert opts.model_name and opts.lr == float(content["lr"])
     assert not {"experiment-name", "dataset-name", "nodes"} & set(content), "they are the user's"

@@ -528,14 +528,17 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
     yield lambda: build.require_same(Path("words"), "of another one")
     sink = object.__new__(split_writer.Sink)
-    sink.path, sink.bytes, sink._hasher = Path("words/sink"), 1, hashing.new("sha256")
+    sink.path = Path("words/sink")
+    sink.bytes = 1
+    sink._hasher = hashing.new("sha256")
     sink._file = sink.path.open("wb")
     yield sink.close
     yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
     yield _appeared
     yield _vanished
     hub = object.__new__(client.Hub)
-    hub.endpoint, hub._token = "https://hub", ""
+    hub.endpoint = "https://hub"
+    hub._token = ""
     from huggingface_hub import errors as hub_errors
 
     yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
@@ -562,7 +565,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         file=Fake(path="f", size=1),
     )
     fetching = object.__new__(_class_with(transfer, "_finish"))
-    fetching._advance, fetching._repository = print, Fake(name="m")
+    fetching._advance = print
+    fetching._repository = Fake(name="m")
     yield lambda: fetching._finish(part)
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
@@ -744,7 +748,8 @@ def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest)
     ours = [item for item in request.session.items if item.fspath.basename == "test_remedies.py"]
     if ours[-1].name != request.node.name or len(ours) < 10:
         pytest.skip("only a part of the file runs")
-    wanted, until = [notes / f"{item.name}.json" for item in ours[:-1]], time.monotonic() + 240
+    wanted = [notes / f"{item.name}.json" for item in ours[:-1]]
+    until = time.monotonic() + 240
     while not all(path.exists() for path in wanted):
         assert time.monotonic() < until, "another process has not run the rest of this file"
         time.sleep(0.1)

@@ -377,7 +377,9 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
     tmp_path: Path, monkeypatch, way: str
 ) -> None:
     """It is not the one that the dataset is identified by: nothing is lost without a word."""
-    folder, target, line = tmp_path / "raw", tmp_path / "out", '{"t": "text"}\n'
+    folder = tmp_path / "raw"
+    target = tmp_path / "out"
+    line = '{"t": "text"}\n'
     folder.mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         (folder / name).write_text(line * 100)

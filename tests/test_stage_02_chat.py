@@ -23,12 +23,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
 
 def records(style: str, count: int) -> list[dict]:
     """Return conversations in one of the formats, some of them twice and some that do not fit."""
-    draw, made = random.Random(f"{style} {count}"), []
+    draw = random.Random(f"{style} {count}")
+    made = []
     for number in range(count):
-        asked, answer = (
-            f"{style} {count} {number}?",
-            f"answer {draw.random()} é" * (number % 9 != 0),
-        )
+        asked = f"{style} {count} {number}?"
+        answer = f"answer {draw.random()} é" * (number % 9 != 0)
         made.append(
             {
                 "messages": {

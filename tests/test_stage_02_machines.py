@@ -162,7 +162,8 @@ def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
     fill(tmp_path / "raw", 40)
     build(tmp_path / "raw", tmp_path / "whole", Shape())
-    verify, calls = shards._verify, []
+    verify = shards._verify
+    calls = []
 
     def stop(path: Path, shard: shards.Shard) -> None:
         calls.append(path)

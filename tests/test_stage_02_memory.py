@@ -14,7 +14,8 @@ from tests.conftest import stage_command
 from tests.process_tree import resident, tree
 
 SCRIPT = "02_build_hf_dataset.py"
-GIGABYTE, MEGABYTE = 1_000_000_000, 1_000_000
+GIGABYTE = 1_000_000_000
+MEGABYTE = 1_000_000
 
 
 def peak_of_run(folder: Path, *options: object) -> int:

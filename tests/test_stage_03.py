@@ -134,7 +134,8 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
 
 
 def test_gated_without_and_with_a_token(hub, stage: StageRunner, tmp_path):
-    hub.repos[NAME].gated, hub.repos[NAME].token = True, TOKEN
+    hub.repos[NAME].gated = True
+    hub.repos[NAME].token = TOKEN
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "gated" in error and "HF_TOKEN" in error and "Traceback" not in error
     wrong = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_TOKEN": "hf_Wrong"}).stderr

@@ -165,7 +165,8 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     assert "4 problems" in told and "--allow-pickle belongs to --model-name" in told
     repo.sizes[FILES[0]] = 10**15
     assert "not enough room" in fetch(stage, expect=4).stderr
-    repo.gated, repo.token = True, TOKEN
+    repo.gated = True
+    repo.token = TOKEN
     del repo.sizes[FILES[0]]
     gated = fetch(stage, expect=2).stderr
     assert "is gated" in gated and "/datasets/org/text" in gated

@@ -147,7 +147,8 @@ def test_a_password_in_the_address_is_not_shown(hub, stage: StageRunner, tmp_pat
 
 
 def test_options_from_a_file_hold_no_token_in_the_manifest(hub, stage: StageRunner, tmp_path):
-    hub.repos[NAME].gated, hub.repos[NAME].token = True, TOKEN
+    hub.repos[NAME].gated = True
+    hub.repos[NAME].token = TOKEN
     (tmp_path / "run.yaml").write_text(f"model_name: {NAME}\ntoken: {TOKEN}\n")
     done = stage(SCRIPT, "--config", "run.yaml")
     (tmp_path / "run.yaml").unlink()

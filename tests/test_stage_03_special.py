@@ -72,7 +72,8 @@ def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tm
 
 
 def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_path):
-    files, keys = hub.repos[NAME].files, sorted(weights)
+    files = hub.repos[NAME].files
+    keys = sorted(weights)
     parts = {
         f"pytorch_model-0000{i}-of-00002.bin": {key: weights[key] for key in keys[i - 1 :: 2]}
         for i in (1, 2)

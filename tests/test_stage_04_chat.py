@@ -25,7 +25,9 @@ from tests.conftest import run_stage
 from tests.tokens import chats
 from tests.training import metrics, save_model
 
-STEPS, BATCH, LENGTH = 8, 4, 256
+STEPS = 8
+BATCH = 4
+LENGTH = 256
 TRAIN = (
     "04_train_fsdp.py",
     "-m",
@@ -107,7 +109,8 @@ def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "trai
 
 def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) -> torch.Tensor:
     """Return the mean loss over the labels, each document passed through the model by itself."""
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for number in numbers:
         rows = samples.rows(np.array([number]))
         inputs, labels = (torch.from_numpy(part.copy())[0] for part in rows[:2])
@@ -132,7 +135,8 @@ def reference(
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    schedule, found = Schedule("cosine", 1e-2, 1e-3, 0, steps), []
+    schedule = Schedule("cosine", 1e-2, 1e-3, 0, steps)
+    found = []
     for step in range(steps):
         loss = one_by_one(model, samples, samples.stream(step * BATCH, BATCH, seed=0))
         loss.backward()

@@ -127,7 +127,8 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(project)
-    run, model = (*RUN[:4], "-m", "model"), project / "model"
+    run = (*RUN[:4], "-m", "model")
+    model = project / "model"
     assert found(*run) == (3e-5, False)
     weights = model / "model.safetensors"
     weights.rename(model / "consolidated.safetensors")

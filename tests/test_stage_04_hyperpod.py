@@ -22,7 +22,8 @@ from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client impor
     InMemoryCheckpointClient,
 )
 
-STEPS, RANKS = 40, 2
+STEPS = 40
+RANKS = 2
 COMMON = (
     "-d",
     "corpus",

@@ -161,9 +161,11 @@ def test_damage_in_a_base_with_digests_is_found_in_each_launch(
     env = {"HF_HOME": str(tmp_path / "hf")}
     if kind == "cached":
         in_cache(root, tmp_path / "hf")
-        name, [weights] = "org/base", (tmp_path / "hf").rglob("model.safetensors")
+        name = "org/base"
+        [weights] = (tmp_path / "hf").rglob("model.safetensors")
     else:
-        weights, name = prepared(root, "org--own") / "model.safetensors", "org/own"
+        weights = prepared(root, "org--own") / "model.safetensors"
+        name = "org/own"
     train(root, kind, "-m", name, "--max-steps", 2, env=env)
     flip(weights)
     said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)

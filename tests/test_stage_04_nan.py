@@ -19,7 +19,10 @@ from lib.tokens.samples import Windows
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
-STEPS, BATCH, AFTER, FREQ = 30, 2, 3, 5
+STEPS = 30
+BATCH = 2
+AFTER = 3
+FREQ = 5
 COMMON = (
     "-e",
     "run",
@@ -65,11 +68,15 @@ def expected(is_bad: list[bool], freq: int = FREQ) -> tuple[list[dict[str, int]]
 
     freq: steps between checkpoints.
     """
-    step, offset, in_a_row, rollbacks = 0, 0, 0, []
+    step = 0
+    offset = 0
+    in_a_row = 0
+    rollbacks = []
     saved: dict[int, int] = {}
     bad: set[int] = set()
     while step < STEPS and len(rollbacks) < 4:
-        here, step = step + offset, step + 1
+        here = step + offset
+        step = step + 1
         in_a_row = in_a_row + 1 if is_bad[here] else 0
         bad = bad | {step} if is_bad[here] else bad - {step}
         if in_a_row >= AFTER:
@@ -77,7 +84,9 @@ def expected(is_bad: list[bool], freq: int = FREQ) -> tuple[list[dict[str, int]]
             if target is None:
                 return [], set(), 0
             rollbacks.append({"step": target, "diverged_at": step, "bad_steps": in_a_row})
-            offset, step, in_a_row = here + 1 - target, target, saved[target]
+            offset = here + 1 - target
+            step = target
+            in_a_row = saved[target]
             saved = {s: n for s, n in saved.items() if s <= target}
             bad = {s for s in bad if s <= target}
         elif step % freq == 0:
@@ -216,7 +225,9 @@ def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
 def test_a_spike_changes_nothing(project: Path) -> None:
     factor = 1.02
     run_stage("04_train_fsdp.py", *COMMON, "--max-steps", 40, "--spike-factor", factor, cwd=project)
-    usual, sound, spikes = 0.0, 0, []
+    usual = 0.0
+    sound = 0
+    spikes = []
     for row in metrics(project, "run"):
         norm = row["train/grad_norm"]
         if sound >= 20 and norm > factor * usual:

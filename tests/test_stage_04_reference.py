@@ -20,7 +20,8 @@ from tests.conftest import run_stage
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
-STEPS, BATCH = 20, 8
+STEPS = 20
+BATCH = 8
 MIXTRAL = MixtralConfig(
     vocab_size=VOCABULARY,
     hidden_size=32,
@@ -47,7 +48,8 @@ def reference(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )
-    schedule, found = Schedule("cosine", 1e-2, 1e-3, 1, STEPS), []
+    schedule = Schedule("cosine", 1e-2, 1e-3, 1, STEPS)
+    found = []
     for step in range(STEPS):
         numbers = order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
         inputs, labels, positions = (

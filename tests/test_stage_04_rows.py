@@ -19,7 +19,8 @@ from tests.conftest import run_stage
 from tests.train.test_no_waiting import WAITING
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
-STEPS, SAMPLES = 7, 6  # samples of a step
+STEPS = 7  # samples of a step
+SAMPLES = 6
 RUN = (
     "-e",
     "run",
@@ -36,7 +37,8 @@ RUN = (
     "--eval-batches",
     1,
 )
-STOPPED_AT, FAILS_AT = 4, 4  # the step in which a signal comes, or an error
+STOPPED_AT = 4  # the step in which a signal comes, or an error
+FAILS_AT = 4
 NEVER = 1000
 # FSDP calls others for the weights.
 EXCHANGES = (
@@ -55,7 +57,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._path, self._silent = Path(f"recorded_{rank}.jsonl").resolve(), False
+        self._path = Path(f"recorded_{rank}.jsonl").resolve()
+        self._silent = False
 
     def note(self, kind: str, value: Any = None) -> None:
         """Append an entry, unless it belongs to something that waits for the device anyway."""
@@ -66,7 +69,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def silence(self) -> Iterator[None]:
         """Leave out what is done meanwhile."""
-        before, self._silent = self._silent, True
+        before = self._silent
+        self._silent = True
         yield
         self._silent = before
 
@@ -186,10 +190,12 @@ def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks
             ("saving", None),
         ]
         # Outside of a row nothing is asked or exchanged; for a row the ranks exchange numbers once.
-        is_reading, exchanged = False, 0
+        is_reading = False
+        exchanged = 0
         for kind, _ in order[: order.index(("saving", None))]:
             if kind == "reading":
-                is_reading, exchanged = True, 0
+                is_reading = True
+                exchanged = 0
             elif kind == "read":
                 assert exchanged == 1
                 is_reading = False
@@ -253,7 +259,9 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     steps = range(1, STEPS + 1)
     due = [step for step in steps if step in (1, STEPS) or not step % log or not step % evaluate]
     assert [row["step"] for row in metrics(project, "run")] == due
-    launched, expected, found = 0, [], []
+    launched = 0
+    expected = []
+    found = []
     for kind, value in recorded(project):
         if kind == "launched":
             launched = value
@@ -284,7 +292,8 @@ def stop(rank: int) -> None:
     """Send rank 0 a signal when a step begins."""
     from lib.train.stop import StopRequest
 
-    ask, asked = StopRequest.ask, [0]
+    ask = StopRequest.ask
+    asked = [0]
 
     def ask_or_stop(request: StopRequest) -> None:
         asked[0] += 1

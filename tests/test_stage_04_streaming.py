@@ -269,7 +269,8 @@ def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
     )
     shutil.copytree(project / "outputs/whole", project / "outputs/cut")
     shutil.rmtree(project / "outputs/cut/checkpoints/step_00000009")
-    began_with, repo.commit = repo.commit, "89abcdef0123456789abcdef0123456789abcdef"
+    began_with = repo.commit
+    repo.commit = "89abcdef0123456789abcdef0123456789abcdef"
     refused(project, *arguments, "-e", "cut", code=2, says=f"has no revision '{began_with}'")
     repo.commit = began_with
     hub.requests.clear()
@@ -339,5 +340,6 @@ def test_a_dead_worker_ends_the_run_in_words(project: Path):
     workers = children(project.resolve())
     assert len(workers) == 2
     os.kill(int(workers[0]), 9)
-    codes, printed = launch.wait(60), (project / "printed").read_text()
+    codes = launch.wait(60)
+    printed = (project / "printed").read_text()
     assert codes == [1] and "has died (signal 9)" in printed and "Traceback" not in printed

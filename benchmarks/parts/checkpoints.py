@@ -53,7 +53,9 @@ class Bench:
     """A sharded model with its optimizer, and ways to save and load it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.layout, self.work, self.rounds = ParallelLayout.start(), args.work, args.rounds
+        self.layout = ParallelLayout.start()
+        self.work = args.work
+        self.rounds = args.rounds
         config = LlamaConfig(
             vocab_size=4096,
             hidden_size=1024,
@@ -225,7 +227,8 @@ class Bench:
 
     def background(self) -> dict[str, Any]:
         """Measure what saves in the background cost a training loop."""
-        copies, thread = TimedCopies(self.optimizer), ThreadPoolExecutor(1)
+        copies = TimedCopies(self.optimizer)
+        thread = ThreadPoolExecutor(1)
 
         def sync() -> float:
             seconds = self.seconds(self.write_ours)
@@ -264,11 +267,15 @@ class Bench:
         """
         usual = statistics.median(self.step() for _ in range(2))
         self.meet()
-        copies.waited, began = 0.0, time.perf_counter()
+        copies.waited = 0.0
+        began = time.perf_counter()
         pending = begin()
-        submitting, longer, count = time.perf_counter() - began, 0.0, 0
+        submitting = time.perf_counter() - began
+        longer = 0.0
+        count = 0
         while not pending.done() or not count:
-            longer, count = longer + self.step() - usual, count + 1
+            longer = longer + self.step() - usual
+            count = count + 1
         pending.result()
         whole = time.perf_counter() - began
         self.clear()

@@ -50,7 +50,8 @@ def parse_lines(paths: list[Path]) -> None:
 
 def write_rate(directory: Path, size: int) -> float:
     """Return the bytes per second of a sequential write with fdatasync."""
-    path, block = directory / "written", os.urandom(4 * _MB)
+    path = directory / "written"
+    block = os.urandom(4 * _MB)
     began = time.monotonic()
     with path.open("wb", buffering=0) as file:
         for _ in range(max(1, size // len(block))):

@@ -68,7 +68,9 @@ def load(arguments: argparse.Namespace) -> None:
     layout = ParallelLayout.start()
     torch.set_num_threads(1)
     dist.barrier()
-    before, read, began = _peak_memory(), _read_bytes(), time.perf_counter()
+    before = _peak_memory()
+    read = _read_bytes()
+    began = time.perf_counter()
     if arguments.role == "ours":
         _ours(arguments.model, layout)
     elif arguments.role == "from_pretrained":
@@ -203,7 +205,8 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def _measure(action: Callable[[], Any]) -> None:
-    before, began = _peak_memory(), time.perf_counter()
+    before = _peak_memory()
+    began = time.perf_counter()
     action()
     processes.end({"seconds": time.perf_counter() - began, "memory": _peak_memory() - before})
 

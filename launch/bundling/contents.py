@@ -22,7 +22,8 @@ from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("lib", "launch", "tests", "benchmarks")
-_UNFINISHED, _PACKS = ".partial-", ".packs-"
+_UNFINISHED = ".partial-"
+_PACKS = ".packs-"
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,8 @@ def directory(place: Path, to: str) -> PackedDirectory:
 
     Raises ArtifactError for what is not a plain file, and for a directory without any file.
     """
-    content, root = manifest.read_if_any(place), place.resolve()
+    content = manifest.read_if_any(place)
+    root = place.resolve()
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     payloads = []
     for path in [root] if root.is_file() else sorted(root.rglob("*")):

@@ -32,8 +32,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-MANIFEST, KIND, UNPACKED = "manifest.json", "bundle/1", ".bundle.json"
-_USAGE, _DAMAGED, _FULL = 2, 3, 4
+MANIFEST = "manifest.json"
+KIND = "bundle/1"
+UNPACKED = ".bundle.json"
+_USAGE = 2
+_DAMAGED = 3
+_FULL = 4
 _CHUNK = 4 << 20
 _WORKERS = min(16, (os.cpu_count() or 1) + 2)
 _LINE_EVERY_S = 10.0
@@ -64,11 +68,7 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     for action in (verify, unpack):
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument(
-        "--to",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="project directory to make; must be free (needed)",
+        "--to", type=Path, required=True, metavar="DIR", help="the new project's directory (needed)"
     )
     unpack.add_argument(
         "--install",
@@ -125,8 +125,8 @@ def _require_sound(entries: list[Entry]) -> None:
                 raise ValueError(f"{text!r} leads out of its directory")
         if entry["to"] and not 0 <= entry["mode"] <= 0o777:
             raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
-        numbers = [entry[key] for key in ("bytes", "offset", "mtime_ns")[: 3 if entry["to"] else 1]]
-        if any(type(number) is not int or number < 0 for number in numbers):
+        numbers = ("bytes", "offset", "mtime_ns") if entry["to"] else ("bytes",)
+        if any(type(entry[key]) is not int or entry[key] < 0 for key in numbers):
             raise ValueError(f"{entry['path']!r} has sizes or times that are none")
     if len({entry["path"] for entry in entries}) < len(entries):
         raise ValueError("it names a file twice")
@@ -222,7 +222,8 @@ def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
 
 def _progress(what: str, total: int) -> Callable[[int], None]:
     """Return what counts bytes and prints a line now and then."""
-    lock, state = threading.Lock(), {"done": 0, "line": time.monotonic()}
+    lock = threading.Lock()
+    state = {"done": 0, "line": time.monotonic()}
 
     def show(count: int) -> None:
         with lock:
@@ -352,7 +353,8 @@ def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[in
 
 def _require_python(content: dict[str, Any]) -> None:
     """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
-    wanted, tag = content["summary"]["python"], content["summary"]["platform"]
+    wanted = content["summary"]["python"]
+    tag = content["summary"]["platform"]
     if not wanted:
         raise BundleError(
             _USAGE, "the bundle has no wheelhouse", hint="unpack it without --install"

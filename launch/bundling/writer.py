@@ -30,16 +30,19 @@ def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, l
     At most one part of a file lies in a volume; that of a cut file under `.parts/` in it.
     """
     parts: dict[str, list[Entry]] = {}
-    volume, free = 1, volume_bytes or sum(payload.bytes for payload in payloads)
+    volume = 1
+    free = volume_bytes or sum(payload.bytes for payload in payloads)
     for payload in payloads:
         cuts: list[tuple[int, int, int]] = []
         offset = 0
         while not cuts or offset < payload.bytes:
             if volume_bytes and not free:
-                volume, free = volume + 1, volume_bytes
+                volume = volume + 1
+                free = volume_bytes
             size = min(payload.bytes - offset, free)
             cuts.append((volume, offset, size))
-            offset, free = offset + size, free - size
+            offset = offset + size
+            free = free - size
         folder = "/.parts" if len(cuts) > 1 else ""
         parts[payload.to] = [
             {
@@ -65,9 +68,12 @@ class Writer:
     def __init__(
         self, place: Path, earlier: Path, payloads: Sequence[Payload], volume_bytes: int | None
     ) -> None:
-        self._place, self._payloads = place, payloads
+        self._place = place
+        self._payloads = payloads
         self._layout = layout(payloads, volume_bytes)
-        self._lock, self._began, self._seconds = threading.Lock(), time.monotonic(), 0.0
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._seconds = 0.0
         self._done = self._take_over(place, _journal(place / _JOURNAL))
         self._remove_others()
         linked = manifest.read_if_any(earlier) if earlier.is_dir() else None
@@ -122,7 +128,8 @@ class Writer:
             plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
             if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
                 for part in parts:
-                    there, here = place / part["path"], self._place / part["path"]
+                    there = place / part["path"]
+                    here = self._place / part["path"]
                     if not here.exists():
                         here.parent.mkdir(parents=True, exist_ok=True)
                         here.hardlink_to(there)
@@ -140,12 +147,14 @@ class Writer:
 
     def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:
         """Write the parts of a file; ArtifactError when it is not what its stage wrote."""
-        parts, algorithm = self._layout[payload.to], payload.digest.partition(":")[0]
+        parts = self._layout[payload.to]
+        algorithm = payload.digest.partition(":")[0]
         is_hashed = len(parts) == 1 and algorithm == "sha256"  # by the hash of the only part
         whole = hashing.new(algorithm) if algorithm and not is_hashed else None
         entries = []
         for part in parts:
-            path, hasher = self._place / part["path"], hashlib.sha256()
+            path = self._place / part["path"]
+            hasher = hashlib.sha256()
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 for chunk in _chunks(payload, part["offset"], part["bytes"]):

@@ -156,7 +156,8 @@ def node_types(cluster: str, region: str) -> list[str]:
 
     Empty where AWS cannot be asked.
     """
-    ask, types = partial(aws, "eks", region=region), set[str]()
+    ask = partial(aws, "eks", region=region)
+    types = set[str]()
     try:
         for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
             types |= {
@@ -282,7 +283,8 @@ def _instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
             "aws sagemaker update-cluster --node-recovery Automatic",
         )
     for group in info.get("InstanceGroups", []):
-        now, target = group.get("CurrentCount"), group.get("TargetCount")
+        now = group.get("CurrentCount")
+        target = group.get("TargetCount")
         if now != target:
             yield Finding(
                 WARNING,

@@ -26,14 +26,16 @@ def waiting(files: list[Path]) -> str:
     reached: dict[tuple[str, int], int] = {}  # (group, rank) → the last it came to
     members: dict[str, set[int]] = {}
     for dump in dumps:
-        rank, pending = dump["rank"], [e for e in dump["entries"] if e["pending"]]
+        rank = dump["rank"]
+        pending = [e for e in dump["entries"] if e["pending"]]
         members |= {name: set(ranks) for name, ranks in dump["groups"].items()}
         for entry in dump["entries"]:
             at = entry["process_group"][0], rank
             reached[at] = max(reached.get(at, 0), entry["collective_seq_id"])
         if pending:
             first = min(pending, key=lambda e: e["time_created_ns"])
-            group, number = first["process_group"][0], first["collective_seq_id"]
+            group = first["process_group"][0]
+            number = first["collective_seq_id"]
             inside[group, number, first["profiling_name"]].add(rank)
     if not inside:
         return ""

@@ -13,7 +13,8 @@ from lib.core import log, manifest, units
 from lib.core.errors import StageError
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
-EXIT_WARNING, EXIT_ERROR = 5, 6
+EXIT_WARNING = 5
+EXIT_ERROR = 6
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
         raw = replace(
             raw, data=_C4.data, include=raw.include or _C4.include, fields=raw.fields or _C4.fields
         )
-    files, splits = Path(raw.data), Path("splits") / dataset.name
+    files = Path(raw.data)
+    splits = Path("splits") / dataset.name
     if _ON_HUB.fullmatch(raw.data) and not files.exists():
         files = Path("raw_text") / paths.model_dir_name(raw.data)
         yield [
@@ -124,7 +125,8 @@ def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
 
 
 def _model_steps(config: Config) -> Iterator[list[str]]:
-    models, name = paths.models_root(config.cache_dir), config.model_name or ""
+    models = paths.models_root(config.cache_dir)
+    name = config.model_name or ""
     if config.tokenizer and config.tokenizer.parent == models and not config.tokenizer.exists():
         yield ["03_download_model.py", "--model-name", config.tokenizer.name.replace("--", "/", 1)]
     if not name or Path(name).exists() or (models / paths.model_dir_name(name)).exists():

@@ -55,8 +55,10 @@ class GrowingFile:
     """
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
-        self._path, self._tail = path, tail
-        self._inode, self._offset = -1, 0
+        self._path = path
+        self._tail = tail
+        self._inode = -1
+        self._offset = 0
 
     def read(self) -> tuple[list[bytes], bool]:
         """Return the new lines, and whether they are of another file than those before."""
@@ -65,12 +67,14 @@ class GrowingFile:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, is_another = status.st_ino, True
+                    self._inode = status.st_ino
+                    is_another = True
                     self._offset = max(0, status.st_size - self._tail) if self._tail else 0
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
-            self._inode, self._offset = -1, 0
+            self._inode = -1
+            self._offset = 0
             return [], True
         except OSError:  # the next read may succeed, such as after ESTALE on NFS
             return [], False

@@ -14,7 +14,8 @@ from lib.train.config import Config
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "04_train_fsdp.py"
 # What is trained where nothing says so, on the dataset that launch/prepare.py makes by itself.
-RECIPE, DATASET = ROOT / "recipes" / "scratch-1b-g5.yaml", "c4"
+RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
+DATASET = "c4"
 _FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
 
 
@@ -31,7 +32,8 @@ def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], li
     """
     kept: list[str] = []
     train: list[str] = []
-    theirs, where = _parser()._option_string_actions, kept
+    theirs = _parser()._option_string_actions
+    where = kept
     for word in words:
         if word.startswith("-"):
             where = train if _has(theirs, word) and not _has(own, word) else kept

@@ -14,7 +14,10 @@ from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError
 
 # What --auto-fix does about a cause, carried out by build_image.
-PRUNE, MIRROR, RETRY, DEFAULT_TORCH = "prune", "mirror", "retry", "default torch"
+PRUNE = "prune"
+MIRROR = "mirror"
+RETRY = "retry"
+DEFAULT_TORCH = "default torch"
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
 _KEPT = 200_000
 

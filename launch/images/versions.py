@@ -214,7 +214,8 @@ def planned(opts: ImageOptions) -> ImageBuild:
             hint="without the option it is launch/Dockerfile, which needs no change "
             "for another base image or CUDA: --base-image, --cuda",
         )
-    named, problems = torch_pin(requirements), Problems()
+    named = torch_pin(requirements)
+    problems = Problems()
     driver = opts.driver_version or nvidia.driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
     if problem := base_problem(torch, opts.base_image):

@@ -85,7 +85,9 @@ class JobNeeds:
 
     def settled(self: Asked) -> Asked:
         """Return it with the instance type as nodes bear it, and with what a node is asked for."""
-        has, gpus, efa = self.node, self.gpus_per_node, self.efa_per_node
+        has = self.node
+        gpus = self.gpus_per_node
+        efa = self.efa_per_node
         has_prefix = KINDS[self.kind].on_hyperpod and self.bare_type
         return replace(
             self,
@@ -115,7 +117,8 @@ class JobNeeds:
 
     def check_type(self, problems: Problems) -> None:
         """Note an instance type, or none, whose nodes are not known."""
-        kind, known = self.bare_type, instances()
+        kind = self.bare_type
+        known = instances()
         if kind not in known and self.gpus_per_node is None:
             near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=unknown.SIMILAR)
             said = (
@@ -218,7 +221,8 @@ class JobOptions(JobNeeds):
         self.check_names(problems)
         self.check_type(problems)
         for name, key, what in (("gpus_per_node", "gpus", "GPU"), ("efa_per_node", "efa", "EFA")):
-            asked, has = getattr(self, name), self.node.get(key)
+            asked = getattr(self, name)
+            has = self.node.get(key)
             if has is not None and asked is not None and asked > has:
                 problems.add(
                     f"{flag(name)} {asked}: a node of type {self.bare_type} has {has} "

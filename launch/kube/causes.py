@@ -235,7 +235,8 @@ def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | 
     """Look at a container that waits: for its image, its configuration, its first process."""
     state = container(pod).get("state", {})
     waits = state.get("waiting") or {}
-    reason, message = waits.get("reason", ""), waits.get("message", "")
+    reason = waits.get("reason", "")
+    message = waits.get("message", "")
     if reason in _IMAGE_REASONS:
         reasons = " ".join([message, *(text for text in _events_of(pod, events) if "pull" in text)])
         return Cause(_named(_IMAGE, reasons), _name(pod), message or reasons or reason)
@@ -295,7 +296,8 @@ def _of_scheduling(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause 
 
 def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
     """Look at how a container ended, and what it said last."""
-    status, ended = pod.get("status", {}), terminated(pod)
+    status = pod.get("status", {})
+    ended = terminated(pod)
     if status.get("reason") in ("NodeLost", "NodeShutdown", "Terminated", "Shutdown"):
         return Cause("node lost", _name(pod), status.get("message", status["reason"]))
     if status.get("reason") == "Evicted":

@@ -114,7 +114,9 @@ def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, A
 def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell whether the kind of job exists, in the version written here, and someone acts on it."""
     row = KINDS[wanted.kind]
-    crd, version, remedy = row.resource, row.version, row.install
+    crd = row.resource
+    version = row.version
+    remedy = row.install
     definition = kube.find("customresourcedefinition", crd)
     if definition is None:
         yield Finding(
@@ -168,7 +170,8 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"),
         )
         return
-    phase, modes = found.get("status", {}).get("phase"), found["spec"].get("accessModes", [])
+    phase = found.get("status", {}).get("phase")
+    modes = found["spec"].get("accessModes", [])
     if phase != "Bound":
         yield Finding(
             ERROR,
@@ -215,7 +218,8 @@ def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
 
 def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell whether nodes can fetch the image; no secret's content is read, only its type."""
-    name, image = wanted.image_pull_secret, wanted.image
+    name = wanted.image_pull_secret
+    image = wanted.image
     if name:
         try:
             kind = kube.run("get", "secret", name, "-o", "jsonpath={.type}").strip()

@@ -10,7 +10,9 @@ from launch.kube.kubectl import Kubectl, KubectlError
 from lib.core import log
 from lib.core.errors import UsageError
 
-ACTIVE, SUCCEEDED, FAILED = "active", "succeeded", "failed"
+ACTIVE = "active"
+SUCCEEDED = "succeeded"
+FAILED = "failed"
 _DONE = {"Succeeded": SUCCEEDED, "Complete": SUCCEEDED, "Completed": SUCCEEDED, "Failed": FAILED}
 _LOG_LINES = "400"
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -68,7 +70,8 @@ def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:
 
 def end_of_log(kubectl: Kubectl, pod: causes.Pod) -> str:
     """Return the end of what a pod printed: this time, or before its container started again."""
-    name, restarted = pod["metadata"]["name"], causes.container(pod).get("restartCount", 0)
+    name = pod["metadata"]["name"]
+    restarted = causes.container(pod).get("restartCount", 0)
     has_ended = "terminated" in causes.container(pod).get("state", {})
     for previous in (["--previous"] if restarted and not has_ended else [], []):
         try:
@@ -97,7 +100,8 @@ def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.C
 def show_pods(found: list[causes.Pod]) -> None:
     rows = [("pod", "phase", "node", "restarts", "")]
     for pod in found:
-        status, ran = pod.get("status", {}), causes.container(pod)
+        status = pod.get("status", {})
+        ran = causes.container(pod)
         waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
         code = causes.terminated(pod).get("exitCode")
         rows.append(

@@ -278,7 +278,9 @@ class _Watch:
     """Follows one submission."""
 
     def __init__(self, asked: Job, kubectl: Kubectl, patience: Patience, monitor: bool) -> None:
-        self._job, self._kubectl, self._patience = asked, kubectl, patience
+        self._job = asked
+        self._kubectl = kubectl
+        self._patience = patience
         self._monitor = monitor
         self._log: subprocess.Popen[bytes] | None = None
         self._logged = ""
@@ -295,7 +297,8 @@ class _Watch:
                     self._silent = 0
                 except KubectlError as error:
                     self._endure(error)
-                    ended, cause = False, None
+                    ended = False
+                    cause = None
                 if ended:
                     return cause
                 time.sleep(self._patience.poll_seconds)

@@ -56,7 +56,8 @@ class Job(JobOptions):
         return keep_dollars(filled(f"{self.kind}.yaml", {**settings, "POD": pod}))
 
     def _settings(self) -> dict[str, Any]:
-        kind, asked = KINDS[self.kind], stage_04.parse(self.train)
+        kind = KINDS[self.kind]
+        asked = stage_04.parse(self.train)
         return {
             **{name.upper(): value for name, value in vars(self).items()},
             "RUNTIME": self.runtime,
@@ -94,7 +95,8 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
     settled = asked.settled()
     train = problems.collect(lambda: train_options(asked, given))
     if train and (asked.node or asked.gpus_per_node is not None):
-        parsed, per_node = stage_04.parse(train), settled.gpus_per_node or 1
+        parsed = stage_04.parse(train)
+        per_node = settled.gpus_per_node or 1
         problems.collect(lambda: _check_division(asked, parsed, per_node))
     problems.raise_if_any()
     return Job(
@@ -137,7 +139,8 @@ def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
 
     stage_04.check_ranks(train, asked.nodes * per_node)
     division = plan.divide(train, 0, asked.nodes * per_node)
-    batch, share = division.global_batch, division.micro_batch * per_node
+    batch = division.global_batch
+    share = division.micro_batch * per_node
     numbers = range(asked.min_nodes or asked.nodes, asked.nodes + 1)
     if unfit := [nodes for nodes in numbers if batch % (nodes * share)]:
         least = math.lcm(*(nodes * share for nodes in numbers))

@@ -42,7 +42,8 @@ class KubectlError(StageError):
             if is_away
             else "",
         )
-        self.text, self.last_line = said, said.strip().rpartition("\n")[2]
+        self.text = said
+        self.last_line = said.strip().rpartition("\n")[2]
         self.is_transient = bool(_TRANSIENT.search(text))
         self.is_missing = "(NotFound)" in text
         self.is_unknown_type = "doesn't have a resource type" in text
@@ -53,7 +54,8 @@ class Kubectl:
     """Calls kubectl in a namespace. context: the kubeconfig's, empty for the current one."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
-        self.namespace, self.context = namespace, context
+        self.namespace = namespace
+        self.context = context
 
     def command(self, *arguments: str) -> list[str]:
         context = ["--context", self.context] if self.context else []

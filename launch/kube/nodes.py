@@ -12,7 +12,9 @@ from launch.kube.kinds import HYPERPOD_PREFIX
 from lib.core import log, units
 from lib.core.errors import UsageError
 
-GPU, EFA, HUGE_PAGES = "nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi"
+GPU = "nvidia.com/gpu"
+EFA = "vpc.amazonaws.com/efa"
+HUGE_PAGES = "hugepages-2Mi"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 _HEALTH = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED = {GPU}
@@ -151,7 +153,8 @@ def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
 
 def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
     """Tell whether a job fits. wanted: settled. grows: an autoscaler adds nodes."""
-    gpus, efa = wanted.gpus_per_node or 0, wanted.efa_per_node or 0
+    gpus = wanted.gpus_per_node or 0
+    efa = wanted.efa_per_node or 0
     candidates = [
         node
         for node in nodes

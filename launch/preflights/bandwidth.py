@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from launch.preflights.group import AllRanks, process_group
 
-_GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
-_GPU_REPEATS, _CPU_REPEATS = 10, 6
+_GPU_BYTES = 256 << 20
+_CPU_BYTES = 4 << 20
+_GPU_REPEATS = 10
+_CPU_REPEATS = 6
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Result = dict[str, Any]

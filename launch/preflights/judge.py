@@ -16,13 +16,17 @@ from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
 from lib.core import units
 
 # Shares of what the other nodes reach, under which a node is called slow, and a failure.
-_SLOW, _FAILING = 0.75, 0.5
+_SLOW = 0.75
+_FAILING = 0.5
 _SLOW_COMPUTE = 0.85
-_SKEW_WARNING_S, _SKEW_ERROR_S = 0.5, 60.0
-_SHM_ERROR, _SHM_WARNING = 64 << 20, 1 << 30
+_SKEW_WARNING_S = 0.5
+_SKEW_ERROR_S = 60.0
+_SHM_ERROR = 64 << 20
+_SHM_WARNING = 1 << 30
 _KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
 _FREE_WARNING = 50 * 10**9
-_HOT_C, _USED_GIB = 87.0, 2.0
+_HOT_C = 87.0
+_USED_GIB = 2.0
 Facts = dict[int, dict[str, Any]]
 Name = Callable[[int], str]
 
@@ -325,7 +329,8 @@ def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
     for node in sorted({node for pair in whole for node in pair}):
         own = [result for pair, result in whole.items() if node in pair]
         others = [result for pair, result in whole.items() if node not in pair]
-        share, text = 1.0, []
+        share = 1.0
+        text = []
         for kind, label in _KINDS.items() if others else ():
             best = max(result[kind] for result in own)
             usual = median(result[kind] for result in others)

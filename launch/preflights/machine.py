@@ -19,8 +19,10 @@ from lib.core.paths import MANIFEST, models_root, tokens_root
 from lib.parallel.gpus import unusable
 
 _BLOCK = 8 << 20
-_DISK_BYTES, _DISK_SECONDS = 512 << 20, 2.0
-SHM, INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
+_DISK_BYTES = 512 << 20
+_DISK_SECONDS = 2.0
+SHM = Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
 _AMAZON = "0x1d0f"
 _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 _OWN_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
@@ -214,7 +216,8 @@ def disk(directory: Path) -> dict[str, Any]:
 def _write(probe: Path, most: int) -> tuple[int, float]:
     """Write incompressible bytes for a while; return how many, and the seconds with the fsync."""
     block = os.urandom(_BLOCK)
-    written, began = 0, time.perf_counter()
+    written = 0
+    began = time.perf_counter()
     with probe.open("wb", buffering=0) as file:
         while written < most and time.perf_counter() - began < _DISK_SECONDS:
             written += file.write(block)

@@ -20,7 +20,8 @@ from pathlib import Path
 from launch.supervision import outcome
 from launch.supervision.outcome import NodeOutcome
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _ENDS_BY_ITSELF_S = 20.0  # once a rank, or another node's part, has ended
 _LEFT_OVER_S = 5.0  # for what outlives torchrun
@@ -48,10 +49,14 @@ class Attempt:
     """
 
     def __init__(self, command: NodeCommand, node: int) -> None:
-        self._save_seconds, self._node = command.save_seconds, node
+        self._save_seconds = command.save_seconds
+        self._node = node
         self._logs = tempfile.TemporaryDirectory(prefix="launch-")
-        self._kills, self._killed_at = _kills_for_memory(), float("-inf")
-        self._deadline, self._stopping, self._ended_at = float("inf"), False, 0.0
+        self._kills = _kills_for_memory()
+        self._killed_at = float("-inf")
+        self._deadline = float("inf")
+        self._stopping = False
+        self._ended_at = 0.0
         # torchrun has each rank write an error file below the directory; this one is its own.
         torchrun = {
             "PET_LOG_DIR": self._logs.name,
@@ -68,7 +73,8 @@ class Attempt:
     def tick(self) -> bool:
         """Look at the processes, kill them when their time is over; True once all have ended."""
         if (kills := _kills_for_memory()) > self._kills:
-            self._kills, self._killed_at = kills, time.monotonic()
+            self._kills = kills
+            self._killed_at = time.monotonic()
         if any(Path(self._logs.name).rglob(outcome.ERROR_FILE)):
             self.abandon()  # a rank that waits in a collective for the one that failed does not end
         deadline = self._deadline
@@ -128,7 +134,8 @@ class Attempt:
                 # The name of the program, in brackets, may hold spaces and brackets itself.
                 state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 children[int(above)].append((int(entry.name), state))
-        running, parents = [], [me]
+        running = []
+        parents = [me]
         while parents:
             parent = parents.pop()
             for pid, state in children[parent]:

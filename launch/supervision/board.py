@@ -28,7 +28,8 @@ class NoteBoard:
     """
 
     def __init__(self, directory: Path | None, node: int) -> None:
-        self.directory, self.node = directory, node
+        self.directory = directory
+        self.node = node
         self.me = uuid.uuid4().hex
         self._beat = 0
         self._seen: dict[int, tuple[object, float, bool]] = {}

@@ -37,7 +37,8 @@ class Head(NodeLauncher):
     ) -> None:
         super().__init__(command, board, patience)
         self._others = range(1, nodes)
-        self._experiment, self._backoff = experiment, backoff
+        self._experiment = experiment
+        self._backoff = backoff
         self._history = History(max_restarts, newest=self._newest())
         self._found = self._mark()
         self._not_before = 0.0
@@ -67,7 +68,8 @@ class Head(NodeLauncher):
     def _gather(self) -> Verdict | None:
         """Wait until all nodes are ready; return why that will not be."""
         self.round += 1
-        began, is_announced = time.monotonic(), False
+        began = time.monotonic()
+        is_announced = False
         while True:
             self.turn(self._others, "gather", **self._facts)
             self._hear_stop()
@@ -102,7 +104,8 @@ class Head(NodeLauncher):
         earlier = self._before_me.get("members", {})
         if any(earlier.get(node) == me for node, me in members.items()):
             self._found = self._before_me["found"]
-        has_begun, self._state_before = self._mark() != self._found, self._state()
+        has_begun = self._mark() != self._found
+        self._state_before = self._state()
         self._facts = {"members": members, "found": self._found}
         self.post("run", **self._facts, has_begun=has_begun)
         self.attempt = attempt = Attempt(self.command, HEAD)
@@ -148,7 +151,9 @@ class Head(NodeLauncher):
         self, outcomes: list[NodeOutcome], members: dict[str, str]
     ) -> tuple[list[NodeOutcome], list[int]]:
         """Return how the round ended on all nodes, and which of them are lost."""
-        deadline, lost, waiting = float("inf"), [], set(self._others)
+        deadline = float("inf")
+        lost = []
+        waiting = set(self._others)
         while waiting:
             is_over = self._is_over(outcomes)
             if is_over and deadline == float("inf"):

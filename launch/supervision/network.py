@@ -31,14 +31,16 @@ def towards(host: str) -> str:
     address = _address(host)
     if address is None or address.is_loopback:  # the head's own name, on the head
         address = ipaddress.IPv4Address("0.0.0.0")  # which only a default route leads to
-    best, interface = (-1, 0), ""
+    best = (-1, 0)
+    interface = ""
     with suppress(OSError, ValueError):
         for line in Path("/proc/net/route").read_text().splitlines()[1:]:
             name, target, _, flags, _, _, metric, mask, *_ = line.split()
             network = ipaddress.IPv4Network((_of_route(target), str(_of_route(mask))))
             quality = network.prefixlen, -int(metric)
             if int(flags, 16) & _UP and address in network and quality > best:
-                best, interface = quality, name
+                best = quality
+                interface = name
     return interface
 
 

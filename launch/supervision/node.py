@@ -19,9 +19,11 @@ from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, vis
 
 TELL_AFTER_S = 10.0
 OTHERS_LEAVE_WITHIN_S = 30.0
-_TICK_S, _TICK_ALONE_S = 1.0, 0.2
+_TICK_S = 1.0
+_TICK_ALONE_S = 0.2
 _LOOKS = 4
-_TRAINING, _ENDING = ("run", "running"), ("end", "ended")  # phases, of the head and of others
+_TRAINING = ("run", "running")  # phases, of the head and of others
+_ENDING = ("end", "ended")
 
 
 class NodeLauncher(ABC):
@@ -32,8 +34,11 @@ class NodeLauncher(ABC):
     """
 
     def __init__(self, command: NodeCommand, board: NoteBoard, patience: float) -> None:
-        self.command, self.board, self.patience = command, board, patience
-        self.round, self.stop = 0, ""
+        self.command = command
+        self.board = board
+        self.patience = patience
+        self.round = 0
+        self.stop = ""
         self.gave_up = False
         self._interrupts = 0
         self._has_told_stop = False
@@ -125,7 +130,8 @@ class Follower(NodeLauncher):
         """Return the exit code that the head tells."""
         self.require_alone()
         known: set[str] = set()  # heads that were at work since this launcher began
-        alone_since, is_announced = time.monotonic(), False
+        alone_since = time.monotonic()
+        is_announced = False
         while True:
             self.turn(range(1), "ready")
             head = self.notes[HEAD]

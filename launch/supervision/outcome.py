@@ -116,7 +116,8 @@ class History:
     def progressed(self, newest: int) -> None:
         """Count anew once there is a newer checkpoint than at the last restart."""
         if newest > self.newest:
-            self.newest, self.restarts = newest, 0
+            self.newest = newest
+            self.restarts = 0
 
 
 def read_failures(logs: Path, node: int) -> list[Failure]:

@@ -41,7 +41,9 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             f"no checkpoints in {directory}", expected="outputs/<exp> of a run that has saved"
         )
-    rows, unread, damaged = [], 0, 0
+    rows = []
+    unread = 0
+    damaged = 0
     for checkpoint in reversed(found):
         try:
             rows.append(_row(checkpoint, opts.action == "verify"))
@@ -80,7 +82,8 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
     problems = checkpoint.problems()
     if problems:
         return _without_facts(checkpoint, problems[0])
-    facts, entries = checkpoint.commit(), checkpoint.manifest()["files"]
+    facts = checkpoint.commit()
+    entries = checkpoint.manifest()["files"]
     size = sum(entry["bytes"] for entry in entries)
     if deep:
         with Progress(checkpoint.path.name, size, "B") as bar:

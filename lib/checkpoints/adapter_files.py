@@ -61,7 +61,8 @@ def write(
 
 def make_config(adapted: AdaptedRun) -> dict[str, Any]:
     """Return what adapter_config.json holds."""
-    settings, chosen = adapted.lora, lora.choose(adapted.plain, adapted.lora.targets)
+    settings = adapted.lora
+    chosen = lora.choose(adapted.plain, adapted.lora.targets)
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
         "alpha_pattern": {},

@@ -57,21 +57,29 @@ class Checkpointer:
         can still be given for copies; None: a save is written before the next step. note: is told
         what happens.
         """
-        self._directory, self._layout, self._identity = checkpoints, layout, identity
-        self._total, self._every, self._keep = total_steps, every, (keep, keep_every)
+        self._directory = checkpoints
+        self._layout = layout
+        self._identity = identity
+        self._total = total_steps
+        self._every = every
+        self._keep = (keep, keep_every)
         self._often = every if tier is None else tier_every or max(1, every // _TIER_PER_SHARED)
-        self._tier, self._note = tier, note
+        self._tier = tier
+        self._note = note
         self._room = room
         self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
-        self._step, self._is_shared, self._failures = 0, True, 0
+        self._step = 0
+        self._is_shared = True
+        self._failures = 0
         self._waited: float | None = None  # seconds that the steps were held up by the save
         self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError, done="deleted")
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint of both tiers; see newest_valid."""
-        control, tier = self._layout.control, self._tier
+        control = self._layout.control
+        tier = self._tier
         if tier is None:
             return newest_valid(self._directory, control, self._note_quarantine, before)
 
@@ -96,7 +104,8 @@ class Checkpointer:
         try:
             shared = newest_valid(self._directory, control, self._note_quarantine, before)
         except ArtifactError as damaged:
-            shared, error = None, damaged
+            shared = None
+            error = damaged
         step = shared.step if shared else 0
         if step < likely and (found := newer_in_tier(step)):
             return found
@@ -109,7 +118,8 @@ class Checkpointer:
 
         Raises ArtifactError when it lacks something, or when names, shapes or dtypes differ.
         """
-        record, tensors = checkpoint.record(), state.tensors()
+        record = checkpoint.record()
+        tensors = state.tensors()
         contents.require_complete(record, checkpoint.path)
         if self._tier and self._tier.holds(checkpoint):
             self._tier.fill(checkpoint, tensors, self._layout.device)
@@ -150,10 +160,12 @@ class Checkpointer:
         there, with whether all ranks share it; it must not raise. Raises what the save before, or
         this one, raised; see `finish`.
         """
-        began, last = time.monotonic(), stopping or state.step == self._total
+        began = time.monotonic()
+        last = stopping or state.step == self._total
         self.finish(wait=True)
         copies = None if last else self._copies_of(state)
-        self._step, self._waited = state.step, None
+        self._step = state.step
+        self._waited = None
         self._is_shared = last or state.step % self._every == 0
         captured = snapshot.capture(
             state.tensors(), state.state_dict(), self._identity, self._layout.device, copies
@@ -182,7 +194,8 @@ class Checkpointer:
         """
         if self._pending is None or not (wait or self._pending.done()):
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             checkpoint, seconds = pending.result()
         except StageError as error:

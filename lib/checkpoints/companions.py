@@ -15,7 +15,8 @@ from lib.core.paths import Experiment
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
 
 
 def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:

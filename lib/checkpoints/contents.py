@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # who only reads records does not wait for it
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
+MODEL = "model."
+BUFFER = "buffer."
+OPTIMIZER = "optimizer."
 # What a COMMIT repeats of the record, so that a table of checkpoints needs no other file.
 _FACTS = (
     "tokens",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import commit, contents
 from lib.checkpoints.storage import ShardFile, StrictReader
 from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
-from lib.core import manifest
+from lib.core import manifest, units
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
 from lib.models.adapters import ModelAdapter
@@ -194,7 +194,8 @@ def _saved_names(
     ]
     for names, group in zip(saved, groups, strict=True) if not beside_base else ():
         for key, name in zip(names, group, strict=True):
-            shape, there = tuple(tensors[name].shape), reader.described.get(key, (None, None))[0]
+            shape = tuple(tensors[name].shape)
+            there = reader.described.get(key, (None, None))[0]
             if there != shape:
                 raise ArtifactError(
                     f"checkpoint {path} is of another model",
@@ -242,7 +243,8 @@ class PieceReader:
     def __init__(self, directory: Path, reads_ahead: bool) -> None:
         self.reads_ahead = reads_ahead
         metadata = StrictReader(directory).read_metadata()
-        self._tensors, self._places = metadata.state_dict_metadata, metadata.storage_data
+        self._tensors = metadata.state_dict_metadata
+        self._places = metadata.storage_data
         self.described: dict[str, Described] = {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in self._tensors.items()
@@ -290,4 +292,4 @@ class PieceReader:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
+    return units.ceil_div(size, 64) * 64

@@ -39,7 +39,9 @@ class Export(ABC):
         dtype: torch.dtype,
     ) -> None:
         """model: of the run without adapters, on meta. adapted: the adapters of the run, if any."""
-        self.model, self.checkpoint, self.adapted = model, checkpoint, adapted
+        self.model = model
+        self.checkpoint = checkpoint
+        self.adapted = adapted
         self._dtype = dtype
 
     @abstractmethod
@@ -58,7 +60,8 @@ class Export(ABC):
         """Print what is proved of adapters; ArtifactError where something is not so."""
         if self.adapted is None:
             return
-        began, numbers = time.monotonic(), proofs.PASSES * self.model.num_parameters()
+        began = time.monotonic()
+        numbers = proofs.PASSES * self.model.num_parameters()
         with Progress("proving", numbers, "numbers", progress) as bar:
             for proof in proofs.prove(self.adapted, out, self._dtype, bar.advance):
                 log.info(f"proved: {proof}")
@@ -102,7 +105,8 @@ class AdapterExport(Export):
 
     def __init__(self, model: PreTrainedModel, adapted: AdaptedRun, dtype: torch.dtype) -> None:
         super().__init__(model, adapted.checkpoint, adapted, dtype)
-        self._adapted, self._plan = adapted, adapter_files.plan(adapted, dtype)
+        self._adapted = adapted
+        self._plan = adapter_files.plan(adapted, dtype)
         self.bytes, self.tensors = sum(entry.bytes for entry in self._plan), len(self._plan)
         self.adapter_of = adapter_files.name_of(adapted.base)
 

@@ -98,7 +98,8 @@ class HostCopies:
         taken: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
-            local, copy = local_tensor(tensor), copies[name]
+            local = local_tensor(tensor)
+            copy = copies[name]
             # Not `from_local`, which would move the copy back to the mesh's device.
             taken[name] = (
                 DTensor(copy, tensor._spec, requires_grad=False)
@@ -158,10 +159,11 @@ class HostMemory:
 
     def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], locked: bool) -> None:
         """Raise NoHostMemoryError where the system or the driver refuses."""
-        starts, end = {}, 0
+        starts = {}
+        end = 0
         for name, (shape, dtype) in shapes.items():
             starts[name] = end
-            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+            end += units.ceil_div(shape.numel() * dtype.itemsize, _ALIGNED) * _ALIGNED
         try:
             self._pages = mmap.mmap(-1, max(end, 1))
         except OSError as error:

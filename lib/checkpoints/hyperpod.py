@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
 CLUSTER = "auto"  # instead of an address: the service of the cluster that the run is in
 _KEEP = 2  # the service drops the oldest when a third arrives, which leaves one that is whole
 _LISTED = 100  # steps; more than are ever there
-_ANSWER_S, _PART_S = 10.0, 60.0  # without a sign from the service, for small requests and parts
+_ANSWER_S = 10.0  # without a sign from the service, for small requests and parts
+_PART_S = 60.0
 _LONGEST_TEXT = 160  # characters of a service error, which may be logged at each save
 _OF_SYSTEM = re.compile(r"\[Errno -?\d+\] [\w ]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
@@ -86,8 +87,11 @@ class HyperPodTier(tier.Tier):
         saving: dist.ProcessGroup,
         note: tier.Note = tier.unnoted,
     ) -> None:
-        self.note, self._control, self._saving = note, control, saving
-        self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
+        self.note = note
+        self._control = control
+        self._saving = saving
+        self._rank = dist.get_rank(control)
+        self._ranks = dist.get_world_size(control)
         self._namespace = f"{_NO_NAME.sub('-', experiment)[:40]}-{run}"
         self._client = _client(address, self._namespace, self._rank, self._ranks)
 
@@ -311,7 +315,8 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
         namespace, str(rank), str(ranks), config, steps_retained=_KEEP, logger=logger
     )
     # No proxy and no redirection, which would lead out of the cluster.
-    client._session.trust_env, client._session.max_redirects = False, 0
+    client._session.trust_env = False
+    client._session.max_redirects = 0
     return client
 
 

@@ -53,9 +53,12 @@ class LocalTier(Tier):
         saving: dist.ProcessGroup,
         note: Note = unnoted,
     ) -> None:
-        self._directory, self.note = directory, note
-        self._control, self._saving = control, saving
-        self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
+        self._directory = directory
+        self.note = note
+        self._control = control
+        self._saving = saving
+        self._rank = dist.get_rank(control)
+        self._ranks = dist.get_world_size(control)
         self._node = self._ranks_that_share()
         self._leads = self._rank == self._node[0]
         self._prune_may_fail = log.Tolerated(
@@ -88,7 +91,8 @@ class LocalTier(Tier):
         """Name what this node has sealed; return the steps that went for it."""
         if not self._leads:
             return []
-        final, gone = attempt.with_name(paths.step_name(step)), []
+        final = attempt.with_name(paths.step_name(step))
+        gone = []
         if final.exists():  # of an earlier launch, which some other node has lost
             commit.discard([final])
             gone.append(step)
@@ -186,7 +190,8 @@ class LocalTier(Tier):
     def _ranks_that_share(self) -> list[int]:
         """Return the ranks that see what this one writes."""
         launch = on_rank_0(lambda: f".seen-{time.time_ns():x}-", self._control)
-        mark, problem = self._directory / f"{launch}{self._rank}", ""
+        mark = self._directory / f"{launch}{self._rank}"
+        problem = ""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             mark.touch()

@@ -33,7 +33,8 @@ from lib.parallel import attention, probe
 
 # Of each optimizer its second moments, by their name, as far as whether they are zero.
 _SECOND_MOMENTS = ("exp_avg_sq", "exp_avg_root")
-_FEWEST_LOST, _LOST_SHARE = 8, 0.25  # rows of B
+_FEWEST_LOST = 8  # rows of B
+_LOST_SHARE = 0.25
 PASSES = 3  # over the tensors of a model, to compute what it computes
 # Rounding in each block is independent of that in others, so it grows with the root of their
 # number. Of eight families with 2 and 24 blocks it was at most 1.1 × eps × √blocks.
@@ -63,7 +64,10 @@ def require_trained(adapted: AdaptedRun) -> str:
     long run of them is a slice that was not saved.
     """
     checkpoint = adapted.checkpoint
-    steps, wrong, rows, moved = checkpoint.record().get("optimizer_steps", 0), [], 0, 0
+    steps = checkpoint.record().get("optimizer_steps", 0)
+    wrong = []
+    rows = 0
+    moved = 0
     is_moved = adapted.options.get("lr") != 0
     with closing(PieceReader(checkpoint.path / commit.TENSORS, False)) as reader:
         for name, tensor in adapted.tensors.items():
@@ -74,7 +78,8 @@ def require_trained(adapted: AdaptedRun) -> str:
             # Of the experts of a layer, B is [experts, out, rank].
             had_gradient = reader.read([key])[0].flatten(0, -2).ne(0).any(1)
             lost = had_gradient & tensor.flatten(0, -2).eq(0).all(1)
-            rows, moved = rows + len(lost), moved + int(had_gradient.sum())
+            rows = rows + len(lost)
+            moved = moved + int(had_gradient.sum())
             gap = _longest_run(~had_gradient)
             if is_moved and lost.any():
                 wrong.append(

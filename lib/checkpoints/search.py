@@ -92,6 +92,7 @@ def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[s
                 hint="see to the mount on the node of that rank; the same command then goes on",
             )
         time.sleep(pause)  # a network file system may show late what is there
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     found = seen if any(seen) else together(lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for part in found for problem in part))

@@ -121,7 +121,8 @@ def fill(
     require_same(tensors, reader, checkpoint.path)
     with torch.no_grad(), plain_errors():
         dcp.load(tensors, storage_reader=reader, process_group=group)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     if not _restore_random_states(checkpoint.path / commit.RNG, device, rank, ranks):
         torch.manual_seed(record["seed"] + 1_000_003 * checkpoint.step + rank)
         log.info("other ranks or devices than at the save: random states are drawn anew")

@@ -94,8 +94,10 @@ class _HashingStream(io.RawIOBase):
     """Passes writes on to a file and hashes them; it cannot seek, so the hash is the content's."""
 
     def __init__(self, file: BinaryIO, algorithm: str) -> None:
-        self._file, self.algorithm = file, algorithm
-        self.hasher, self.bytes = hashing.new(algorithm), 0
+        self._file = file
+        self.algorithm = algorithm
+        self.hasher = hashing.new(algorithm)
+        self.bytes = 0
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -208,7 +210,8 @@ class ShardFile:
     """Reads shards as DCP writes them, without a copy of each; verify the file's digest before."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("rb", buffering=0)
+        self._path = path
+        self._file = path.open("rb", buffering=0)
         self._fake = FakeTensorMode()
         self._described: dict[bytes, Tensor] = {}
 

@@ -49,7 +49,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, entries: list[Entry]) -> None:
-        self.path, self._entries = path, entries
+        self.path = path
+        self._entries = entries
         self._hashers = {kind: hashing.new(kind) for kind in {"sha256", hashing.FAST}}
         self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(self._hashers))]
         self._pieces = [mmap.mmap(-1, _PIECE) for _ in range(3)]  # mapped: aligned, as it must be
@@ -127,7 +128,8 @@ class TensorFile:
             ),
         ]
         self._offset += self._filled
-        self._turn, self._filled = (self._turn + 1) % len(self._pieces), 0
+        self._turn = (self._turn + 1) % len(self._pieces)
+        self._filled = 0
         for future in self._busy[self._turn]:
             future.result()
 
@@ -161,7 +163,8 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
             if error.errno != errno.EINVAL or not _through_the_cache(descriptor):
                 raise
             continue
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written
 
 
 def _through_the_cache(descriptor: int) -> bool:
@@ -173,7 +176,8 @@ def _through_the_cache(descriptor: int) -> bool:
 
 def _read(path: Path) -> Iterator[memoryview]:
     """Yield a file's content in pieces, each valid until the next."""
-    piece, offset = memoryview(mmap.mmap(-1, _PIECE)), 0
+    piece = memoryview(mmap.mmap(-1, _PIECE))
+    offset = 0
     descriptor = _open(path, os.O_RDONLY)
     try:
         while True:

@@ -21,7 +21,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, is_text: bool = True) -> None:
-        self._path, self._is_text = path, is_text
+        self._path = path
+        self._is_text = is_text
         self._file: FileIO | None = None
         self._size = -1  # up to here the file holds whole pieces of ours, once it was opened
         self._torn = False  # whether the file ends within a line
@@ -63,7 +64,8 @@ class AppendedFile:
                 file.truncate(self._size)
             self._let_go()
             raise
-        self._size, self._torn = self._size + len(data), False
+        self._size = self._size + len(data)
+        self._torn = False
         self._waiting.clear()
 
     def _open(self) -> FileIO:
@@ -81,7 +83,8 @@ class AppendedFile:
         except OSError:
             file.close()
             raise
-        self._file, self._size = file, size
+        self._file = file
+        self._size = size
         return file
 
     def _let_go(self) -> None:

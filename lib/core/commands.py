@@ -21,7 +21,8 @@ from lib.core import elsewhere
 ROOT = Path(__file__).resolve().parents[2]
 # What was typed to a launcher, which sets this for the processes that it starts.
 LAUNCHED_AS = "LAUNCHED_AS"
-_LAUNCHER, _TRAINER = "launch/single_node.sh", "04_train_fsdp.py"
+_LAUNCHER = "launch/single_node.sh"
+_TRAINER = "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 _SECRET = re.compile(r"token$|password|secret|api_key")
@@ -56,7 +57,8 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
         rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
         rf"{re.escape(str(old))}(?P<rest>=.*)?"
     )
-    words, before = [], ""
+    words = []
+    before = ""
     for word in _without(typed(), drop):
         found = value.fullmatch(word)
         if found and (found["flag"] or before in option):
@@ -235,7 +237,8 @@ def _quoted(word: str) -> str:
 
 def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
     """Yield the words but for some options: each goes with the values that follow it."""
-    dropping, drop = False, elsewhere.spellings(drop)
+    dropping = False
+    drop = elsewhere.spellings(drop)
     for word in words:
         if word.startswith("-"):
             dropping = word.partition("=")[0] in drop
@@ -261,7 +264,8 @@ def _torchrun() -> list[str]:
 def _launched(torchrun: Sequence[str]) -> list[str]:
     """Return a command of torchrun as one of the launcher; empty where that is not the same."""
     at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
-    ranks, follows = "1", False
+    ranks = "1"
+    follows = False
     for word in torchrun[
         torchrun.index("torch.distributed.run") + 1
         if "torch.distributed.run" in torchrun[:at]
@@ -269,7 +273,8 @@ def _launched(torchrun: Sequence[str]) -> list[str]:
     ]:
         found = _RANKS.fullmatch(word)
         if follows:
-            ranks, follows = word, False
+            ranks = word
+            follows = False
         elif found and found[1]:
             ranks = found[1]
         elif found:

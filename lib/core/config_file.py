@@ -42,7 +42,8 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
         return content
-    stage, script = content.get("stage"), Path(sys.argv[0]).name
+    stage = content.get("stage")
+    script = Path(sys.argv[0]).name
     if stage and script != stage and script[:1].isdigit():
         raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
     taken = {

@@ -60,7 +60,8 @@ class Place(NamedTuple):
 
 def require_text(message: Message, number: int) -> None:
     """Raise Refused if a question or an answer is empty. number: of the turn, from 1."""
-    role, content = message["role"], message["content"]
+    role = message["role"]
+    content = message["content"]
     if (
         role in ("user", "assistant")
         and (not content or content.isspace())

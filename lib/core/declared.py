@@ -95,7 +95,8 @@ def add(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> N
     groups = {group.title: group for group in parser._action_groups}
     where: argparse._ActionsContainer = parser
     for field in fields(declared):
-        about, default = field.metadata, default_of(field)
+        about = field.metadata
+        default = default_of(field)
         if not about["help"]:
             continue
         if title := about["group"]:
@@ -167,7 +168,9 @@ def by_field(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
     values: by any spelling; UsageError where two of one field differ, or there is no such field.
     """
-    known, given, problems = spellings(declared), dict[str, Any](), Problems()
+    known = spellings(declared)
+    given = dict[str, Any]()
+    problems = Problems()
     require_known(values, known)
     for name, value in values.items():
         if value is not None and given.setdefault(known[name].name, value) != value:
@@ -185,7 +188,9 @@ def made(declared: type[Declared], **values: Any) -> Declared:
 
     values: by any spelling of a field; None stands for the default.
     """
-    known, given, problems = spellings(declared), by_field(declared, values), Problems()
+    known = spellings(declared)
+    given = by_field(declared, values)
+    problems = Problems()
     for name, value in given.items():
         field = known[name]
         try:

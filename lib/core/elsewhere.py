@@ -22,7 +22,8 @@ SYSTEMS = {
     "titan": "torchtitan",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
-BEGIN, END = "<!-- table: python -m lib.core.elsewhere -->\n", "<!-- end of the table -->"
+BEGIN = "<!-- table: python -m lib.core.elsewhere -->\n"
+END = "<!-- end of the table -->"
 
 
 class Row(NamedTuple):

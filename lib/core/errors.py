@@ -17,7 +17,12 @@ from typing import TypeGuard, TypeVar
 
 Result = TypeVar("Result")
 
-EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL, EXIT_PREEMPTED = 0, 1, 2, 3, 4, 75
+EXIT_DONE = 0
+EXIT_BUG = 1
+EXIT_USAGE = 2
+EXIT_ARTIFACT = 3
+EXIT_DISK_FULL = 4
+EXIT_PREEMPTED = 75
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DISK_FAILED_ERRNOS = {
     errno.EIO,
@@ -60,8 +65,11 @@ class StageError(Exception):
         self, problem: str, *, expected: str = "", found: str = "", hint: str = "", run: str = ""
     ) -> None:
         super().__init__(problem)
-        self.problem, self.expected, self.found = problem, expected, found
-        self.hint, self.run = hint, run
+        self.problem = problem
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        self.run = run
         self.several: list[StageError] = []  # the problems that this error tells together
 
     def render(self) -> str:

@@ -32,7 +32,8 @@ def with_default(action: argparse.Action) -> str:
 
     Percent signs are doubled, as argparse wants them.
     """
-    text, default = action.help or "", action.default
+    text = action.help or ""
+    default = action.default
     if (
         default is argparse.SUPPRESS
         or _DEFAULT.search(text)

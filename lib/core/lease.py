@@ -57,7 +57,9 @@ class Lease:
         It is this process's alone once this returns, so nothing has to be written first to settle
         that. Raises Held when another process has it, FileNotFoundError when it is gone.
         """
-        self._path, self._lost, self._beats = path, lost, 0
+        self._path = path
+        self._lost = lost
+        self._beats = 0
         self._record = {
             "host": platform.node(),
             "pid": os.getpid(),
@@ -100,7 +102,8 @@ class Lease:
 
     def _take(self) -> int:
         """Return the open record, made by this process; Held when another one's stays there."""
-        is_shared, file = False, None
+        is_shared = False
+        file = None
         while file is None:
             if self._path.exists():
                 found = records.mapping(self._path)
@@ -153,7 +156,9 @@ class Lease:
                 raise self._held(found)
             return alive is None
         # What cannot be read is being written this moment, or was cut by a power failure.
-        patience, began, is_logged = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
+        patience = PATIENCE_S if found else SETTLE_S
+        began = time.monotonic()
+        is_logged = False
         while time.monotonic() - began < patience:
             time.sleep(min(_POLL_S, patience))
             if (now := records.mapping(self._path)) != found:

@@ -49,7 +49,8 @@ class _RankFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file, self._may_fail = AppendedFile(path), Tolerated(str(path))
+        self._file = AppendedFile(path)
+        self._may_fail = Tolerated(str(path))
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._may_fail:
@@ -67,7 +68,9 @@ class Tolerated:
     """
 
     def __init__(self, what: str, *errors: type[Exception], done: str = "written") -> None:
-        self._what, self._errors, self._done = what, errors or (OSError,), done
+        self._what = what
+        self._errors = errors or (OSError,)
+        self._done = done
         self.is_failing = False
 
     def __enter__(self) -> None:

@@ -179,7 +179,8 @@ def is_sound(entry: Any, kind: str) -> bool:
 
     Raw files lie beside the directory of their manifest.
     """
-    path, size = entry["path"], entry["bytes"]
+    path = entry["path"]
+    size = entry["bytes"]
     if kind.startswith("raw/") and isinstance(path, str):
         path = path.removeprefix("../")
     return (

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TIMEOUT_S = 10
-PROC, DEV = Path("/proc/driver/nvidia"), Path("/dev")
+PROC = Path("/proc/driver/nvidia")
+DEV = Path("/dev")
 _NO_GPU = "No devices were found"
 _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,temperature.gpu"
 

@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, formatter_class=help_text.Formatter, allow_abbrev=False
         )
-        self._usage, self._first = usage, first or {}
+        self._usage = usage
+        self._first = first or {}
         self._bad: list[str] = []  # values that are refused, told together
         if first:
             self.add_argument(
@@ -203,7 +204,8 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("--"):
             return argument
         name, equals, value = argument.partition("=")
-        flag, ours = name.replace("_", "-"), self._option_string_actions
+        flag = name.replace("_", "-")
+        ours = self._option_string_actions
         if flag not in ours and (meant := elsewhere.taken(flag, ours)):
             typed_as[meant] = name
             flag = meant

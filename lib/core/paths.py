@@ -77,7 +77,8 @@ def settle(opts: Options) -> None:
             opts.experiment_name = str(place) if place.is_absolute() else f"./{place}"
     if opts.experiment_name:
         root = experiment(opts.experiment_name, opts.save_dir).root
-        opts.save_dir, opts.experiment_name = root.parent, root.name
+        opts.save_dir = root.parent
+        opts.experiment_name = root.name
     opts.save_dir = opts.save_dir or OUTPUTS
 
 

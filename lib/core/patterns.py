@@ -17,7 +17,8 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as _parser
 
-_MOST_REPETITIONS, _MOST_CHARACTERS = 3, 20_000
+_MOST_REPETITIONS = 3
+_MOST_CHARACTERS = 20_000
 _MOST_OPTIONAL = 4  # each one doubles the time at most
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 

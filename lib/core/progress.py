@@ -30,8 +30,12 @@ class Progress:
         done: int = 0,
         times: bool = True,
     ) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, done
-        self._before, self._lock = done, threading.Lock()
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self._before = done
+        self._lock = threading.Lock()
         self._began = self._last_line = time.monotonic()
         self._enabled = enabled and log.rank() == 0
         self._bar = None
@@ -72,7 +76,8 @@ class Progress:
     def skip(self, amount: int) -> None:
         """Note that `amount` units were done before this launch; no speed counts them."""
         with self._lock:
-            self.done, self._before = self.done + amount, self._before + amount
+            self.done = self.done + amount
+            self._before = self._before + amount
             if self._bar is not None:
                 for name in ("n", "initial", "last_print_n"):
                     setattr(self._bar, name, getattr(self._bar, name) + amount)

@@ -34,7 +34,8 @@ _IN_WORDS = {
     "dataset-parts": "dataset parts",  # of kinds; others are words
     "tokens": "token store",
 }
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def is_done(
@@ -54,7 +55,8 @@ def is_done(
     was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
     sizes tell.
     """
-    given, target = target, target.resolve()
+    given = target
+    target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
@@ -130,7 +132,9 @@ class Build:
         resumable: bool = False,
     ) -> None:
         self.target = target.resolve()
-        self.kind, self.identity, self.overwrite = kind, identity, overwrite
+        self.kind = kind
+        self.identity = identity
+        self.overwrite = overwrite
         self.resumable = resumable
         self.published = False
         suffix = hashing.fingerprint(identity)[:8]

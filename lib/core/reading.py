@@ -17,7 +17,8 @@ from lib.core.errors import StageError, UsageError, from_os_error, is_missing, i
 Result = TypeVar("Result")
 
 _LINE_PART = 1 << 17  # bytes of a long line read at once
-_PACKED_CHUNK, _UNPACKED_CHUNK = 1 << 16, 1 << 17
+_PACKED_CHUNK = 1 << 16
+_UNPACKED_CHUNK = 1 << 17
 _DECODERS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
     "bzip2": bz2.BZ2Decompressor,
@@ -88,7 +89,8 @@ class ChunkStream(io.RawIOBase):
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         super().__init__()
-        self._chunks, self._rest = iter(chunks), memoryview(b"")
+        self._chunks = iter(chunks)
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         """Tell io.BufferedReader that this can be read."""
@@ -98,7 +100,8 @@ class ChunkStream(io.RawIOBase):
         """Fill as much of a buffer as there is; 0 at the end."""
         rest = self._rest or memoryview(next(self._chunks, b""))
         size = min(len(rest), len(target))
-        target[:size], self._rest = rest[:size], rest[size:]
+        target[:size] = rest[:size]
+        self._rest = rest[size:]
         return size
 
 
@@ -119,7 +122,8 @@ def unpacked(
 
 
 def _unpacked(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
-    member, packed = new_member(), b""
+    member = new_member()
+    packed = b""
     while True:
         if member.eof:
             packed = member.unused_data.lstrip(b"\0") or file.read(_PACKED_CHUNK)

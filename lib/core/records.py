@@ -18,7 +18,8 @@ from typing import Any
 from lib.core.errors import ArtifactError
 
 DEEPEST = 100  # levels of lists and mappings
-LARGEST_JSON, LARGEST_YAML = 1 << 30, 1 << 20  # bytes
+LARGEST_JSON = 1 << 30  # bytes
+LARGEST_YAML = 1 << 20
 MOST_NODES = 100_000  # of a YAML file, once its aliases stand for what they name
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 
@@ -39,7 +40,8 @@ def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
     )
     if marks <= deepest:
         return content
-    level, depth = [content], 0
+    level = [content]
+    depth = 0
     while level := [
         child
         for value in level
@@ -107,7 +109,8 @@ def parse_yaml(text: str) -> Any:
         _require_small(yaml.parse(text, Loader=loader))
         return _built(text, loader)
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark, _CONTENT.sub("", error.problem or "")
+        mark = error.problem_mark
+        problem = _CONTENT.sub("", error.problem or "")
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(where + problem) from None
     except (yaml.YAMLError, UnicodeError):
@@ -154,11 +157,13 @@ def _require_small(events: Iterable[Any]) -> None:
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = begun.pop()
         elif isinstance(event, yaml.ScalarEvent):
-            anchor, size = event.anchor, 1
+            anchor = event.anchor
+            size = 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in (open_ for open_, _ in begun):
                 raise ValueError("an alias stands for what it is a part of")
-            anchor, size = None, sizes.get(event.anchor, 1)
+            anchor = None
+            size = sizes.get(event.anchor, 1)
         else:
             continue
         if anchor:

@@ -34,7 +34,8 @@ RELEASES = {
 OLDEST_DRIVERS = {"12": "525", "13": "580"}
 # The one without code for Blackwell (10.0, 12.0), and what has it for drivers older than 580.
 # Source: RELEASE.md of PyTorch, "PyTorch CUDA support matrix".
-WITHOUT_BLACKWELL, BLACKWELL = "12.6", "cu128"
+WITHOUT_BLACKWELL = "12.6"
+BLACKWELL = "cu128"
 NO_CUDA = "none"
 _PIN = re.compile(r"^torch==(\d+\.\d+)(\.\d+)(?:\+(\w+))?[^\n]*$", re.MULTILINE)
 

@@ -11,6 +11,11 @@ _LONGEST = 48  # characters of a text within a line
 _NEXT_UNIT = 999.5  # what would be rounded to 1000 is 1 of the next unit
 
 
+def ceil_div(count: int, parts: int) -> int:
+    """Return a quotient rounded up. It is exact for integers of any size, unlike math.ceil."""
+    return -(-count // parts)
+
+
 def size(count: float) -> str:
     """Return a byte count in decimal units: 1_500_000 → `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -165,7 +165,8 @@ def _alone(place: Path) -> Iterator[bool]:
 
     Where nothing can be written nobody waits for anybody.
     """
-    is_first, held = True, None
+    is_first = True
+    held = None
     while held is None:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -192,7 +193,8 @@ def _hash(
 ) -> list[str]:
     """Return what is wrong with the files of an artifact, a sentence each."""
     files = content["files"]
-    total, began = sum(entry["bytes"] for entry in files), time.monotonic()
+    total = sum(entry["bytes"] for entry in files)
+    began = time.monotonic()
     is_long = total > _LONG_BYTES
     if is_long:
         log.info(f"verifying {what} {directory}: {units.size(total)}, once until it changes")

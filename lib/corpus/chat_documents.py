@@ -22,7 +22,8 @@ class ChatDocuments(Documents):
 
     def __init__(self, shape: Shape, parts: Mapping[str, ChatPartWriter], errors: BinaryIO) -> None:
         super().__init__(shape, errors)
-        self._parts, self._train = parts, parts[TRAIN]
+        self._parts = parts
+        self._train = parts[TRAIN]
         self._format = ""  # of the last record of the file at hand
 
     def begin(self, path: str, source: str) -> None:

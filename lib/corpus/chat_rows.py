@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 ROLE, CONTENT, *_OTHERS = *TEXTS, CALLS
 _FIRST_OF_CHARACTER = -64  # the least int8 that begins a character of UTF-8
-_ROW_OVERHEAD, _TURN_OVERHEAD = 200, 80  # bytes that they take in memory besides their texts
+_ROW_OVERHEAD = 200  # bytes that they take in memory besides their texts
+_TURN_OVERHEAD = 80
 
 
 def schema() -> pa.Schema:

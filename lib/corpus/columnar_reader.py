@@ -12,7 +12,8 @@ from lib.corpus.raw_file import RawFile
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH_BYTES, _BATCH_ROWS = 4_000_000, 512
+_BATCH_BYTES = 4_000_000
+_BATCH_ROWS = 512
 _READ_BUFFER = 1 << 20
 _ARROW_FILE = b"ARROW1"
 
@@ -94,7 +95,8 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
                 sizes = [file.size() // max(count, 1)] * count
     except (pa.ArrowException, OSError):
         return [0]
-    starts, size = [0], 0
+    starts = [0]
+    size = 0
     for number, more in enumerate(sizes):
         if size and size + more > unit_bytes:
             starts.append(number)

@@ -57,7 +57,8 @@ KINDS = (
     "weights",
     "no conversation",
 )
-_MOST_KEYS, _LONGEST_KEY = 8, 40  # of a record that are told
+_MOST_KEYS = 8  # of a record that are told
+_LONGEST_KEY = 40
 
 Record = dict[str, Any]
 
@@ -78,13 +79,16 @@ def read(record: Record, name: str) -> Conversation:
     turns = _FORMATS[name].turns(record)
     if (system := record.get("system")) and _role_name(turns[0] if turns else {}) != "system":
         turns = [{"role": "system", "content": system}, *turns]
-    messages, are_plain = [], True
+    messages = []
+    are_plain = True
     for number, turn in enumerate(turns, 1):
         if (message := _plain_message(turn)) is None:
-            message, are_plain = _message(turn, number), False
+            message = _message(turn, number)
+            are_plain = False
         messages.append(message)
     require_order([message["role"] for message in messages])
-    given, tools = record.get("weights"), record.get("tools") or record.get("functions")
+    given = record.get("weights")
+    tools = record.get("tools") or record.get("functions")
     return Conversation(
         messages,
         functions.list_tools(tools) if tools else None,
@@ -122,7 +126,8 @@ def _list_sharegpt(record: Record) -> list[Any]:
 
 def _list_prompt(record: Record) -> list[Any]:
     """Return the turns of a prompt, whose answers are given and not trained, and a completion."""
-    prompt, completion = record["prompt"], record["completion"]
+    prompt = record["prompt"]
+    completion = record["completion"]
     if not isinstance(prompt, list):
         turns: list[Any] = [{"role": "user", "content": prompt}]
     else:
@@ -201,9 +206,11 @@ def _plain_message(turn: Any) -> Message | None:
     """Return a turn that has a role and a text, and nothing else; None for any other."""
     if type(turn) is not dict or len(turn) != 2:
         return None
-    role, content = turn.get("role"), turn.get("content")
+    role = turn.get("role")
+    content = turn.get("content")
     if role is None:
-        role, content = turn.get("from"), turn.get("value")
+        role = turn.get("from")
+        content = turn.get("value")
     if (
         type(role) is str
         and type(content) is str
@@ -244,7 +251,8 @@ def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> N
         message["reasoning_content"] = thought
     calls = turn.get(CALLS) or turn.get("function_call")
     if is_call:
-        calls, message["content"] = message["content"], ""
+        calls = message["content"]
+        message["content"] = ""
     if calls:
         message[CALLS] = functions.list_calls(calls, f"turn {number}")
 

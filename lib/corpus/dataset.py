@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # where workers write
-NOTE_BYTES, NOTE_SECONDS = 256_000_000, 10.0
-_PROGRESS, _DIGESTS = f"{WORK}/progress.json", f"{WORK}/digests"
+NOTE_BYTES = 256_000_000
+NOTE_SECONDS = 10.0
+_PROGRESS = f"{WORK}/progress.json"
+_DIGESTS = f"{WORK}/digests"
 
 
 class DatasetWriter:
@@ -66,7 +68,8 @@ class DatasetWriter:
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
         self._seen = Seen(directory / _DIGESTS) if shape.dedup != "none" else None
-        self._unnoted, self._noted_at = 0, time.monotonic()
+        self._unnoted = 0
+        self._noted_at = time.monotonic()
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -231,7 +234,8 @@ class DatasetWriter:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
 
         self._flusher.then(write)
-        self._unnoted, self._noted_at = 0, time.monotonic()
+        self._unnoted = 0
+        self._noted_at = time.monotonic()
 
 
 def _check(done: UnitResult) -> None:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 DIGEST_BYTES = 16
-_FULL, _GROWTH, _FIRST_SLOTS = 0.8, 1.25, 1 << 16
+_FULL = 0.8
+_GROWTH = 1.25
+_FIRST_SLOTS = 1 << 16
 
 
 class Seen:
@@ -60,7 +62,8 @@ class Seen:
         slots = (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
         left = np.arange(len(keys))
         while len(left):
-            at, wanted = slots[left], keys[left]
+            at = slots[left]
+            wanted = keys[left]
             free = ~self._table[at].any(axis=1)
             self._table[at[free]] = wanted[free]  # of several for one slot the last gets it
             placed = (self._table[at] == wanted).all(axis=1)

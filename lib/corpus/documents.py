@@ -14,8 +14,12 @@ from lib.corpus.raw_file import LARGE_BYTES
 from lib.corpus.scan import escape
 from lib.corpus.tally import FAILURES, TRAIN, VALIDATION, Shape, Tally, format_problem
 
-SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
-DROPPED, DROPPED_ROWS, KEPT = "document dropped", "rows dropped", "kept"
+SKIPPED_FILE = "file skipped"
+SKIPPED = "document skipped"
+DROPPED_REST = "rest of the file dropped"
+DROPPED = "document dropped"
+DROPPED_ROWS = "rows dropped"
+KEPT = "kept"
 TOO_LARGE = (
     "too large",
     f"larger than {LARGE_BYTES:,} bytes, which is the limit for a document that is not plain text",
@@ -39,7 +43,8 @@ class Documents(ABC):
         self.tally = Tally()
         self.lines = 0
         self.fallback = shape.fallback_encoding
-        self._shape, self._errors = shape, errors
+        self._shape = shape
+        self._errors = errors
         self._validation_below = int(shape.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below) or shape.dedup != "none"
         self._path = self._source = ""
@@ -47,7 +52,8 @@ class Documents(ABC):
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
-        self._path, self._source = path, escape(source)
+        self._path = path
+        self._source = escape(source)
         self._replaced_before, self._heard_before = self.tally.replaced, self._count_heard()
         self._short_before = self.tally.short
 

@@ -48,7 +48,8 @@ class DecodedText:
 
     def __init__(self, chunks: Iterable[bytes], head: bytes, fallback: str = "") -> None:
         self.replaced = 0
-        self._chunks, self._fallback = chunks, fallback
+        self._chunks = chunks
+        self._fallback = fallback
         self._codec = "utf-16" if kinds.is_utf16(head) else "utf-8-sig"
 
     def __iter__(self) -> Iterator[str]:
@@ -78,7 +79,9 @@ class Locator:
     """
 
     def __init__(self, text: str, head: bytes) -> None:
-        self._text, self._position, self._line = text, 0, 1
+        self._text = text
+        self._position = 0
+        self._line = 1
         self._offset = len(UTF8_BOM) if head.startswith(UTF8_BOM) else 0
         self._has_offsets = not kinds.is_utf16(head)
 
@@ -97,4 +100,5 @@ class Locator:
     def move(self, position: int, text: str) -> None:
         """Forget the text before a position, at which the new text starts."""
         self.at(position)
-        self._text, self._position = text, self._position - position
+        self._text = text
+        self._position = self._position - position

@@ -24,7 +24,8 @@ from lib.corpus.scan import (
     select_taken,
 )
 
-SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
+SPLITS_KIND = "splits/1"
+FILE_LIST = "files.jsonl"
 _LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 
 
@@ -52,7 +53,8 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]
     if folder.is_file():
         raise UsageError(f"--data-folder {folder} is a file", expected="a directory")
     if _is_splits(folder):
-        files, skipped = _find_in_splits(folder), []
+        files = _find_in_splits(folder)
+        skipped = []
     else:
         entries = scan(folder, Rules(), progress=progress)
         saved.require_readable(folder, "--data-folder", entries)
@@ -135,7 +137,9 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
     content = manifest.read(folder, SPLITS_KIND, "the splits")
     remedy = manifest.remedy(content, "--overwrite", dst_root=folder)
     manifest.check(folder, content, "the splits", **remedy, deep=True)
-    files, missing, changed = [], [], 0
+    files = []
+    missing = []
+    changed = 0
     splits = content["summary"].get("splits")
     if not isinstance(splits, dict) or any(map(records.leads_out, splits)):
         raise ArtifactError(f"{folder / paths.MANIFEST} is damaged", **remedy)
@@ -145,7 +149,8 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
                 entry = records.parse_json(line)
                 if "split" not in entry:
                     continue
-                split, size = str(entry["split"]), int(entry["bytes"])
+                split = str(entry["split"])
+                size = int(entry["bytes"])
                 path = f"{split}/{entry['path']}"
             except (ValueError, TypeError, KeyError):
                 raise ArtifactError(f"{folder / FILE_LIST} is damaged", **remedy) from None

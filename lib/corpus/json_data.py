@@ -20,7 +20,8 @@ except ImportError:
 _MOST_DIGITS = 4000  # that int() and str() take
 # orjson makes a float of a whole number of more than 64 bits. Twice as fast as a regular
 # expression and more is to make all digits alike.
-_ALIKE, _LONG = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 19
+_ALIKE = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 19
 
 
 class Unwritable(ValueError):

@@ -15,7 +15,8 @@ from lib.corpus.kinds import UTF8_BOM
 from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _ELEMENTS = 64  # of a list, taken at once
-_SOME, _KEY = 1 << 17, 200  # characters of a large list taken at once, and up to a first key's end
+_SOME = 1 << 17  # characters of a large list taken at once, and up to a first key's end
+_KEY = 200
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 # Text needs no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
@@ -121,9 +122,12 @@ class _Values:
     """
 
     def __init__(self, texts: Iterator[str], raw: RawFile, documents: Documents) -> None:
-        self._texts, self._documents = texts, documents
+        self._texts = texts
+        self._documents = documents
         self._decoder = json_data.DECODER if documents.as_data else _DECODER
-        self._text, self._ahead, self._ended = next(texts, ""), "", False
+        self._text = next(texts, "")
+        self._ahead = ""
+        self._ended = False
         self._slow_before = 0  # up to here elements are taken one by one
         self._locator = Locator(self._text, raw.head)
 
@@ -183,7 +187,8 @@ class _Values:
             or self._text[position : position + 1] != "{"
         ):
             return 0
-        text, limit = self._text, position + _SOME
+        text = self._text
+        limit = position + _SOME
         first_key = text[position : text.find(":", position, position + _KEY) + 1]
         following = text.rfind(first_key, position + 1, limit) if first_key else -1
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
@@ -202,7 +207,8 @@ class _Values:
             position = self._skip(end) if end >= 0 else self._find_next_alike()
 
     def _find_next_alike(self) -> int:
-        sign, position = self._text[self._bad], self._bad
+        sign = self._text[self._bad]
+        position = self._bad
         while (found := self._text.find("\n" + sign, position)) < 0:
             if not self._grow(max(position, len(self._text) - 1)):
                 return len(self._text)
@@ -242,9 +248,12 @@ class _Values:
 
         Returns False, and forgets nothing, when there is no more.
         """
-        more, size, wanted = [], 0, len(self._text) - position
+        more = []
+        size = 0
+        wanted = len(self._text) - position
         while size <= wanted and not self._is_at_end():
-            chunk, self._ahead = self._ahead, ""
+            chunk = self._ahead
+            self._ahead = ""
             more.append(chunk)
             size += len(chunk)
         if not size:

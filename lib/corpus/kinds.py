@@ -25,7 +25,8 @@ _MAGIC = {
     b"ARROW1": "arrow",
 }
 _MAGICS = tuple(_MAGIC)
-_ARROW_STREAM, _MAX_ARROW_SCHEMA = b"\xff\xff\xff\xff", 1 << 26
+_ARROW_STREAM = b"\xff\xff\xff\xff"
+_MAX_ARROW_SCHEMA = 1 << 26
 _PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
 UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")

@@ -39,7 +39,9 @@ class Part(ABC):
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, digests: BinaryIO | None) -> None:
         self._written = self.text_bytes = 0
-        self._file, self._schema, self._digests = file, schema, digests
+        self._file = file
+        self._schema = schema
+        self._digests = digests
 
     @property
     @abstractmethod
@@ -162,7 +164,9 @@ class _Splice(io.RawIOBase):
 
     def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:
         super().__init__()
-        self._target, self._text, self._size = target, text, size
+        self._target = target
+        self._text = text
+        self._size = size
         self.skip = 0
 
     def writable(self) -> bool:

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lib.core import commands, log, publish
+from lib.core import commands, log, publish, units
 from lib.core.errors import StageError, UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
@@ -75,7 +75,7 @@ class Workers:
             from lib.core import workers
 
             self._executor = ProcessPoolExecutor(
-                min(self._count, -(-total // _CHUNK)), get_context("fork"), workers.set_up
+                min(self._count, units.ceil_div(total, _CHUNK)), get_context("fork"), workers.set_up
             )
         flying: deque[Future[list[Result]]] = deque()
         try:
@@ -229,7 +229,8 @@ def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int,
 
 def _place_one(source: str, target: str, mode: str) -> tuple[str, int, int]:
     """Place a file; return how, its bytes and when the source was last written."""
-    way, info = place(source, target, mode), os.stat(target)
+    way = place(source, target, mode)
+    info = os.stat(target)
     # The time of a copy is that of another file system, which may be coarser.
     return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
 
@@ -304,7 +305,8 @@ def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) ->
     heavy, light: files sorted by size. A split that has one file more may also just give one.
     Returns the bytes that moved, 0 when nothing helps.
     """
-    best, pair = gap, None  # what remains of the gap
+    best = gap  # what remains of the gap
+    pair = None
     least = gap % 2  # bytes are whole, and moving some changes the gap by twice as many
     if best == least:
         return 0
@@ -318,7 +320,8 @@ def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) ->
             if 0 <= other < len(light_sizes):
                 left = abs(gap - 2 * (sizes[file] - light_sizes[other]))
                 if left < best:
-                    best, pair = left, (position, other)
+                    best = left
+                    pair = (position, other)
         if best == least:
             break
     if pair is None:

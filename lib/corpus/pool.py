@@ -34,7 +34,8 @@ class Pool:
     """
 
     def __init__(self, workers: int, work: Work = work.process) -> None:
-        self._workers, self._work = workers, work
+        self._workers = workers
+        self._work = work
         self._executor = _executor(workers)
 
     def __enter__(self) -> Pool:

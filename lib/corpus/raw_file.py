@@ -24,7 +24,8 @@ PACKED_SUFFIXES = {
     "xz": (".xz",),
     "zstd": (".zst", ".zstd"),
 }
-_BUFFER, _CHUNK = 1 << 17, 1 << 20
+_BUFFER = 1 << 17
+_CHUNK = 1 << 20
 Stream = io.BufferedReader | io.BytesIO
 
 
@@ -40,8 +41,10 @@ class RawFile:
     def __init__(
         self, path: str, start: int = 0, stop: int | None = None, scratch: str | None = None
     ) -> None:
-        self.start, self.stop = start, stop
-        self.scratch, self._path = scratch, path
+        self.start = start
+        self.stop = stop
+        self.scratch = scratch
+        self._path = path
         self.damage = ""
         self.stream: Stream = _open(path)
         self._file = self.stream
@@ -114,7 +117,8 @@ class RawFile:
             data = stream.read(room if self.stop is None else min(room, self.stop - position))
             if not data:
                 return
-            lines, size = list(io.BytesIO(data)), len(data)
+            lines = list(io.BytesIO(data))
+            size = len(data)
             if not lines[-1].endswith(b"\n"):
                 rest = stream.readline(LARGE_BYTES - len(lines[-1]))
                 lines[-1] += rest
@@ -131,7 +135,8 @@ class RawFile:
 
     def _at_first_line(self) -> tuple[Stream, int]:
         """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
-        stream, position = self.stream, 0
+        stream = self.stream
+        position = 0
         if kinds.is_utf16(self.head):
             texts = DecodedText(_read_chunks(stream), self.head)
             stream = _make_stream(encoding.encode(text)[0] for text in texts)

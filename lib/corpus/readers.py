@@ -30,13 +30,17 @@ def read_text(raw: RawFile, documents: Documents) -> None:
 def _read_large_text(raw: RawFile, documents: Documents) -> None:
     """Clean a text too large for memory into a file, and make a row of that."""
     decoded = raw.decode(documents.fallback)
-    hasher, characters, size, is_blank = hashlib.sha256(), 0, 0, True
+    hasher = hashlib.sha256()
+    characters = 0
+    size = 0
+    is_blank = True
     with tempfile.TemporaryFile(dir=raw.scratch) as file:
         for text in decoded:
             data, _ = encoding.encode(text)
             hasher.update(data)
             file.write(data)
-            characters, size = characters + len(text), size + len(data)
+            characters = characters + len(text)
+            size = size + len(data)
             is_blank = is_blank and text.isspace()
         file.flush()
         documents.tally.replaced += decoded.replaced

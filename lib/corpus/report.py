@@ -18,7 +18,8 @@ def find_refusal(
     dataset: DatasetWriter, shape: Shape, folder: Path, files: int, max_error_rate: float
 ) -> UsageError | None:
     """Return why a dataset is not published: it is empty, or too many of the files failed."""
-    tally, chat = dataset.tally, dataset.tally.chat
+    tally = dataset.tally
+    chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
     found = (
         f"{units.counted(tally.short, 'row')} below --min-chars; problems: {problems}"
@@ -54,7 +55,8 @@ def in_lines(
     dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, total: int
 ) -> dict[str, str]:
     """Return what went in and what came out, a line each. total: bytes of the files."""
-    summary, tally = dataset.summary(), dataset.tally
+    summary = dataset.summary()
+    tally = dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
@@ -90,7 +92,8 @@ def list_doubts(
 
     rows_of: by split. duplicates: rows that --dedup dropped. save_dir: where the dataset lies.
     """
-    rows, found = sum(rows_of.values()), []
+    rows = sum(rows_of.values())
+    found = []
     if missing := sorted({*shape.fields} - tally.fields_seen):
         found.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"

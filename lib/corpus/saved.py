@@ -12,11 +12,14 @@ from typing import Any, Protocol
 from lib.core import commands, records
 from lib.core.errors import ArtifactError, UsageError
 
-_SPLITS, _INFO, _STATE = "dataset_dict.json", "dataset_info.json", "state.json"
+_SPLITS = "dataset_dict.json"
+_INFO = "dataset_info.json"
+_STATE = "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
-_SHOWN, _SHOWN_CHARACTERS = 6, 100
+_SHOWN = 6
+_SHOWN_CHARACTERS = 100
 
 
 class ScannedFile(Protocol):

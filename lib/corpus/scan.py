@@ -20,10 +20,17 @@ from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.corpus import saved
 
-HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
-DANGLES, LOOPS = "link dangles", "link loops"
-OUTSIDE, INSIDE = "link leads outside", "link inside the source"
-PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
+HIDDEN = "hidden"
+EMPTY = "empty"
+SPECIAL = "special"
+UNREADABLE = "unreadable"
+DANGLES = "link dangles"
+LOOPS = "link loops"
+OUTSIDE = "link leads outside"
+INSIDE = "link inside the source"
+PATTERN = "pattern"
+OWN_OUTPUT = "output of this stage"
+MADE = "made by a stage"
 DESCRIPTION = "describes a dataset"
 # Kinds of artifacts that are not raw files, in words.
 _MADE = {
@@ -76,7 +83,8 @@ class Scan:
     def __init__(self, root: Path, rules: Rules, output: Path | None = None) -> None:
         self.root = root.resolve()
         self.rules = rules
-        self._include, self._exclude = _compile(rules.include), _compile(rules.exclude)
+        self._include = _compile(rules.include)
+        self._exclude = _compile(rules.exclude)
         self._output = str(output.resolve()) if output else None
 
     def entries(self) -> Iterator[TreeEntry]:
@@ -231,10 +239,13 @@ def identify(files: Iterable[Any]) -> dict[str, object]:
 
     files: in a fixed order, each with a path, bytes and mtime_ns, which the fingerprint covers.
     """
-    hasher, count, total = hashlib.sha256(), 0, 0
+    hasher = hashlib.sha256()
+    count = 0
+    total = 0
     for file in files:
         hasher.update(b"%b\0%d\0%d\0" % (os.fsencode(file.path), file.bytes, file.mtime_ns))
-        count, total = count + 1, total + file.bytes
+        count = count + 1
+        total = total + file.bytes
     return {"files": count, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
 
 

@@ -95,7 +95,9 @@ class ShardWriter:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.shards = [Shard(**shard) for shard in shards]
-        self._directory, self._split, self._schema = directory, split, schema
+        self._directory = directory
+        self._split = split
+        self._schema = schema
         self._flusher = flusher
         self._file: io.FileIO | None = None
         self._unsynced = 0
@@ -136,7 +138,8 @@ class ShardWriter:
             for chunk in _read_chunks(part):
                 self._write(file, chunk)
         else:
-            rows, text_bytes = rows if keep is None else int(keep.sum()), 0
+            rows = rows if keep is None else int(keep.sum())
+            text_bytes = 0
             for message, length in parts.rewrite(part, self._schema, keep, lines_before):
                 self._write(file, message)
                 text_bytes += length
@@ -155,7 +158,8 @@ class ShardWriter:
             path = (self._directory / shard.name).rename(self._directory / name)
             shard.name = name
             _verify(path, shard)
-        info, state = self._directory / "dataset_info.json", self._directory / "state.json"
+        info = self._directory / "dataset_info.json"
+        state = self._directory / "state.json"
         manifest.write_json(info, self._make_info())
         manifest.write_json(state, self._make_state())
         root = self._directory

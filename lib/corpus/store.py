@@ -103,7 +103,8 @@ def process(unit: WorkUnit) -> UnitResult:
 
 def list_files(done: UnitResult) -> list[dict[str, Any]]:
     """Return the manifest entries of the files that a kept unit consists of."""
-    out, record = Path(done.unit.out), done.unit.part(_RECORD)
+    out = Path(done.unit.out)
+    record = done.unit.part(_RECORD)
     parts = [
         {"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
         for name, digest in done.digests.items()
@@ -128,7 +129,11 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     Raises ArtifactError that names the splits whose parts are missing, damaged, or made from other
     inputs or options.
     """
-    wrong, numbers, stale, total, versions = [], [], [], 0, set()
+    wrong = []
+    numbers = []
+    stale = []
+    total = 0
+    versions = set()
     for name, files in splits.items():
         there = manifest.read_if_any(locate_parts(save_dir) / name)
         if there is None:

@@ -30,7 +30,8 @@ class _Lines:
     """
 
     def __init__(self, raw: RawFile, documents: Documents) -> None:
-        self._lines, self._documents = raw.read_lines(), documents
+        self._lines = raw.read_lines()
+        self._documents = documents
         self.repeated: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
@@ -98,7 +99,8 @@ def _drop(
     rows by their number of cells, only the line with the quote is dropped.
     """
     (offset, number, _), *rest = lines.row
-    last, what = lines.last[1], f"not valid CSV: {error}"
+    last = lines.last[1]
+    what = f"not valid CSV: {error}"
     if rest and _are_rows(rest, header, dialect):
         what += (
             f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line "

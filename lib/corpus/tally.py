@@ -10,7 +10,8 @@ from typing import Any
 
 from lib.corpus.chat_tally import ChatTally
 
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
+VALIDATION = "validation"
 TEXT, CHAT = FORMATS = "text", "chat"  # of a dataset
 ERRORS = "errors.jsonl"
 # Problems by which a file counts as failed; of the others it simply holds no (clean) text.

@@ -13,8 +13,10 @@ from lib.corpus.documents import SKIPPED, Documents
 from lib.corpus.parts import PartWriter
 from lib.corpus.tally import TRAIN, Shape
 
-_FIELDS_COUNTED, _LOOKED_AT = 1000, 10  # documents, of a unit and of a file
-_MOST_KEYS, _DEEPEST_KEY = 500, 8
+_FIELDS_COUNTED = 1000  # documents, of a unit and of a file
+_LOOKED_AT = 10
+_MOST_KEYS = 500
+_DEEPEST_KEY = 8
 
 
 class TextDocuments(Documents):
@@ -22,7 +24,8 @@ class TextDocuments(Documents):
 
     def __init__(self, shape: Shape, parts: Mapping[str, PartWriter], errors: BinaryIO) -> None:
         super().__init__(shape, errors)
-        self._parts, self._train = parts, parts[TRAIN]
+        self._parts = parts
+        self._train = parts[TRAIN]
         self._fields = Fields(shape.fields) if shape.fields else None
         self._joins = shape.strings == "joined"
         self._fields_counted = 0  # documents whose other keys were looked at

@@ -25,7 +25,9 @@ UNIT_BYTES = 16_000_000
 _FREE = "free"  # a directory beside the parts
 _FILE_OVERHEAD = 16_000  # opening a file costs about as much as reading this many bytes
 
-_INFLATED, _ARROW_OVERHEAD, _IN_FLIGHT = 4, 1.05, 64_000_000  # estimates of how much is written
+_INFLATED = 4  # estimates of how much is written
+_ARROW_OVERHEAD = 1.05
+_IN_FLIGHT = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +230,10 @@ def process(unit: WorkUnit) -> UnitResult:
                     done.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
         for split, part in parts.items():
-            done.rows[split], done.text_bytes[split] = part.rows, part.text_bytes
-    done.tally, done.lines = documents.tally, documents.lines
+            done.rows[split] = part.rows
+            done.text_bytes[split] = part.text_bytes
+    done.tally = documents.tally
+    done.lines = documents.lines
     return done
 
 

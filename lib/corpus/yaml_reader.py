@@ -12,10 +12,12 @@ from lib.corpus.raw_file import RawFile
 
 _MAX_DEPTH = 1024
 # Nodes take up to a hundred times the room of their text.
-LARGE, _GROUP = 16_000_000, 2_000_000
+LARGE = 16_000_000
+_GROUP = 2_000_000
 # What aliases may expand a document to, in characters and nodes: a file of 289 bytes can stand
 # for a million strings.
-_FREE_EXPANSION, _EXPANSION_PER_CHARACTER = 1_000_000, 10
+_FREE_EXPANSION = 1_000_000
+_EXPANSION_PER_CHARACTER = 10
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -37,10 +39,13 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
         decoded = raw.decode(documents.fallback)
         texts = _group(decoded)
     else:
-        decoded, texts = None, iter([documents.decode(data)])
-    following, locator = next(texts, None), Locator("", raw.head)
+        decoded = None
+        texts = iter([documents.decode(data)])
+    following = next(texts, None)
+    locator = Locator("", raw.head)
     while following is not None:
-        text, following = following, next(texts, None)
+        text = following
+        following = next(texts, None)
         if raw.damage and following is None:  # the last document may be cut anywhere and valid
             text = text[: text.rfind("\n---") + 1]
         locator.move(locator.end(), text)
@@ -95,7 +100,8 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
 
     Of a document larger than LARGE only a part is yielded that is larger than that, too.
     """
-    text, is_skipping = "", False
+    text = ""
+    is_skipping = False
     for chunk in chunks:
         text += chunk
         start = text.find("\n---", 0) if is_skipping else text.rfind("\n---", 1)
@@ -106,7 +112,8 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
             text = text[start + 1 :]
         elif len(text) > 2 * LARGE:
             yield text
-            text, is_skipping = text[-4:], True
+            text = text[-4:]
+            is_skipping = True
     if text and not is_skipping:
         yield text
 

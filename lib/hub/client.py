@@ -29,8 +29,10 @@ from lib.models import hf_cache
 Result = TypeVar("Result")
 
 _PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
-_RETRIES, _LOOK_UP_TIMEOUT_S = 5, 30
-_LONGEST_S, _LONGEST_ASKED_S = 30.0, 600.0
+_RETRIES = 5
+_LOOK_UP_TIMEOUT_S = 30
+_LONGEST_S = 30.0
+_LONGEST_ASKED_S = 600.0
 
 
 class OutOfReachError(UsageError):
@@ -61,7 +63,8 @@ class Hub:
         self.endpoint = constants.ENDPOINT
         _require_settings()
         self.stopped = threading.Event()  # set from outside, it ends all waiting
-        self._paused_until, self._lock = 0.0, threading.Lock()
+        self._paused_until = 0.0
+        self._lock = threading.Lock()
 
     def look_up(self, name: str, revision: str, kind: str = "model") -> Repository:
         """Return what a repository holds at a revision (branch, tag or commit).
@@ -269,7 +272,8 @@ def _read_wait_s(headers: Mapping[str, str]) -> float:
     """Return the seconds that the Hub asks to wait, 0 when it asks for nothing."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
-    limit, asked = parse_ratelimit_headers(headers), headers.get("Retry-After", "").strip()
+    limit = parse_ratelimit_headers(headers)
+    asked = headers.get("Retry-After", "").strip()
     if asked.isascii() and asked.isdigit():
         return float(asked)
     try:  # or a date: RFC 9110, section 10.2.3

@@ -80,7 +80,8 @@ def _answer(
     """Return commit and files of the dataset, or the place of one of them once it is there."""
     if path is None:
         return repository.commit, {file.path: (file.size, file.declared) for file in files.values()}
-    file, target = files[path], directory / path
+    file = files[path]
+    target = directory / path
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target):
         left = file.size - partial.count_bytes(file, directory)

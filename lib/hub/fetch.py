@@ -59,7 +59,8 @@ class RemoteFiles:
         )
         began = time.monotonic()
         entries = transfer.fetch(self.files, directory)
-        self.bytes_from, self.seconds = transfer.bytes_from, time.monotonic() - began
+        self.bytes_from = transfer.bytes_from
+        self.seconds = time.monotonic() - began
         return entries
 
     def describe_source(self) -> str:

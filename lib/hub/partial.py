@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lib.core import units
 from lib.hub.repository import Digest, RemoteFile
 
 PIECE_BYTES = 512 << 20  # so large that asking for one takes no time beside fetching it
@@ -23,12 +24,14 @@ class PartialFile:
     """
 
     def __init__(self, file: RemoteFile, directory: Path) -> None:
-        self.file, self.target = file, directory / file.path
+        self.file = file
+        self.target = directory / file.path
         self._part = directory / file.part
         self._counts_path = _counts_path(self._part)
-        self.pieces = max(1, -(-file.size // PIECE_BYTES))
+        self.pieces = max(1, units.ceil_div(file.size, PIECE_BYTES))
         self.refused = 0  # how often the whole turned out to differ from what was declared
-        self._lock, self._is_claimed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_claimed = False
         self._counts = [0] * self.pieces
         self._digest = Digest(file)
 
@@ -105,7 +108,8 @@ class PartialFile:
             if difference:
                 self._part.unlink()
                 self._counts, self._digest = [0] * self.pieces, Digest(self.file)
-                self.refused, self._is_claimed = self.refused + 1, False
+                self.refused = self.refused + 1
+                self._is_claimed = False
             else:
                 self._part.replace(self.target)
             self._counts_path.unlink()

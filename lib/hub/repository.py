@@ -15,7 +15,8 @@ from lib.core.errors import UsageError
 from lib.models import tokenizer
 from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 _SMALL = {CONFIG, "generation_config.json", "README.md", *tokenizer.FILES}
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?", re.IGNORECASE
@@ -66,7 +67,8 @@ class Digest:
     """Reads a file's content from its beginning and compares it with what the Hub declares."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self.seen, self._wanted = 0, file.declared
+        self.seen = 0
+        self._wanted = file.declared
         self._hasher = hashlib.sha256()
         if not file.sha256:
             # How git names content: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects

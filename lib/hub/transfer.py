@@ -45,8 +45,11 @@ class Transfer:
         show_progress: bool = False,
     ) -> None:
         self._preview = preview
-        self._hub, self._repository, self._earlier = hub, repository, earlier
-        self._workers, self._show_progress = min(2 * workers, _MOST_CONNECTIONS), show_progress
+        self._hub = hub
+        self._repository = repository
+        self._earlier = earlier
+        self._workers = min(2 * workers, _MOST_CONNECTIONS)
+        self._show_progress = show_progress
         self._lock = threading.Lock()
         self.bytes_from: dict[str, int] = {"the Hub": 0, "this machine": 0, "an earlier run": 0}
 
@@ -164,7 +167,8 @@ def bring_headers(
     require_safe(files, repository.name)
 
     def bring(file: RemoteFile) -> None:
-        content, cached = b"", cache.find_blob(file, repository.name, repository.kind)
+        content = b""
+        cached = cache.find_blob(file, repository.name, repository.kind)
         for size in (_HEADER_AT_MOST, 0):  # most headers need but one request
             size = size or 8 + min(int.from_bytes(content[:8], "little"), LARGEST_HEADER)
             if (end := min(size, file.size)) <= len(content):

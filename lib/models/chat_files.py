@@ -11,7 +11,9 @@ from lib.core import log, manifest, records
 from lib.core.errors import ArtifactError
 from lib.models.tokenizer import CHAT_TEMPLATE
 
-_GENERATION, _TOKENIZER, _MODEL = "generation_config.json", "tokenizer_config.json", "config.json"
+_GENERATION = "generation_config.json"
+_TOKENIZER = "tokenizer_config.json"
+_MODEL = "config.json"
 _EOS = "eos_token_id"
 _IDS = ("bos_token_id", "pad_token_id", _EOS)
 

@@ -70,7 +70,8 @@ def examine(
     known of the weights yet. trust_code: see architecture.read_config. Raises UsageError for a kind
     of model that cannot be trained, or a tokenizer that does not load.
     """
-    is_ahead, weights_known = coming is not None, coming is None or bool(coming)
+    is_ahead = coming is not None
+    weights_known = coming is None or bool(coming)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
     headers = _read_headers(model_dir, coming or {}) if weights_known else Headers()

@@ -108,7 +108,8 @@ class Design:
         with tempfile.TemporaryDirectory() as preview, self._rename_errors(Path(preview)):
             self.write(Path(preview), vocabulary, None)
             model = architecture.build_on_meta(Path(preview))
-        rows, context = scratch.pad_vocabulary(vocabulary), self.context()
+        rows = scratch.pad_vocabulary(vocabulary)
+        context = self.context()
         given = self._given_vocabulary()
         instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
         return {

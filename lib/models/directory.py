@@ -20,7 +20,8 @@ from lib.models import hf_cache, prepared, unread_weights
 from lib.models.prepared import HOW, KIND
 
 CONFIG = "config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
 _ADAPTER = "adapter_config.json"  # of PEFT

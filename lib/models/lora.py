@@ -33,8 +33,11 @@ from lib.models.peft_adapter import PeftAdapter
 from lib.models.sharded import Placement, local_slice, local_tensor, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 
-ALL, ATTENTION, MLP = "all-linear", "attention", "mlp"
-A, B = "lora_A", "lora_B"
+ALL = "all-linear"
+ATTENTION = "attention"
+MLP = "mlp"
+A = "lora_A"
+B = "lora_B"
 # Classes whose `forward` is nothing but the product. Conv1D, of GPT-2 and its like, has its weight
 # the other way round: [in, out].
 _LINEARS = ("Linear", "FalconLinear", "Conv1D")
@@ -49,7 +52,9 @@ class Factor(Added, nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, drawn: bool) -> None:
         super().__init__(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
-        self.drawn, self.dropout, self.scale = drawn, 0.0, 1.0
+        self.drawn = drawn
+        self.dropout = 0.0
+        self.scale = 1.0
 
     def draw(self, full: Tensor) -> None:
         """Give A its first values; those of B are zero."""
@@ -155,7 +160,8 @@ class Lora:
             out, inputs = sizes(linear)
             linear.add_module(A, Factor(inputs, self.rank, drawn=True))
             linear.add_module(B, Factor(self.rank, out, drawn=False))
-            linear.lora_A.dropout, linear.lora_A.scale = self.dropout, self.scale
+            linear.lora_A.dropout = self.dropout
+            linear.lora_A.scale = self.scale
             linear.register_forward_hook(_add_product)
         added = {f"{name}.{part}.weight" for name in names for part in (A, B)}
         experts = choose_experts(model, self.targets)
@@ -283,7 +289,8 @@ def is_transposed(linear: nn.Module) -> bool:
 
 def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
     """Raise UsageError where an adapter is not of this model, which has none yet."""
-    linears, here = _linears(model), dict[tuple[str, str], tuple[int, ...]]()
+    linears = _linears(model)
+    here = dict[tuple[str, str], tuple[int, ...]]()
     for linear in linears.keys() & set(adapter.linears):
         out, inputs = sizes(model.get_submodule(linear))
         here |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}

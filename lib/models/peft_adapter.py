@@ -19,7 +19,8 @@ from lib.core import hashing, records, units
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.models.directory import find_misplaced, read_header
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")

@@ -50,9 +50,11 @@ class Stacked:
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part: [experts, …] with the kinds side by side along `dim`."""
-        experts, inner = part[0], list(part[1:])
+        experts = part[0]
+        inner = list(part[1:])
         along = self.dim - 1  # the same dimension, counted in one expert's tensor
-        pieces, start = [], 0
+        pieces = []
+        start = 0
         for kind in self.kinds:
             size = tensors.shapes[kind[0]][along]
             begin, end = (

@@ -103,7 +103,8 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
                 expected="module.Class, or ORG/NAME--module.Class, in auto_map",
                 found=repr(reference),
             )
-        repository, waiting = parts["repository"] or "", [f"{parts['module']}.py"]
+        repository = parts["repository"] or ""
+        waiting = [f"{parts['module']}.py"]
         while waiting:
             name = waiting.pop()
             if name in found.setdefault(repository, []):

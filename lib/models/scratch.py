@@ -72,7 +72,8 @@ def describe_rows(rows: int, vocabulary: int) -> str:
 
 def describe(size: str, vocabulary: int) -> dict[str, str]:
     """Return what a size is made of, in words, for the plan of a stage."""
-    shape, rows = SIZES[size], pad_vocabulary(vocabulary)
+    shape = SIZES[size]
+    rows = pad_vocabulary(vocabulary)
     return {
         "size": f"{size}, {units.count(shape.parameters(rows))} parameters"
         + (f", the shapes of {shape.like}" if shape.like else ""),

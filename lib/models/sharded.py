@@ -53,7 +53,8 @@ def mark_padded(model: nn.Module) -> None:
         for name, rows in module.rows.items() if isinstance(module, Padded) else ():
             parameter = module._parameters[name]
             setattr(parameter, _REAL_ROWS, rows)
-            whole, real = local_tensor(parameter, padded=True), local_tensor(parameter)
+            whole = local_tensor(parameter, padded=True)
+            real = local_tensor(parameter)
             whole.narrow(ROWS, real.shape[ROWS], whole.shape[ROWS] - real.shape[ROWS]).zero_()
 
 
@@ -104,7 +105,8 @@ def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
         return tensor
     shape = list(tensor.shape)
     shape[ROWS] = getattr(parameter, _REAL_ROWS)
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, tensor.dtype)

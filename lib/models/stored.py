@@ -21,7 +21,8 @@ class StoredModel:
 
     def __init__(self, model: PreTrainedModel, model_dir: Path) -> None:
         """Raise ArtifactError when the files do not fit the model."""
-        self._model, self._files = model, HubTensors(model_dir)
+        self._model = model
+        self._files = HubTensors(model_dir)
         self._recipes = weights.plan_reading(model, self._files, model_dir).recipes
         self._shapes = {
             name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()

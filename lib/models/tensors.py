@@ -109,8 +109,10 @@ class Headers:
             if key in self.shapes:
                 self.problems.append(f"{key} is in both {self.files[key]} and {file}")
             end = max(end, last)
-            self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
-            self.files[key], self.starts[key] = file, start + first
+            self.shapes[key] = tuple(entry["shape"])
+            self.dtypes[key] = entry["dtype"]
+            self.files[key] = file
+            self.starts[key] = start + first
         if end != data_bytes:
             self.problems.append(
                 f"damaged: the file {file} is "
@@ -129,7 +131,8 @@ class HubTensors(Headers):
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__()
-        self._directory, self._remedy = model_dir, directory.remedy(model_dir, "--overwrite")
+        self._directory = model_dir
+        self._remedy = directory.remedy(model_dir, "--overwrite")
         self._open = ExitStack()
         self._descriptors: dict[str, int] = {}
         file_of = read_index(model_dir)
@@ -156,10 +159,12 @@ class HubTensors(Headers):
         Of the first dimension only what is asked for is read; rows are read whole, in blocks, when
         only some of their columns are wanted.
         """
-        shape, dtype = self.shapes[key], _BY_NAME[self.dtypes[key]]
+        shape = self.shapes[key]
+        dtype = _BY_NAME[self.dtypes[key]]
         if not part:
             return self._read(key, 0, shape)
-        rows, inner = part[0], part[1:]
+        rows = part[0]
+        inner = part[1:]
         row = math.prod(shape[1:]) * dtype.itemsize
         sizes = tuple(one.stop - one.start for one in part)
         if sizes[1:] == tuple(shape[1:]):
@@ -174,7 +179,8 @@ class HubTensors(Headers):
 
     def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
         """Return the tensor of a shape that begins at a byte of a tensor's data."""
-        tensor, file = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]]), self.files[key]
+        tensor = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]])
+        file = self.files[key]
         read_into(
             tensor,
             self._descriptors[file],
@@ -197,7 +203,8 @@ def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy
             raise ArtifactError(
                 f"{path} ends at byte {offset}, in the middle of a tensor", **remedy
             )
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 def read_index(model_dir: Path) -> dict[str, str]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
 TURN = ("<|im_start|>", "<|im_end|>")  # around a turn, by chat_templates/chatml.jinja
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
@@ -219,7 +220,8 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         except Exception as error:  # each kind of tokenizer fails in a way of its own
-            ids, back = [], repr(error)
+            ids = []
+            back = repr(error)
         if tokenizer.unk_token_id not in ids and not _is_part(_reduce(back), _reduce(text)):
             raise UsageError(
                 f"the tokenizer in {directory} does not give back what it was given",

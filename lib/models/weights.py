@@ -77,7 +77,8 @@ def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) ->
 
 def _fill(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
     """Copy this rank's part into a tensor; False when a tied weight has two different contents."""
-    target, part = local_tensor(tensor), local_slice(tensor)
+    target = local_tensor(tensor)
+    part = local_slice(tensor)
     if not recipes or target.numel() == 0:
         return True
     first = recipes[0].read(stored, part)
@@ -182,7 +183,8 @@ def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]
 
 def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Return the innermost pretrained model around a module: its rules hold there."""
-    owner, module = model, model
+    owner = model
+    module = model
     for part in name.split(".") if name else ():
         module = getattr(module, part)
         owner = module if isinstance(module, PreTrainedModel) else owner

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lib.core import log
+from lib.core import log, units
 from lib.models.sharded import local_tensor, plain
 from lib.optim import e4m3
 
@@ -39,7 +39,8 @@ _GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1
 # be worth starting its kernels for.
 AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_GPU = 1 << 22
-_TRIED, _ROUNDING = 64, 0.01  # rows; mean difference, as a share of the mean
+_TRIED = 64  # rows; mean difference, as a share of the mean
+_ROUNDING = 0.01
 _CASTS_SINCE = (8, 9)  # the compute capability from which Triton casts to e4m3
 
 
@@ -169,7 +170,8 @@ class _Fused:
     def __call__(
         self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
     ) -> None:
-        columns, kind = tensors[0].shape[1:].numel(), min(tensors[0].ndim, 2)
+        columns = tensors[0].shape[1:].numel()
+        kind = min(tensors[0].ndim, 2)
         if kind == 2 and columns % BLOCK == 0:
             tensors = tuple(
                 t.view(-1, BLOCK if t.shape == tensors[0].shape else 1) for t in tensors
@@ -225,7 +227,8 @@ def _take(
     *kept: Tensor,
 ) -> None:
     rate, shrink, root_correction, raised = now.unbind()
-    first, second = (kept[: len(kept) // 2], kept[len(kept) // 2 :])
+    first = kept[: len(kept) // 2]
+    second = kept[len(kept) // 2 :]
     if scale is not None:
         gradient = gradient / scale
     average = _read(first, rule.by_bits).lerp_(gradient, 1 - rule.beta1)
@@ -282,7 +285,9 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Te
 
     def shape(of: Tensor) -> torch.Size:
         """Return the shape for a whole parameter or a shard of it."""
-        return torch.Size((len(of), -(-of.shape[1:].numel() // BLOCK))) if per_block else of.shape
+        if not per_block:
+            return of.shape
+        return torch.Size((len(of), units.ceil_div(of.shape[1:].numel(), BLOCK)))
 
     local = local_tensor(parameter, padded=True)
     zeros = torch.zeros(shape(local), dtype=dtype, device=local.device)

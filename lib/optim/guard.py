@@ -154,7 +154,8 @@ class StepGuard:
 
     def restore(self, state: dict[str, float]) -> None:
         """Take up the state of an earlier run."""
-        self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+        self.scale = state["scale"]
+        self.good_steps = int(state["good_steps"])
         self._in_a_row.fill_(state["in_a_row"])
         self._good.fill_(state["sound_steps"])
         self._usual.fill_(state["usual_norm"])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 KINDS = ("cosine", "linear", "constant", "wsd")
 _DECAY_SHARE = 0.2  # of a warm-up-stable-decay schedule
-_WARMUP_SHARE, _WARMUP_MOST = 0.05, 1000
+_WARMUP_SHARE = 0.05
+_WARMUP_MOST = 1000
 
 
 @dataclass(frozen=True)

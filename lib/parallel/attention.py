@@ -123,7 +123,8 @@ def lacks_varlen(precision: str, config: PretrainedConfig, any_gpu: bool = False
         )
     if any_gpu:
         return ""
-    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    capability = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
     if capability < (8, 0):
         return (
             f"{name} is older than what the kernel for packed documents needs (compute "
@@ -215,7 +216,8 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     another device would lose the mark, so the batch must be on the model's device already.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    implementation, ends = model.config._attn_implementation, batch.boundaries
+    implementation = model.config._attn_implementation
+    ends = batch.boundaries
     if batch.position_ids is not None:
         arguments["position_ids"] = batch.position_ids
     elif implementation == _FLASH:  # which would ask the device, in each layer, for documents

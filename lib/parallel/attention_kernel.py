@@ -97,7 +97,8 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
 
     Empty where the config does not say how many heads there are, and how wide.
     """
-    sizes, count = attention.head_sizes(config), attention.number_in(config, "num_attention_heads")
+    sizes = attention.head_sizes(config)
+    count = attention.number_in(config, "num_attention_heads")
     shared = attention.number_in(config, "num_key_value_heads") or count
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []

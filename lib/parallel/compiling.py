@@ -48,7 +48,8 @@ class Compiler:
         """Return a function that is compiled when it is first called. instead: if that fails."""
         # Together with the forward pass: one that failed later would have begun already.
         options = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-        compiled, instead = options(torch.compile(function, dynamic=False)), instead or function
+        compiled = options(torch.compile(function, dynamic=False))
+        instead = instead or function
         rehearsed = False
 
         def call(*arguments: Any, **named: Any) -> Any:

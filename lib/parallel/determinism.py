@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from lib.models.tensors import COMPUTE_DTYPES
 
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS sums in any order
-_SHAPE, _TRIES = (1, 16, 4096, 128), 5  # of the attention that is timed: [B, H, T, D]
+_SHAPE = (1, 16, 4096, 128)  # of the attention that is timed: [B, H, T, D]
+_TRIES = 5
 
 
 def require() -> None:

@@ -95,7 +95,8 @@ def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: T
 
 def _differ(found: Tensor, expected: Tensor) -> float:
     """Return by how much of its norm a result is off; 0 if that is no more than rounding."""
-    difference, norm = (found.float() - expected.float()).norm(), expected.float().norm()
+    difference = (found.float() - expected.float()).norm()
+    norm = expected.float().norm()
     # If transformers' numbers are NaN or infinite, the function is not the cause.
     if difference <= _NOISE * norm or not norm.isfinite():
         return 0.0

@@ -96,7 +96,8 @@ def unusable() -> Unusable | None:
     if torch.cuda.is_available():
         reasons = list(_without_code())
         return Unusable(torch.cuda.get_device_name(_device()), reasons) if reasons else None
-    names, files = nvidia.names(), nvidia.device_files()
+    names = nvidia.names()
+    files = nvidia.device_files()
     if not (there := names or files or nvidia.known_to_kernel()):
         return None
     driver = nvidia.driver()

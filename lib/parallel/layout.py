@@ -68,7 +68,8 @@ class ParallelLayout:
         device = _device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
         _join(device, timeout, meeting or meet())
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
@@ -186,7 +187,8 @@ def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
 
 def _keep_to_loopback() -> None:
     """Let gloo and NCCL listen on 127.0.0.1 alone where all ranks are on this machine."""
-    flags, here = Path("/sys/class/net/lo/flags"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    flags = Path("/sys/class/net/lo/flags")
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     is_up = flags.is_file() and int(flags.read_text(encoding="ascii"), 16) & 1
     if is_up and here == os.environ.get("WORLD_SIZE", "1"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

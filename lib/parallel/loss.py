@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lib.core import commands, log
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.models import lora
 from lib.parallel import attention, parallelize
@@ -89,7 +89,9 @@ class LossHead:
 
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
         """at_once: logits that may exist at a time. compiler: of the decoder blocks."""
-        self._head, self._logits, self._at_once = head, head.forward, at_once
+        self._head = head
+        self._logits = head.forward
+        self._at_once = at_once
         self._gradient = (
             _gradient if compiler is None else compiler.for_part("the loss").wrap(_fused, _gradient)
         )
@@ -117,7 +119,8 @@ class LossHead:
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
     ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model hands on in place of logits."""
-        self._labels, self._scale = labels, scale
+        self._labels = labels
+        self._scale = scale
         try:
             return model(**inputs).logits
         finally:
@@ -148,7 +151,8 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient_of: None where no gradient is wanted.
         """
         # Chunks as alike as can be: for another size the gradient would be compiled once more.
-        rows = max(_FEWEST_ROWS, -(-len(labels) // -(-len(labels) * len(weight) // at_once)))
+        chunks = units.ceil_div(len(labels) * len(weight), at_once)
+        rows = max(_FEWEST_ROWS, units.ceil_div(len(labels), chunks))
         is_trained = ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not any(ctx.needs_input_grad):
@@ -162,7 +166,8 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         of_bias = None
         for first in range(0, len(labels), rows):
-            chunk, target = hidden[first : first + rows], labels[first : first + rows]
+            chunk = hidden[first : first + rows]
+            target = labels[first : first + rows]
             logits = F.linear(chunk, weight, bias)
             counts = (target != IGNORED).float()
             target = target.clamp(min=0)
@@ -213,7 +218,8 @@ def _gradient(
     gradient is multiplied by, float32 [n]. The gradient, softmax less one-hot, has the logits'
     dtype.
     """
-    dtype, logits = logits.dtype, logits.float()
+    dtype = logits.dtype
+    logits = logits.float()
     normaliser = torch.logsumexp(logits, 1)
     at = torch.arange(len(target), device=target.device), target
     loss = ((normaliser - logits[at]) * counts).sum()

@@ -66,10 +66,13 @@ class _CopiedGroup:
     """
 
     def __init__(self, group: Any, copies: _Copies) -> None:
-        self._group, self._copies = group, copies
+        self._group = group
+        self._copies = copies
         self._copied: Any = None  # event behind the copy of this group
-        self._unshard, self._wait = group.unshard, group.wait_for_unshard
-        group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
+        self._unshard = group.unshard
+        self._wait = group.wait_for_unshard
+        group.unshard = self.unshard
+        group.wait_for_unshard = self.wait_for_unshard
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to copy the group, unless FSDP has it on the device or has begun before."""
@@ -81,7 +84,8 @@ class _CopiedGroup:
 
     def wait_for_unshard(self) -> None:
         """Let FSDP take the copy for the shards in host memory, once it is there."""
-        group, result = self._group, self._group._all_gather_result
+        group = self._group
+        result = self._group._all_gather_result
         if result is None or not result.all_gather_output.numel():
             self._wait()
             return
@@ -115,7 +119,8 @@ class _CopiedGroup:
     @torch.no_grad()
     def _copy(self) -> torch.Tensor:
         """Begin to copy the group; return the copy in compute precision, one flat tensor."""
-        group, copies = self._group, self._copies
+        group = self._group
+        copies = self._copies
         shards = [param._sharded_param_data for param in group.fsdp_params]
         [dtype] = self._dtypes()
         if copies.stream is None:

@@ -172,7 +172,8 @@ def shard(
     acts through the sharding. Raises UsageError for a model without blocks: sharding just the root
     would gather the whole model at once.
     """
-    compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
+    compute = COMPUTE_DTYPES[precision]
+    ranks = mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -190,7 +191,8 @@ def shard(
     for block in blocks:
         kept = not offload and (keep_gathered or block is blocks[-1])
         fully_shard(block, reshard_after_forward=not kept, **options)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     last = [m for m in (final_norm(model), head) if m is not None]
     if head is not None and head.weight is embedding.weight:
         last.insert(1, embedding)
@@ -312,7 +314,8 @@ def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> No
     model.set_requires_all_reduce(is_last)
     if keep_gathered:
         model.set_reshard_after_backward(is_last)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         if head is None or head.weight is not embedding.weight:
             # Backward does not need it, so it stays gathered for the next pass alone.
             embedding.set_reshard_after_forward(is_last, recurse=False)

@@ -20,7 +20,8 @@ def beside_states(model: PreTrainedModel, tokens: int, precision: str) -> tuple[
     """Return the bytes of activations, and of gathered weights, in a pass of so many tokens."""
     blocks = list(decoder_layers(model).values())
     largest = max(map(_count, blocks), default=0)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     rows, features = embedding.weight.shape
     wider = 2 if precision == "fp32" else 1
     # A block, the one fetched ahead, and the gradients of one; weights and gradients of the head.

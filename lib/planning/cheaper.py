@@ -54,7 +54,8 @@ def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
     if case.optimizer == "adamw":
         yield Turn({**given, "--optimizer": "adamw8bit"}, replace(case, optimizer="adamw8bit"))
     if on_gpu and not case.offload:
-        given, case = {**given, "--cpu-offload": "on"}, replace(case, offload=True)
+        given = {**given, "--cpu-offload": "on"}
+        case = replace(case, offload=True)
         yield Turn(given, case)
     while case.seq_length >= 512:
         case = replace(case, seq_length=case.seq_length // 2)

@@ -195,7 +195,9 @@ class Fit:
         whole: samples of a step, which stay as many. begun: see _turned. auto: recomputation is
         open, so that no command needs to name it.
         """
-        near, wide, hints = None, None, []
+        near = None
+        wide = None
+        hints = []
         try:
             near, wide = self.apart(Fit.nearest, case, begun)
         except NoAnswer as error:
@@ -219,7 +221,8 @@ class Fit:
                 "no option makes it fit on these ranks; a model of well below "
                 f"{units.count(largest)} parameters may"
             )
-        place, without = self.place(case), ", without activations"
+        place = self.place(case)
+        without = ", without activations"
         where = "host memory" if place == self.host else "its GPU's memory"
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
         return UsageError(

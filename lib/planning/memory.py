@@ -97,7 +97,8 @@ class Estimates:
                 and self._dims(known) == self._dims(case)
                 and replace(known, ranks=case.ranks, shard_size=case.shard_size) == case
             ):
-                now, before = self._shards(case), self._shards(known)
+                now = self._shards(case)
+                before = self._shards(known)
                 return step.resharded({kind: now[kind] / before[kind] for kind in SHARDED})
         self._traced[case] = self._trace(case)
         return self._traced[case]
@@ -136,7 +137,8 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
 
     gpu_gib: memory of one. shown: that the tracing goes on.
     """
-    usable, first = gpu_gib * USABLE, cases[0]
+    usable = gpu_gib * USABLE
+    first = cases[0]
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
         f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
@@ -166,7 +168,8 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
 
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     """Print the memory on so many GPUs, by batch and kind of checkpointing."""
-    step, ranks = estimates.step(asked), asked.ranks
+    step = estimates.step(asked)
+    ranks = asked.ranks
     held = step.largest
     name, unit = ("GiB", _GIB) if step.total >= _GIB / 10 else ("MiB", _GIB >> 10)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""

@@ -52,7 +52,8 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
 
     At least what a save in the background takes: before that none can follow.
     """
-    low, high = 0.0, mtbf  # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above
+    low = 0.0  # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above
+    high = mtbf
     while high - low > 1e-9 * mtbf:
         middle = (low + high) / 2
         grows = middle / mtbf + math.expm1(-(middle + stall) / mtbf) < 0
@@ -75,7 +76,8 @@ def describe(
     in_background: from copies in host memory. known_s, estimated_s: seconds of a step.
     """
     mtbf = mtbf_hours * 3600 / gpus
-    written, copied = size / write_gbps / 1e9, size / gpus / _COPY
+    written = size / write_gbps / 1e9
+    copied = size / gpus / _COPY
     stall, lag = (copied, written) if in_background else (written, 0.0)
     every = best_interval(stall, lag, mtbf)
     lost = 1 - useful_share(Saving(every, stall, lag), mtbf, restart=0.0)

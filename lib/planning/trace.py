@@ -202,7 +202,8 @@ def record(model: PreTrainedModel, case: Case, tracker: Tracker) -> StepMemory:
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are
         moment["optimizer"] = tracker.largest["optimizer"]
-    forward, backward = passes[:half], passes[half:]
+    forward = passes[:half]
+    backward = passes[half:]
     # The output layer and the loss come last in forward and first in backward; between the others
     # there are blocks alike, where memory rises or falls steadily.
     moments = (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:], *tracker.phases)
@@ -249,7 +250,8 @@ def makes_loss(model: PreTrainedModel) -> bool:
     """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
     model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
     case = Case(1, 1, 1, 16, "bf16", "none")
-    head, returned = model.get_output_embeddings(), []
+    head = model.get_output_embeddings()
+    returned = []
     head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
     head.register_forward_hook(lambda _, __, out: returned.append(out))
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case):

@@ -33,8 +33,11 @@ class Tracker(TorchDispatchMode):
     def __init__(self, host: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.making = "parameters"
-        self.largest, self._now = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        self.phases, self._peak, self._counted = [dict(self._now)], 0, set(KINDS) - set(host)
+        self.largest = dict.fromkeys(KINDS, 0)
+        self._now = dict.fromkeys(KINDS, 0)
+        self.phases = [dict(self._now)]
+        self._peak = 0
+        self._counted = set(KINDS) - set(host)
         self._known: dict[int, tuple[weakref.ref, str, int]] = {}
         self._paused = False
         self._patches = contextlib.ExitStack()

@@ -119,7 +119,9 @@ class SampleStream(DataStream):
     def __init__(
         self, samples: Samples, seed: int, division: Division, device: torch.device
     ) -> None:
-        self._samples, self._seed, self._division = samples, seed, division
+        self._samples = samples
+        self._seed = seed
+        self._division = division
         self._pin = device.type == "cuda"
 
     def steps(self, position: Position, count: int) -> Iterator[Step]:
@@ -133,7 +135,8 @@ class SampleStream(DataStream):
 
     def _read(self, first: int, count: int) -> Iterator[Step]:
         """Yield steps, the numbers of their samples worked out for many at once."""
-        d, size = self._division, self._division.global_batch
+        d = self._division
+        size = self._division.global_batch
         at_once = max(1, _ORDERED_AT_ONCE // size)
         for begun in range(0, count, at_once):
             steps = min(at_once, count - begun)

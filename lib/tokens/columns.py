@@ -16,7 +16,8 @@ from lib.core.errors import ArtifactError, is_of_disk
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TEXT, CHAT = "text", "chat"
+TEXT = "text"
+CHAT = "chat"
 CHAT_COLUMNS = ("messages", "tools", "weights", *Place._fields)
 # Of conversations in the formats that stage 02 reads.
 _OF_CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})

@@ -20,8 +20,10 @@ from lib.tokens.columns import CHAT, TEXT
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
-_CHAT_BYTES, _CHAT_ROWS = 2 << 20, 2000  # of conversations, which take a hundred times as long
+_BATCH_BYTES = 16 << 20
+_BATCH_ROWS = 100_000
+_CHAT_BYTES = 2 << 20  # of conversations, which take a hundred times as long
+_CHAT_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Dataset:
 
     def extent(self) -> tuple[int, int]:
         """Return how many rows the training split has, and how many bytes of UTF-8 in all."""
-        count, size = 0, 0
+        count = 0
+        size = 0
         for batch in columns.read(self.splits["train"], mapped=True):
             count += len(batch)
             if self.format == CHAT:
@@ -88,7 +91,8 @@ class Dataset:
                 size + part.nbytes > _BATCH_BYTES or len(texts) + len(part) > _BATCH_ROWS
             ):
                 yield texts
-                texts, size = [], 0
+                texts = []
+                size = 0
             texts += columns.texts(part.column(0))
             size += part.nbytes
         if texts:

@@ -33,7 +33,8 @@ def require_dataset(path: Path) -> dict[str, Any] | None:
         if path.suffix == arrow_files.SUFFIX:
             return None
         raise lacking.raw(path, f"{path} is a file, and not a dataset")
-    content, kind = manifest.read_if_any(path), manifest.kind_of(path)
+    content = manifest.read_if_any(path)
+    kind = manifest.kind_of(path)
     if kind.startswith("splits/"):
         raise lacking.raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
     if kind and not kind.startswith("dataset/"):

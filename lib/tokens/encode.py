@@ -30,7 +30,8 @@ TOKENIZER_FILES = (
 )
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
-_SAMPLED_TEXTS, _SAMPLED_BYTES = 200, 4000  # for an estimate: the most of each
+_SAMPLED_TEXTS = 200  # for an estimate: the most of each
+_SAMPLED_BYTES = 4000
 # Between a line and the next word: where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
@@ -102,10 +103,12 @@ class Gigatoken:
         )
         fast = self._fast([text for text, is_odd in zip(texts, odd, strict=True) if not is_odd])
         lengths = np.empty(len(texts), np.int64)
-        lengths[odd], lengths[~odd] = slow[1], fast[1]
+        lengths[odd] = slow[1]
+        lengths[~odd] = fast[1]
         of_odd = np.repeat(odd, lengths)
         flat = np.empty(len(of_odd), np.uint32)
-        flat[of_odd], flat[~of_odd] = slow[0], fast[0]
+        flat[of_odd] = slow[0]
+        flat[~of_odd] = fast[0]
         return flat, lengths
 
     def _fast(self, texts: Sequence[bytes]) -> Ids:
@@ -192,21 +195,26 @@ class Encoder:
         """Put BOS and EOS around each text's ids."""
         framed = lengths + (self.bos is not None) + (self.eos is not None)
         ends = np.cumsum(framed)
-        out, is_text = np.empty(int(framed.sum()), np.uint32), np.ones(int(framed.sum()), bool)
+        out = np.empty(int(framed.sum()), np.uint32)
+        is_text = np.ones(int(framed.sum()), bool)
         for token, places in ((self.bos, ends - framed), (self.eos, ends - 1)):
             if token is not None:
-                out[places], is_text[places] = token, False
+                out[places] = token
+                is_text[places] = False
         out[is_text] = ids
         return out, framed
 
     def _encode_pieces(self, pieces: list[bytes]) -> Ids:
-        done, group, size = [], [], 0
+        done = []
+        group = []
+        size = 0
         for piece in pieces:
             group.append(piece)
             size += len(piece)
             if size >= _GROUP_BYTES:
                 done.append(self._engine.encode(group))
-                group, size = [], 0
+                group = []
+                size = 0
         done.append(self._engine.encode(group))
         return np.concatenate([ids for ids, _ in done]), np.concatenate([n for _, n in done])
 
@@ -214,7 +222,8 @@ class Encoder:
         """Cut long texts; return the pieces and the number of the text that each belongs to."""
         if not self._may_cut or max(map(len, texts), default=0) <= _PIECE_BYTES:
             return list(texts), np.arange(len(texts))
-        pieces, owners = [], []
+        pieces = []
+        owners = []
         for number, text in enumerate(texts):
             cut = [text] if len(text) <= _PIECE_BYTES else _cut(text, _PIECE_BYTES)
             pieces += cut
@@ -246,7 +255,8 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
 
 def _cut(text: bytes, at_least: int) -> list[bytes]:
     """Cut a text at boundaries into pieces of `at_least` bytes, as near as they allow."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while boundary := _BOUNDARY.search(text, start + at_least):
         pieces.append(text[start : boundary.start()])
         start = boundary.start()
@@ -293,7 +303,8 @@ def _common_prefix(words: Sequence[bytes]) -> bytes:
     """Return what all words begin with: one search for it rules most texts out."""
     if not words:
         return b"\0 no special token"
-    low, high = min(words), max(words)
+    low = min(words)
+    high = max(words)
     length = next(
         (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
         min(len(low), len(high)),

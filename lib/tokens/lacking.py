@@ -58,23 +58,24 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
     with_target = commands.replaced(OPTION, path, target)
     streamed = commands.as_typed("--streaming", "--max-steps", 100)
     if (target / MANIFEST).exists():
-        hint, run = f"{target} may be what is meant:", with_target
+        hint = f"{target} may be what is meant:"
+        run = with_target
     elif not DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
-        hint, run = (
-            "make one:",
-            "\n".join(
-                (
-                    commands.script(
-                        "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target
-                    ),
-                    with_target,
-                )
-            ),
+        hint = "make one:"
+        run = "\n".join(
+            (
+                commands.script(
+                    "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target
+                ),
+                with_target,
+            )
         )
     elif path.is_file() and raw_shards.is_shard(path.name):
-        hint, run = "stage 02 reads directories; to try the file as it is:", streamed
+        hint = "stage 02 reads directories; to try the file as it is:"
+        run = streamed
     else:
-        hint, run = "stage 02 makes one of a directory of raw text", ""
+        hint = "stage 02 makes one of a directory of raw text"
+        run = ""
     return UsageError(
         problem,
         found=found,
@@ -140,7 +141,8 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
     """
     if not columns.hold_chats(names):
         return None
-    problem, found = "--streaming reads plain text, and not conversations", ", ".join(names)
+    problem = "--streaming reads plain text, and not conversations"
+    found = ", ".join(names)
     if not path.exists():  # on the Hub
         return UsageError(
             problem,
@@ -192,7 +194,8 @@ def _is_of_the_hub(path: Path) -> bool:
 def _not_prepared(name: str) -> ArtifactError:
     """Return the error for the name of a dataset on the Hub, of which nothing is prepared here."""
     fetched, target = (root / paths.model_dir_name(name) for root in (_RAW_ROOT, DATASETS_ROOT))
-    problem, expected = f"dataset {name} is not prepared", f"{target}, made by stage 02"
+    problem = f"dataset {name} is not prepared"
+    expected = f"{target}, made by stage 02"
     if cached := sorted(set(_cached(name))):
         return ArtifactError(
             problem,

@@ -161,7 +161,9 @@ class Mixture(Samples):
     def __init__(
         self, names: Sequence[str], parts: Sequence[Samples], weights: Sequence[int]
     ) -> None:
-        self.names, self.parts, self.weights = list(names), list(parts), list(weights)
+        self.names = list(names)
+        self.parts = list(parts)
+        self.weights = list(weights)
         self._first = np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:

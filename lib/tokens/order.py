@@ -63,14 +63,17 @@ def deal(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nd
     weight p of the sum q has ⌊g·p/q⌋ of the first g numbers, the others share the rest in the same
     way: in every prefix each is off its share by less than there are corpora.
     """
-    corpus, own = np.full(len(numbers), len(weights) - 1, np.int64), numbers.copy()
+    corpus = np.full(len(numbers), len(weights) - 1, np.int64)
+    own = numbers.copy()
     left = np.arange(len(numbers))  # places that no corpus has taken yet
     for i, weight in enumerate(weights[:-1]):
         total = sum(weights[i:])
         before = _share(own[left], weight, total)
         taken = _share(own[left] + 1, weight, total) > before
-        corpus[left[taken]], own[left[taken]] = i, before[taken]
-        left, before = left[~taken], before[~taken]
+        corpus[left[taken]] = i
+        own[left[taken]] = before[taken]
+        left = left[~taken]
+        before = before[~taken]
         own[left] -= before
     return corpus, own
 
@@ -101,7 +104,8 @@ def _round_keys(seed: int, epoch: int, corpus: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
     left: np.ndarray = values >> shift
     right: np.ndarray = values & mask
     for key in keys:

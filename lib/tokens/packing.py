@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import commands, hashing, log, manifest, publish, verified
+from lib.core import commands, hashing, log, manifest, publish, units, verified
 from lib.core.errors import ArtifactError
 from lib.core.paths import MANIFEST
 from lib.tokens import build, store
@@ -47,8 +47,11 @@ class Packs(Samples):
     """
 
     def __init__(self, split: Split, index: dict[str, Numbers], seq_length: int) -> None:
-        self.tokens, self.seq_length, self._index = split.tokens, seq_length, index
-        self._labels, self._documents = split.labels, len(split.ends)
+        self.tokens = split.tokens
+        self.seq_length = seq_length
+        self._index = index
+        self._labels = split.labels
+        self._documents = len(split.ends)
 
     def __len__(self) -> int:
         return max(0, len(self._index["packs"]) - 1)
@@ -61,14 +64,16 @@ class Packs(Samples):
     def rows(self, samples: np.ndarray) -> Rows:
         """Return the samples as inputs, labels and positions, int64 [samples, T] each."""
         shape = (len(samples), self.seq_length)
-        inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        inputs = np.zeros(shape, np.int64)
+        positions = np.zeros(shape, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
         for row, pack in enumerate(samples):
             filled = 0
             for start, length, is_end in self._pieces(int(pack)):
                 place = slice(filled, filled + length)
                 piece = self.tokens[start : start + length + (not is_end)].astype(np.int64)
-                inputs[row, place], positions[row, place] = piece[:length], np.arange(length)
+                inputs[row, place] = piece[:length]
+                positions[row, place] = np.arange(length)
                 after = (
                     piece[1:]
                     if self._labels is None
@@ -92,7 +97,8 @@ class Packs(Samples):
         Where all tokens are labels, that is all but the first of a document. Reads nothing of the
         index.
         """
-        tokens, samples = len(self.tokens), max(1, len(self))
+        tokens = len(self.tokens)
+        samples = max(1, len(self))
         labels = tokens - self._documents if self._labels is None else self._labels.total
         return labels / samples, tokens / samples
 
@@ -169,17 +175,20 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     order = np.argsort(-lengths, kind="stable")
     ends = np.flatnonzero(np.diff(lengths[order])) + 1
     for items in np.split(order, ends) if len(order) else []:
-        length, done = int(lengths[items[0]]), 0
+        length = int(lengths[items[0]])
+        done = 0
         while done < len(items):
             at = bisect_left(rooms, length)
             if at == len(rooms):
-                room, wanted = capacity, -(-(len(items) - done) // (capacity // length))
+                room = capacity
+                wanted = units.ceil_div(len(items) - done, capacity // length)
                 chosen = list(range(opened, opened + wanted))
                 opened += wanted
             else:
                 room = rooms[at]
-                wanted = -(-(len(items) - done) // (room // length))
-                chosen, by_room[room] = by_room[room][-wanted:], by_room[room][:-wanted]
+                wanted = units.ceil_div(len(items) - done, room // length)
+                chosen = by_room[room][-wanted:]
+                by_room[room] = by_room[room][:-wanted]
                 if not by_room[room]:
                     del by_room[room], rooms[at]
             each = room // length
@@ -216,15 +225,14 @@ def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
     held = np.bincount(bins)
     fewest = max(fewest, 2 * len(bins) // len(held))
     limits = range(fewest, max(fewest, int(held.max())) + 1)
+    most_added = len(held) // _SHARE
     limit = limits[
-        bisect_left(
-            limits, True, key=lambda limit: (-(-held // limit) - 1).sum() <= len(held) // _SHARE
-        )
+        bisect_left(limits, True, key=lambda limit: ((held - 1) // limit).sum() <= most_added)
     ]
     full = np.flatnonzero(held[bins] > limit)
     full = full[np.argsort(bins[full], kind="stable")]
     _, of, count = np.unique(bins[full], return_inverse=True, return_counts=True)
-    parts = -(-count // limit)
+    parts = (count + limit - 1) // limit
     place = np.arange(len(full)) - (np.cumsum(count) - count)[of]
     part = place * parts[of] // count[of]
     further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, less one
@@ -235,7 +243,8 @@ def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
 
 def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]) -> None:
     with publish.Build(target, KIND, identity, overwrite=False) as building:
-        splits, files = {}, []
+        splits = {}
+        files = []
         for name, split in tokens.splits.items():
             index, splits[name] = _index(split, seq_length)
             for part, dtype in _FILES.items():
@@ -255,7 +264,7 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     ends = np.asarray(split.ends, np.int64)
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     begins, ends = begins[ends > begins], ends[ends > begins]
-    per_document = -(-(ends - begins) // capacity)
+    per_document = (ends - begins + capacity - 1) // capacity
     owner = np.repeat(np.arange(len(ends)), per_document)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(per_document) - per_document, per_document)
     starts = begins[owner] + number * capacity

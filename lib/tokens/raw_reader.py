@@ -117,7 +117,8 @@ def _lines(
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
         following = here + len(block) + len(rest)
         if len(rest) == LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
-            block, rest = block[: block.rfind(b"\n") + 1], b""
+            block = block[: block.rfind(b"\n") + 1]
+            rest = b""
             too_long(here + len(block))
             following += skip_line(file)
         yield Block(block + rest, here)
@@ -145,7 +146,8 @@ def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block
     with io.BufferedReader(PatientFile(str(path))) as file, ParquetFile(file) as parquet:
         if text_field not in (names := parquet.schema_arrow.names):
             raise NoColumn(f"no column `{text_field}`, it has {', '.join(names)}")
-        first, end = 0, parquet.num_row_groups if span.end is None else span.end
+        first = 0
+        end = parquet.num_row_groups if span.end is None else span.end
         for group in range(span.start, end):
             rows = parquet.metadata.row_group(group).num_rows
             if first + rows > place:
@@ -212,7 +214,8 @@ def block_encoder(
 
 def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
     """Return the tokens of a block's documents."""
-    began, left = time.perf_counter(), LeftOut()
+    began = time.perf_counter()
+    left = LeftOut()
     texts, places = find_texts(block, text_field, left)
     ids, lengths = encoder.encode(texts) if texts else (np.empty(0, np.uint32), np.empty(0, int))
     return Encoded(
@@ -222,7 +225,8 @@ def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
 
 def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
     """Return the texts of a block (UTF-8) and their places; `left` notes what has none."""
-    texts, places = [], []
+    texts = []
+    places = []
     for place, text in _found(block, text_field, left):
         if text:
             texts.append(text)

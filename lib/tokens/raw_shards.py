@@ -180,10 +180,13 @@ def _cut_parquet(root: Path, path: str) -> list[Span]:
         metadata = pyarrow.parquet.read_metadata(root / path)
     except (OSError, ValueError):
         return [Span(path)]  # who reads it will say what is wrong
-    spans, start, size = [], 0, 0
+    spans = []
+    start = 0
+    size = 0
     for group in range(metadata.num_row_groups):
         size += metadata.row_group(group).total_byte_size
         if size >= _SPAN_BYTES or group == metadata.num_row_groups - 1:
             spans.append(Span(path, start, group + 1))
-            start, size = group + 1, 0
+            start = group + 1
+            size = 0
     return spans

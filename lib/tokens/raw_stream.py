@@ -32,7 +32,9 @@ from lib.tokens.samples import Rows
 if TYPE_CHECKING:
     import torch
 
-_SAMPLED_SPANS, _SAMPLED_TEXTS, _SAMPLED_BYTES = 16, 200, 20_000
+_SAMPLED_SPANS = 16
+_SAMPLED_TEXTS = 200
+_SAMPLED_BYTES = 20_000
 
 
 class OwnSpan(NamedTuple):
@@ -67,10 +69,16 @@ class RawDocuments:
                 expected="a piece per rank at least: more files, or fewer ranks (a "
                 "compressed file, and one from the Hub, is one piece)",
             )
-        self.shards, self.text_field, self.seed = shards, text_field, seed
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.left, self._reported = LeftOut(), 0
-        self._tokens, self._reading, self._encoding = 0, 1e-9, 0.0  # seconds
+        self.shards = shards
+        self.text_field = text_field
+        self.seed = seed
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.left = LeftOut()
+        self._reported = 0
+        self._tokens = 0  # seconds
+        self._reading = 1e-9
+        self._encoding = 0.0
         self._workers: list[Worker] = []
         # What has been asked for and not yet come: of the workers, and paths of the fetcher.
         self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()
@@ -91,10 +99,12 @@ class RawDocuments:
         spans = (
             self.spans(0)[:1]
             if self.shards.fetcher
-            else self.shards.spans[:: -(-len(self.shards.spans) // _SAMPLED_SPANS)]
+            else self.shards.spans[:: units.ceil_div(len(self.shards.spans), _SAMPLED_SPANS)]
         )
         texts: list[bytes] = []
-        left, problems, path = LeftOut(), [], Path()
+        left = LeftOut()
+        problems = []
+        path = Path()
         for span in spans:
             try:
                 path = self._fetched(span)
@@ -103,7 +113,7 @@ class RawDocuments:
                 )
                 if block := next(blocks, None):
                     found, _ = raw_reader.find_texts(block, self.text_field, left)
-                    texts += found[: -(-_SAMPLED_TEXTS // len(spans))]
+                    texts += found[: units.ceil_div(_SAMPLED_TEXTS, len(spans))]
             except raw_reader.NoColumn as error:
                 left.add(str(error), f"({span.path})")
             except raw_reader.DAMAGE as error:
@@ -142,7 +152,9 @@ class RawDocuments:
         """
         while self._encoding_now:
             self._encoding_now.popleft()[1].receive()
-        first, with_text, workers = 0, cursor.epoch, itertools.cycle(self._workers)
+        first = 0
+        with_text = cursor.epoch
+        workers = itertools.cycle(self._workers)
         blocks = self._blocks(cursor)
         while True:
             while len(self._encoding_now) < len(self._workers):
@@ -157,7 +169,8 @@ class RawDocuments:
             self._note(done, own.span)
             if len(done.ids):
                 yield Origin(first, own, done)
-                first, with_text = first + len(done.ids), own.epoch
+                first = first + len(done.ids)
+                with_text = own.epoch
             elif own.epoch > with_text + 1:
                 raise self._nothing(with_text + 1)
 
@@ -196,7 +209,8 @@ class RawDocuments:
 
     def _blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
         """Yield the blocks from the cursor's document on. Skips unreadable ones with a warning."""
-        place, with_block = cursor.place, cursor.epoch
+        place = cursor.place
+        with_block = cursor.epoch
         for own, path in self._at_hand(self._sequence(cursor)):
             if own.epoch > with_block + 1:
                 raise self._nothing(with_block + 1)
@@ -262,28 +276,33 @@ class TokenRuns:
     """Gives tokens of documents in runs that overlap by the token that is only a label."""
 
     def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
-        self._encoded, self._origins = documents.encoded(cursor), deque[Origin]()
-        self._tokens, self._first = np.empty(0, np.uint32), 0
+        self._encoded = documents.encoded(cursor)
+        self._origins = deque[Origin]()
+        self._tokens = np.empty(0, np.uint32)
+        self._first = 0
         if cursor.token:
             self.take(cursor.token)
 
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
         """Return the next tokens and the one after them (int64 [count + 1]), and where that is."""
-        parts, there = [self._tokens], len(self._tokens)
+        parts = [self._tokens]
+        there = len(self._tokens)
         while there <= count:
             origin = next(self._encoded)
             self._origins.append(origin)
             parts.append(origin.block.ids)
             there += len(origin.block.ids)
         tokens = np.concatenate(parts) if len(parts) > 1 else self._tokens
-        self._tokens, self._first = tokens[count:], self._first + count
+        self._tokens = tokens[count:]
+        self._first = self._first + count
         while self._origins[0].first + len(self._origins[0].block.ids) <= self._first:
             self._origins.popleft()
         return tokens[: count + 1].astype(np.int64), self._cursor()
 
     def _cursor(self) -> Cursor:
         origin = self._origins[0]
-        offset, block = self._first - origin.first, origin.block
+        offset = self._first - origin.first
+        block = origin.block
         document = int(np.searchsorted(block.ends, offset, side="right"))
         begin = int(block.ends[document - 1]) if document else 0
         return Cursor(
@@ -297,7 +316,9 @@ class RawStream(DataStream):
     def __init__(
         self, documents: RawDocuments, seq_length: int, division: Division, device: torch.device
     ) -> None:
-        self._documents, self._seq_length, self._division = documents, seq_length, division
+        self._documents = documents
+        self._seq_length = seq_length
+        self._division = division
         self._pin = device.type == "cuda"
 
     def steps(self, position: Position, count: int) -> Iterator[Step]:
@@ -323,7 +344,8 @@ class RawStream(DataStream):
         self._documents.close()
 
     def _read(self, runs: TokenRuns, samples_after: int) -> Step:
-        d, length = self._division, self._seq_length
+        d = self._division
+        length = self._seq_length
         tokens, cursor = runs.take(d.accumulation * d.micro_batch * length)
         inputs, labels = (
             part.reshape(d.accumulation, d.micro_batch, length)

@@ -64,7 +64,9 @@ class Windows(Samples):
     """
 
     def __init__(self, tokens: Numbers, seq_length: int, labels: Labels | None = None) -> None:
-        self.tokens, self.seq_length, self._labels = tokens, seq_length, labels
+        self.tokens = tokens
+        self.seq_length = seq_length
+        self._labels = labels
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_length)

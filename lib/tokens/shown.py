@@ -16,8 +16,11 @@ from lib.core import log
 from lib.tokens.encode import Encoder
 from lib.tokens.store import TokenStore
 
-_TRAINED, _READ, _END = "\033[32m", "\033[90m", "\033[0m"  # green, grey
-_OPEN, _CLOSE = "⟦", "⟧"
+_TRAINED = "\033[32m"  # green, grey
+_READ = "\033[90m"
+_END = "\033[0m"
+_OPEN = "⟦"
+_CLOSE = "⟧"
 _LEGEND = {
     True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
     False: f"{_OPEN}trained{_CLOSE}, the rest is only read",

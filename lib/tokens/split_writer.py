@@ -35,7 +35,9 @@ class SplitWriter:
 
     def __init__(self, directory: Path, name: str, dtype: str, dataset: Dataset) -> None:
         self._progress = directory / f"{name}.{PROGRESS}"
-        self._directory, self.name, self._dataset = directory, name, dataset
+        self._directory = directory
+        self.name = name
+        self._dataset = dataset
         self._dtype = np.dtype(dtype).newbyteorder("<")
         # Of a dataset made elsewhere the fingerprint knows only both ends of each shard.
         self._text = "" if dataset.ours else stamps.fingerprint(dataset.stamps)
@@ -110,7 +112,9 @@ class Sink:
     """Hashes a file while it writes it; the first `keep` bytes of an old one stay."""
 
     def __init__(self, path: Path, keep: int) -> None:
-        self.path, self.bytes, self._hasher = path, keep, hashing.new()
+        self.path = path
+        self.bytes = keep
+        self._hasher = hashing.new()
         self._file = path.open("r+b" if keep else "w+b")
         self._file.truncate(keep)
         while chunk := self._file.read(1 << 22):

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import commands, hashing, log, manifest, paths
+from lib.core import commands, hashing, log, manifest, paths, units
 from lib.core.errors import ArtifactError
 from lib.tokens.chat import outcome
 from lib.tokens.chat.outcome import ChatCounts, ChatFacts
@@ -37,7 +37,8 @@ from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # of a store whose labels are told by bits
-TEMPLATE, ERRORS = "chat_template.jinja", "errors.jsonl"
+TEMPLATE = "chat_template.jinja"
+ERRORS = "errors.jsonl"
 _CHUNK = 1 << 22  # tokens whose bits are counted at a time
 
 
@@ -61,14 +62,16 @@ class FileNumbers:
             at_each = [self[i : i + 1][0] for i in np.ravel(wanted).tolist()]
             return np.array(at_each, self.dtype).reshape(np.shape(wanted))[()]
         start, stop, _ = wanted.indices(self._count)
-        size, parts = max(0, stop - start) * self.dtype.itemsize, []
+        size = max(0, stop - start) * self.dtype.itemsize
+        parts = []
         offset = start * self.dtype.itemsize
         while size:
             part = os.pread(self._file.fileno(), size, offset)
             if not part:
                 raise OSError(f"{self._file.name} ends at byte {offset}")
             parts.append(part)
-            offset, size = offset + len(part), size - len(part)
+            offset = offset + len(part)
+            size = size - len(part)
         return np.frombuffer(b"".join(parts), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -85,7 +88,9 @@ class Labels:
     """
 
     def __init__(self, packed: Numbers, length: int, total: int) -> None:
-        self._packed, self._length, self.total = packed, length, total
+        self._packed = packed
+        self._length = length
+        self.total = total
 
     def __len__(self) -> int:
         return self._length
@@ -94,7 +99,8 @@ class Labels:
         """Return bool for each token of a range."""
         start, stop, _ = wanted.indices(self._length)
         first = start // 8
-        bits = np.unpackbits(np.asarray(self._packed[first : -(-stop // 8)]), bitorder="little")
+        packed = np.asarray(self._packed[first : units.ceil_div(stop, 8)])
+        bits = np.unpackbits(packed, bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -216,7 +222,8 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
         chat = _read_chat(path, summary["chat"]) if is_chat else None
         sound = _is_sound(summary)
     except (KeyError, TypeError, ValueError, AttributeError):
-        sound, chat = False, None
+        sound = False
+        chat = None
     if not sound:
         raise ArtifactError(
             f"{path / paths.MANIFEST} is damaged",

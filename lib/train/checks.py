@@ -217,7 +217,8 @@ def require_room(config: Config, steps: int, has_begun: bool) -> None:
 
     has_begun: an earlier launch has trained with this warm-up, so that it can only be told.
     """
-    problems, length = Problems(), units.counted(steps, "step")
+    problems = Problems()
+    length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     falls = config.lr_scheduler != "constant"
     # An epoch of N steps is the trainer's own: further launches go on, with more epochs.
@@ -262,7 +263,8 @@ def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False)
 
 def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
     """Return what is odd about the options for a run of so many steps, a sentence each."""
-    found, length = [], units.counted(steps, "step")
+    found = []
+    length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     if warmup > _LONG_WARMUP * steps:
         found.append(

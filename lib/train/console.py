@@ -31,7 +31,8 @@ class Lines:
     """Makes the line of each row; columns are as wide as their widest value so far."""
 
     def __init__(self, total_steps: int) -> None:
-        self._total, self._widths = f"{total_steps:,}", list(_WIDTHS)
+        self._total = f"{total_steps:,}"
+        self._widths = list(_WIDTHS)
 
     def line(self, row: dict[str, Any]) -> str:
         """Return a row in under 120 columns; its keys are those of docs/artifacts.md."""

@@ -22,7 +22,9 @@ class Evaluation:
     """Measures the loss over the first --eval-batches global batches of each validation split."""
 
     def __init__(self, held_out: list[HeldOut], plan: Plan, layout: ParallelLayout) -> None:
-        self._held_out, self._plan, self._layout = held_out, plan, layout
+        self._held_out = held_out
+        self._plan = plan
+        self._layout = layout
 
     def is_due(self, step: int) -> bool:
         """Tell whether the validation loss is measured after a step."""
@@ -35,7 +37,8 @@ class Evaluation:
         self, step: int, model: nn.Module, loss_sum: LossSum, report: Report
     ) -> dict[str, float]:
         """Return the validation loss as figures of a row; all ranks must call this."""
-        began, losses = time.monotonic(), {}
+        began = time.monotonic()
+        losses = {}
         for part in self._held_out:
             batches = evaluation_batches(
                 part.samples, self._plan.config.eval_batches, self._plan.division

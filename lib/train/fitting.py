@@ -201,7 +201,8 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     The fewer steps, the larger the share of the data that is left out at their end. samples: of an
     epoch; None: not known. A step whose samples are given is divided, not changed.
     """
-    asked, steps = plan.epochs(config), min(config.step_limit or _STEPS, _STEPS)
+    asked = plan.epochs(config)
+    steps = min(config.step_limit or _STEPS, _STEPS)
     if not config.chose_batch or config.global_batch_size or samples is None or asked is None:
         return config
     dp_size = plan.degrees(config).dp_size(ranks)
@@ -224,7 +225,8 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
     tokens = config.batch_size * config.seq_length
     if config.chose_batch or tokens >= choice.FEW[fit.on_gpu] or log.rank() != 0:
         return
-    ranks, kept = plan.launched_size(), config
+    ranks = plan.launched_size()
+    kept = config
     division = plan.divide(config, 0, ranks)
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
@@ -337,7 +339,8 @@ def _gpus_here() -> int:
 
 def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -> str:
     """Say why --batch-size auto is that batch."""
-    enough, whole = choice.ENOUGH[fit.on_gpu], config.global_batch_size
+    enough = choice.ENOUGH[fit.on_gpu]
+    whole = config.global_batch_size
     of_step = (
         f"divides the {units.counted(whole, 'sample')} of a step over "
         f"{units.counted(ranks, 'rank')} and "

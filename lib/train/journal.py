@@ -27,8 +27,11 @@ class Journal:
     """Writes nothing on other ranks than 0."""
 
     def __init__(self, experiment: Experiment, rank: int) -> None:
-        self.experiment, self._active = experiment, rank == 0
-        self._events, self._lock, self._is_over = AppendedFile(experiment.events), Lock(), False
+        self.experiment = experiment
+        self._active = rank == 0
+        self._events = AppendedFile(experiment.events)
+        self._lock = Lock()
+        self._is_over = False
         self._event_may_fail = log.Tolerated(experiment.events.name)
         self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
 

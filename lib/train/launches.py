@@ -35,7 +35,8 @@ def join(config: Config, experiment: Experiment, layout: ParallelLayout) -> tupl
     """
     from lib.parallel.layout import gather
 
-    own, known = launcher.marks() + launcher.job_marks(), _known(experiment)
+    own = launcher.marks() + launcher.job_marks()
+    known = _known(experiment)
     found = gather((_is_of(known), own, known), layout.control)
     again = any(begun for begun, _, _ in found)
     if again:

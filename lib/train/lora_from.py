@@ -45,9 +45,11 @@ def settle(config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
     if config.lora_from is None:
         return config
     own = _options(adapter, identity)
-    problems, kept = Problems(), {}
+    problems = Problems()
+    kept = {}
     for name in _OF_ADAPTER:
-        typed, default = getattr(config, name), getattr(DEFAULTS, name)
+        typed = getattr(config, name)
+        default = getattr(DEFAULTS, name)
         if typed == default != own[name]:
             kept[name] = own[name]
         elif typed not in (default, own[name]) and name != "lora_dropout":  # of training alone

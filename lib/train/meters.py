@@ -34,7 +34,8 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.steps, self._began = 0, 0.0
+        self.steps = 0
+        self._began = 0.0
 
     def step_done(self) -> None:
         """Note the end of a step."""
@@ -160,7 +161,8 @@ class Profiler:
             torch.cuda.profiler.stop()
         if self._recording is None or step < self._last:
             return
-        recording, self._recording = self._recording, None
+        recording = self._recording
+        self._recording = None
         recording.stop()
         with self._may_fail:
             self._write(recording)
@@ -268,8 +270,11 @@ class Meters:
         step: int,
     ) -> None:
         """step: where the run goes on."""
-        self._layout, self.flops, self.peak = layout, flops, peak
-        self.memory_before, self.memory_peak = memory_before, 0.0
+        self._layout = layout
+        self.flops = flops
+        self.peak = peak
+        self.memory_before = memory_before
+        self.memory_peak = 0.0
         self.timers = Timers(layout.device)
         self.profiler = Profiler(config.profile, experiment.profile, layout.rank, layout.device)
         if config.profile and self.profiler.has_passed(step) and layout.rank == 0:

@@ -27,7 +27,8 @@ class Metrics:
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
         """step: where the run goes on; what an interrupted run logged after it is dropped."""
-        self._active, self._experiment = rank == 0, experiment
+        self._active = rank == 0
+        self._experiment = experiment
         self.curve = Curve()
         if self._active:
             self._rows = AppendedFile(experiment.metrics)
@@ -105,11 +106,9 @@ class Board:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._session = (
-            event_pb2.Event,
-            summary_pb2.Summary,
-            event_pb2.SessionLog,
-        )
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._session = event_pb2.SessionLog
         # Files are read in the order of their names, as TensorBoard's own writer gives them.
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self._file = AppendedFile(directory / name, is_text=False)
@@ -139,7 +138,8 @@ class Board:
         row = self._event(
             wall_time=ended, step=figures["step"], summary=self._summary(value=numbers)
         )
-        events, self._next = [*self._next, row], []
+        events = [*self._next, row]
+        self._next = []
         lost: OSError | None = None
         for event in events:
             try:
@@ -156,7 +156,8 @@ class Board:
 
 def training(rows: list[dict[str, Any]]) -> str:
     """Return the first and the last training loss in words."""
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     since = f", the mean since step {rows[-2]['step']:,}" if len(rows) > 1 else ""
     return (
         f"{first['train/loss']:.4f} at step {first['step']:,} → {mean_loss(last):.4f} at step "
@@ -177,7 +178,10 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
 
     They stand at the end: the file is cut, which needs no room on the disk.
     """
-    rows, kept, ends_at, end = [], [], 0, 0
+    rows = []
+    kept = []
+    ends_at = 0
+    end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         end += len(line)
         if row := records.logged_row(line):

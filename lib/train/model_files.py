@@ -32,10 +32,8 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return inputs
-    content, reads_weights = (
-        _model_content(inputs.model_dir),
-        bool(config.lora_rank) or not (inputs.scratch or inputs.begun or inputs.named),
-    )
+    content = _model_content(inputs.model_dir)
+    reads_weights = bool(config.lora_rank) or not (inputs.scratch or inputs.begun or inputs.named)
     files = [
         entry
         for entry in content["files"]
@@ -128,7 +126,8 @@ def require_same_base(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> 
     Their names, sizes and headers are the same, or it would be another model.
     """
     for name, digest in record.get("base", {}).items():
-        path, now = inputs.model_dir / name, inputs.base.get(name, "")
+        path = inputs.model_dir / name
+        now = inputs.base.get(name, "")
         is_same = (
             now == digest
             if now.partition(":")[0] == digest.partition(":")[0]

@@ -18,10 +18,13 @@ _FULL_PASS = {"GPU": 4096, "rank": 512}  # tokens of a device in a pass; with fe
 _TIMED_FROM = 20e6  # parameters; what takes the time of smaller models is not arithmetic
 # Tokens per step in published runs: of pre-training by parameters, and of training on.
 _PRE_TRAINING = ((1e9, 1 << 19), (5e9, 1 << 20), (math.inf, 1 << 21))
-_TRAINING_ON, _FEWEST_TRAINING_ON = 1 << 18, 1 << 16
-_MANY, _MOST = 1 << 22, 1 << 24  # of the largest models' fine-tuning, and pre-training
+_TRAINING_ON = 1 << 18
+_FEWEST_TRAINING_ON = 1 << 16
+_MANY = 1 << 22  # of the largest models' fine-tuning, and pre-training
+_MOST = 1 << 24
 _MARGIN = 4  # so many times fewer tokens than published are worth a warning
-_WARNS_FROM, _LONG = 50e6, 10_000  # parameters; steps
+_WARNS_FROM = 50e6  # parameters; steps
+_LONG = 10_000
 _FEWEST_KEPT = 2  # checkpoints, as in commit.prune
 
 
@@ -74,7 +77,8 @@ def step_seconds(plan: Plan, work: Work, hardware: Hardware) -> float | None:
 
 def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
     """Return what is unusual about the tokens per step, and what to give instead; else None."""
-    tokens, steps = plan.tokens_per_step, plan.total_steps
+    tokens = plan.tokens_per_step
+    steps = plan.total_steps
     usual = (
         next(usual for below, usual in _PRE_TRAINING if work.parameters < below)
         if work.scratch
@@ -127,13 +131,15 @@ def _length(plan: Plan, steps: int) -> str:
 
 
 def _written(plan: Plan, steps: int) -> int:
-    return -(-steps // plan.config.ckpt_freq)
+    return units.ceil_div(steps, plan.config.ckpt_freq)
 
 
 def _checkpoints(plan: Plan, work: Work) -> str:
     """Return how many are written and how many lie there at once, as commit.prune keeps them."""
-    config, count = plan.config, _written(plan, plan.total_steps)
-    newest, every = max(config.ckpt_keep, _FEWEST_KEPT), config.ckpt_keep_every
+    config = plan.config
+    count = _written(plan, plan.total_steps)
+    newest = max(config.ckpt_keep, _FEWEST_KEPT)
+    every = config.ckpt_keep_every
     kinds = {f"the newest {newest}": newest, "the best": int(work.validates)}
     if every:
         kinds[f"each {every:,}th step"] = plan.total_steps // math.lcm(every, config.ckpt_freq)

@@ -75,7 +75,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
 
     Raises UsageError when a batch cannot be divided, after everything else has been printed.
     """
-    work, problems = work_of(config, inputs, model), Problems()
+    work = work_of(config, inputs, model)
+    problems = Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.frozen_in(model)}"
     log.table(

@@ -100,7 +100,8 @@ class Plan:
 
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with how it comes about."""
-        d, samples_needed = self.division, self.total_steps * self.division.global_batch
+        d = self.division
+        samples_needed = self.total_steps * self.division.global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
         warmup = (
@@ -116,7 +117,8 @@ class Plan:
         }
         if self.samples is None:
             return rows
-        asked, passes = epochs(self.config), samples_needed / self.samples
+        asked = epochs(self.config)
+        passes = samples_needed / self.samples
         left_out = asked * self.samples - samples_needed if asked else 0
         a_pass = (
             f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of "
@@ -158,7 +160,8 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
     counts as 1, which divides what any other does.
     """
     batch = _samples(config)
-    dp_rank, dp_size = degrees(config).dp_rank(rank), degrees(config).dp_size(ranks)
+    dp_rank = degrees(config).dp_rank(rank)
+    dp_size = degrees(config).dp_size(ranks)
     if config.global_batch_size is None:
         return Division(batch, config.grad_accum_steps or 1, dp_rank, dp_size)
     per_pass = batch * dp_size

@@ -36,7 +36,8 @@ class Curve:
         """Hold these rows and no others."""
         self.points: list[Point] = []
         self.held_out: list[tuple[int, float]] = []
-        self._rows_each, self._open = 1, 0  # rows per point; of them, in the last point
+        self._rows_each = 1  # rows per point; of them, in the last point
+        self._open = 0
         for row in rows:
             self.add(row)
 

@@ -13,7 +13,8 @@ from lib.models import float8
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.train.config import AUTO, Config
 
-_WIDTH, _TRIES = 256, 3  # of the products that are timed
+_WIDTH = 256  # of the products that are timed
+_TRIES = 3
 _FLOAT8_FROM = (8, 9)  # compute capability
 _FLOAT8_GPUS = "NVIDIA Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell or newer"
 
@@ -70,7 +71,8 @@ def require_float8(config: Config) -> None:
             "several passes over memory",
             run=commands.as_typed("--compile", "on"),
         )
-    batch, length = config.batch_size, config.seq_length
+    batch = config.batch_size
+    length = config.seq_length
     if batch not in (None, AUTO) and batch * length % float8.MULTIPLE:
         problems.add(
             f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",

@@ -45,10 +45,17 @@ class Report:
         meters: Meters,
         estimate: MemoryEstimate,
     ) -> None:
-        self._experiment, self.journal, self._state = experiment, journal, state
-        self._stream, self._meters, self._estimate = stream, meters, estimate
-        self._plan, self._layout = state.plan, state.layout
-        config, rank, steps = self._plan.config, self._layout.rank, self._plan.total_steps
+        self._experiment = experiment
+        self.journal = journal
+        self._state = state
+        self._stream = stream
+        self._meters = meters
+        self._estimate = estimate
+        self._plan = state.plan
+        self._layout = state.layout
+        config = self._plan.config
+        rank = self._layout.rank
+        steps = self._plan.total_steps
         # What a reader of loss.png alone must know.
         self._caption = (
             f"{experiment.root.name}: {state.model.config.model_type}, "
@@ -56,7 +63,8 @@ class Report:
         )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
-        self._lines, self._pace = console.Lines(steps), Pace()
+        self._lines = console.Lines(steps)
+        self._pace = Pace()
         self._bar = Progress(
             "training",
             steps,
@@ -142,7 +150,9 @@ class Report:
 
     def _write(self, figures: dict[str, Any], ended: float, skipped: Skipped) -> None:
         """Write a step's row everywhere, and say how many steps were skipped before it."""
-        state, config, step = self._state, self._plan.config, figures["step"]
+        state = self._state
+        config = self._plan.config
+        step = figures["step"]
         state.figures = figures
         self._estimate.tell()
         self._row(figures, ended)
@@ -190,7 +200,8 @@ class Report:
 
     def _launch(self) -> str:
         """Return in words what this launch did, and how fast."""
-        seconds, steps = self._pace.seconds_per_step, self._pace.steps
+        seconds = self._pace.seconds_per_step
+        steps = self._pace.steps
         speed = (
             f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first"
             if seconds
@@ -243,7 +254,8 @@ class Report:
 
     def note_stop(self, reason: str) -> None:
         """Note that the run stops after this saved step. Raises Preempted if steps are left."""
-        step, has_ended = self._state.step, self._state.step == self._plan.total_steps
+        step = self._state.step
+        has_ended = self._state.step == self._plan.total_steps
         self.note_state("complete" if has_ended else "preempted")
         self.journal.event("signal", step, signal=reason)
         if not has_ended:

@@ -36,15 +36,20 @@ def resume(
 
     One that --resume names is taken unless the run has gone on from it before.
     """
-    control, plan, is_named, named = state.layout.control, state.plan, False, inputs.named
+    control = state.layout.control
+    plan = state.plan
+    is_named = False
+    named = inputs.named
     if named is not None and not on_rank_0(
         lambda: earlier.descends(earlier.newest(experiment), named), control
     ):
         search.require_intact(named, control)
-        checkpoint, is_named = named, True
+        checkpoint = named
+        is_named = True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
     elif newest := checkpointer.newest():
-        checkpoint, facts = newest, newest.commit()
+        checkpoint = newest
+        facts = newest.commit()
     else:
         return False
     changes = earlier.require_same(
@@ -59,7 +64,8 @@ def resume(
         tie_again(state.model)
         restore_buffers(state.model)
     record = checkpointer.load(checkpoint, state)
-    state.resumed_from, state.resumed_path = facts.get("resumed_from"), facts.get("resumed_path")
+    state.resumed_from = facts.get("resumed_from")
+    state.resumed_path = facts.get("resumed_path")
     if earlier.is_other_data(changes):
         state.position = BEGINNING
     if is_named:
@@ -113,7 +119,8 @@ def roll_back(
         raise symptoms.diverged(diverged_at, bad, state.rollbacks, config, experiment)
     checkpointer.load(checkpoint, state)
     float8.rescale(state.model)
-    state.position, state.rollbacks = position, rollbacks  # what is learned goes back, not the data
+    state.position = position  # what is learned goes back, not the data
+    state.rollbacks = rollbacks
     try:
         checkpointer.supersede(state.step, f"the steps up to {diverged_at} were rolled back")
     except ArtifactError as error:  # at worst a resume goes back to there, and then here again

@@ -50,7 +50,9 @@ class TrainState:
 
     def advance(self, step: Step) -> None:
         """Count a step that was done, and its tokens."""
-        self.step, self.tokens, self.position = self.step + 1, self.tokens + step.tokens, step.after
+        self.step = self.step + 1
+        self.tokens = self.tokens + step.tokens
+        self.position = step.after
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters, persistent buffers and states of the optimizer, sharded as they are.
@@ -95,7 +97,8 @@ class TrainState:
 
     def load_state_dict(self, record: TrainRecord) -> None:
         """Take up all other state, of a record that is complete."""
-        self.step, self.tokens = record["step"], record["tokens"]
+        self.step = record["step"]
+        self.tokens = record["tokens"]
         self.position = Position(record["samples"])
         if cursors := record.get("cursors"):
             division = self.plan.division

@@ -15,7 +15,9 @@ from lib.core import launcher
 from lib.parallel.layout import ParallelLayout
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_OUT_OF_TIME, _STOP_FILE, _ALONE = 1001, 1002, 1003
+_OUT_OF_TIME = 1001
+_STOP_FILE = 1002
+_ALONE = 1003
 _REASONS = {number.value: number.name for number in _SIGNALS} | {
     _OUT_OF_TIME: "--max-minutes",
     _STOP_FILE: "the stop file",
@@ -33,7 +35,8 @@ class StopRequest:
     """
 
     def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:
-        self._layout, self._file = layout, stop_file
+        self._layout = layout
+        self._file = stop_file
         self._deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
         self._looked = 0.0
         self.reason = 0

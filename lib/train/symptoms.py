@@ -110,7 +110,8 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
             meters.snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
-    now, kinds = config.activation_checkpointing, recompute.KINDS
+    now = config.activation_checkpointing
+    kinds = recompute.KINDS
     if more := kinds[kinds.index(now) + 1 :] if now in kinds else kinds[1:]:
         knobs.append(f"--activation-checkpointing {more[0]}")
     if (config.batch_size or 1) > 1:

@@ -19,7 +19,8 @@ def note(device: str, cpu_offload: bool = False) -> None:
         log.warn("--cpu-offload changes nothing here: this run trains on the CPU")
     if device == "cpu":
         return
-    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < ranks < gpus:
         command = commands.on_ranks(gpus)
         log.info(

@@ -37,7 +37,9 @@ class Watchdog:
     def __init__(
         self, minutes: float, stacks: Path, last_word: Callable[[], None] = lambda: None
     ) -> None:
-        self._seconds, self._stacks, self._last_word = minutes * 60, stacks, last_word
+        self._seconds = minutes * 60
+        self._stacks = stacks
+        self._last_word = last_word
         self.enter("first step")
         if minutes:
             self._outlet = _outlet()
@@ -45,11 +47,13 @@ class Watchdog:
 
     def enter(self, section: str) -> None:
         """Note that a section begins now; the one before has ended."""
-        self._section, self._since = section, time.monotonic()
+        self._section = section
+        self._since = time.monotonic()
 
     def _watch(self) -> None:
         while True:
-            section, since = self._section, self._since
+            section = self._section
+            since = self._since
             limit = self._seconds * _PATIENCE[section]
             left = since + limit - time.monotonic()
             if left < 0:

@@ -280,7 +280,8 @@ def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable
 
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_"
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 BROKEN_ADAPTERS = {
     "an adapter missing": (
         TENSORS,

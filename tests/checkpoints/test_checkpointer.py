@@ -22,11 +22,10 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Delete, note and draw in the background: only a run's next save waits, no step does."""
-    experiment, seen = Experiment(tmp_path, "exp"), []
-    prune, layout = (
-        commit.prune,
-        SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group),
-    )
+    experiment = Experiment(tmp_path, "exp")
+    seen = []
+    prune = commit.prune
+    layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
 
     def slowly(*rules: object) -> list[int]:
         time.sleep(0.2)
@@ -35,7 +34,8 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
 
     monkeypatch.setattr(commit, "prune", slowly)
     weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer, longest = torch.optim.SGD([weight]), 0.0
+    optimizer = torch.optim.SGD([weight])
+    longest = 0.0
     checkpointer = Checkpointer(
         experiment.checkpoints,
         layout,

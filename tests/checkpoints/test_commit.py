@@ -123,7 +123,8 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
 
 def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
     """The checkpoint is whole, or it does not count and the next launch deletes it."""
-    at, killed = 0, True
+    at = 0
+    killed = True
     while killed:
         at += 1
         for step in {1, 2} - {c.step for c in commit.scan(tmp_path)}:

@@ -56,14 +56,16 @@ def config_of(directory: Path) -> dict[str, Any]:
 def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
     """Compare files, names, dtypes, shapes, bits, index and configs."""
     assert {p.name for p in out.iterdir()} - OWN == {p.name for p in reference.iterdir()}
-    ours, theirs = content(out), content(reference)
+    ours = content(out)
+    theirs = content(reference)
     assert ours.keys() == theirs.keys()
     for key, (file, metadata, tensor) in theirs.items():
         assert ours[key][1] == metadata and (ours[key][0] == file or not same_files), key
         assert ours[key][2].dtype == tensor.dtype and torch.equal(ours[key][2], tensor), key
     index = "model.safetensors.index.json"
     if (reference / index).exists():
-        ours, theirs = settings(out / index), settings(reference / index)
+        ours = settings(out / index)
+        theirs = settings(reference / index)
         assert ours["metadata"] == theirs["metadata"]
         assert ours["weight_map"] == {key: file for key, (file, _, _) in content(out).items()}
     assert settings(out / "generation_config.json") == settings(
@@ -87,7 +89,8 @@ class Factors:
 
 def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
-    model, layer = build_on_meta(tmp_path / "model"), "model.layers.1.mlp.down_proj"
+    model = build_on_meta(tmp_path / "model")
+    layer = "model.layers.1.mlp.down_proj"
     rows = model.get_submodule(layer).out_features
     checkpoint = save_run(
         tmp_path, tmp_path / "model", added={f"{layer}.factor": torch.arange(float(rows))}

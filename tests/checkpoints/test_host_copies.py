@@ -82,7 +82,8 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
 
     tensors, optimizer = trained
     monkeypatch.setattr(host_copies, "_copy", broken)
-    copies, before = HostCopies(optimizer), tensors["model.weight"].detach().clone()
+    copies = HostCopies(optimizer)
+    before = tensors["model.weight"].detach().clone()
     copies.take(tensors)
     for waiting in (optimizer.step, copies.wait):
         with pytest.raises(RuntimeError, match="no memory"):

@@ -37,7 +37,8 @@ def test_no_problem_raises_nothing() -> None:
 
 
 def test_a_single_problem_is_raised_as_it_is() -> None:
-    problems, error = Problems(), ArtifactError("broken", run="mend it")
+    problems = Problems()
+    error = ArtifactError("broken", run="mend it")
     problems.add(error)
     with pytest.raises(ArtifactError) as caught:
         problems.raise_if_any()

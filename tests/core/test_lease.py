@@ -158,7 +158,9 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
             {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
             | ({"released": True} if left == "released" else {}),
         )
-    start, got, refused = threading.Barrier(8), [], []
+    start = threading.Barrier(8)
+    got = []
+    refused = []
 
     def take(number: int) -> None:
         nodes.name = f"node {number}"
@@ -230,7 +232,8 @@ def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
 
 
 def test_who_is_taken_over_hears_of_it(path: Path, fast: None) -> None:
-    told, heard = [], threading.Event()
+    told = []
+    heard = threading.Event()
 
     def lost(text: str) -> None:
         told.append(text)

@@ -54,7 +54,9 @@ def test_what_is_published_is_done_and_alone(tmp_path: Path) -> None:
 
 def test_what_was_killed_just_after_it_had_published_is_done_and_alone(tmp_path: Path) -> None:
     """Killed at each operation until there is none; a dry run, or a user's own, changes nothing."""
-    at, target, mine = 0, tmp_path / "corpus", users_own(tmp_path)
+    at = 0
+    target = tmp_path / "corpus"
+    mine = users_own(tmp_path)
     while not finished_with(Fault(str(tmp_path), at := at + 1), target):
         if not publish.is_done(target, KIND, identity(2), False, dry_run=True):
             make(target, x=2)
@@ -213,7 +215,8 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for x in range(3):
         make(tmp_path / "corpus", "new", x, overwrite=True)
-    corpus, copied = tmp_path / "corpus", tmp_path / "corpus.partial-abcdef12"
+    corpus = tmp_path / "corpus"
+    copied = tmp_path / "corpus.partial-abcdef12"
     with pytest.raises(OSError), Build(corpus, KIND, {}, True, resumable=True) as build:
         (build.dir / "part").write_text("part")
         shutil.copytree(build.partial, copied)
@@ -237,7 +240,10 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, monkeypatch, swap
     """Whatever was killed where: the old or the new one is there, or comes back with the next."""
     if not swap:
         monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())
-    at, killed, target, mine = 0, True, tmp_path / "corpus", users_own(tmp_path)
+    at = 0
+    killed = True
+    target = tmp_path / "corpus"
+    mine = users_own(tmp_path)
     while killed:
         at += 1
         make(target, "old", overwrite=True)
@@ -320,7 +326,8 @@ def test_two_nodes_do_not_build_one_thing_where_locks_are_local(
 def test_leftovers_of_another_node_go_when_it_has_long_been_silent(
     tmp_path: Path, node, silent_s: int
 ) -> None:
-    target, left = tmp_path / "corpus", tmp_path / "corpus.partial-12345678"
+    target = tmp_path / "corpus"
+    left = tmp_path / "corpus.partial-12345678"
     left.mkdir()
     unfinished.claim(left)
     record = left / publish.OWNER

@@ -77,7 +77,8 @@ def test_a_directory_that_goes_away_while_it_is_locked(
     tmp_path: Path, monkeypatch, state: str
 ) -> None:
     """Between the open and the lock another process may remove or publish the directory."""
-    path, flock = tmp_path / "d", lease.fcntl.flock
+    path = tmp_path / "d"
+    flock = lease.fcntl.flock
 
     def vanish(*arguments: int) -> None:
         if state == "published":

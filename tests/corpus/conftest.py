@@ -50,7 +50,8 @@ def read(tmp_path: Path) -> Read:
     """Return read({"a.json": b"…"}, **shape): what those files give."""
 
     def run(files: dict[str, bytes | str], **shape) -> Outcome:
-        folder, out = tmp_path / "data", tmp_path / "out"
+        folder = tmp_path / "data"
+        out = tmp_path / "out"
         for name, data in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,8 @@ from lib.core.conversation import Conversation, Place
 from lib.corpus import conversations, json_data, work
 from tests.test_hostile_records import VALUES, changed, places
 
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
 WEATHER = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 10}}}
 
@@ -487,7 +488,8 @@ def test_rows_that_are_dropped_leave_the_lines_of_others(read, monkeypatch):
 
 
 def test_a_file_of_two_formats_is_found_wherever_it_is_cut(read, monkeypatch):
-    alpaca, chat = {"instruction": "q", "output": "a"}, {"messages": [USER, ANSWER]}
+    alpaca = {"instruction": "q", "output": "a"}
+    chat = {"messages": [USER, ANSWER]}
     for size in (1 << 30, 300):
         monkeypatch.setattr(work, "UNIT_BYTES", size)
         outcome = read(

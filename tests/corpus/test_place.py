@@ -13,7 +13,8 @@ from lib.corpus.place import deal
 
 def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:
     """Return counts and byte sums per split."""
-    counts, sums = Counter(), Counter()
+    counts = Counter()
+    sums = Counter()
     for size, split in zip(sizes, deal(sizes, splits), strict=True):
         counts[split] += 1
         sums[split] += size

@@ -315,7 +315,8 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
 def test_a_row_that_looks_like_many_is_told(read):
     """Two stray quotes, the second before a comma, make one valid row of all between."""
     rows = [f"{n},text {n}" for n in range(100)]
-    rows[5], rows[60] = '5,"text 5', '60",text 60'
+    rows[5] = '5,"text 5'
+    rows[60] = '60",text 60'
     outcome = read(
         {
             "a.csv": "n,a\n" + "\n".join(rows) + "\n",
@@ -400,7 +401,8 @@ def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
 def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, tmp_path):
     """For a moment: the same rows. For good: the build stops and names the file."""
     rows = [f"text {number} " * 60 for number in range(400)]
-    lines, arrow = "".join(json.dumps({"a": row}) + "\n" for row in rows).encode(), io.BytesIO()
+    lines = "".join(json.dumps({"a": row}) + "\n" for row in rows).encode()
+    arrow = io.BytesIO()
     columns = pa.table({"a": rows})
     if name.endswith("parquet"):
         pq.write_table(columns, arrow, row_group_size=100)

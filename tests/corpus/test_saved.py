@@ -14,7 +14,8 @@ from lib.corpus import saved
 from lib.corpus.scan import DESCRIPTION, Rules, scan
 from tests.conftest import ROOT
 
-ORGANISE, BUILD = "01_organize_data.py", "02_build_hf_dataset.py"
+ORGANISE = "01_organize_data.py"
+BUILD = "02_build_hf_dataset.py"
 
 
 def run(script: str, *words: object) -> None:

@@ -22,7 +22,8 @@ def verdicts(root: Path, *args, **rules) -> dict[str, str]:
 
 
 def test_every_entry_has_a_verdict(tmp_path):
-    src, elsewhere = tmp_path / "src", tmp_path / "elsewhere"
+    src = tmp_path / "src"
+    elsewhere = tmp_path / "elsewhere"
     for path in ("a.txt", "d/b.txt", ".hidden", ".git/config", "empty"):
         (src / path).parent.mkdir(parents=True, exist_ok=True)
         (src / path).write_text("" if path == "empty" else "x")
@@ -215,7 +216,8 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypatch, mode, size):
     """Of a copy it may be half the old and half the new content, of the same size."""
-    root, act = tmp_path / "raw", place.place
+    root = tmp_path / "raw"
+    act = place.place
     root.mkdir()
     (root / "a.txt").write_text("text")
     [entry] = scan(root, Rules(), progress=False)

@@ -30,7 +30,8 @@ def adapters(place: Place) -> None:
         scratch=False,
     )
     place.note(aim_mfu_causal=AIMS["lora-8b"], in_one_line=in_words(figures(fast), AIMS["lora-8b"]))
-    losses, ratios = {}, {}
+    losses = {}
+    ratios = {}
     for kind in ("none", "full"):
         run = place.train(
             kind,

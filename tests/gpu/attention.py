@@ -21,7 +21,8 @@ def attention(place: Place) -> None:
     place.need(place.on_gpu, "a CPU has none of these kernels")
     from torch.nn.attention.varlen import varlen_attn
 
-    heads, length = 32, 8192
+    heads = 32
+    length = 8192
     for width in (128, 64):
         parts = [
             torch.randn(
@@ -77,7 +78,8 @@ def boundaries(place: Place) -> None:
     place.need(place.on_gpu, "a CPU has none of these kernels")
     from torch.nn.attention.varlen import varlen_attn
 
-    heads, length = 32, 8192
+    heads = 32
+    length = 8192
     for width in (128, 64):
         flat = [
             torch.randn(

@@ -131,7 +131,8 @@ def _batch(place: Place, packing: str, vocabulary: int) -> Any:
     """Return two rows of tokens, in documents of several lengths if packed."""
     from lib.tokens.batches import MicroBatch
 
-    rows, length = 2, place.size(2048, 64)
+    rows = 2
+    length = place.size(2048, 64)
     ids = torch.randint(
         0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(0)
     )

@@ -41,7 +41,8 @@ def eight_ranks(place: Place) -> None:
     adamw = registry.build("adamw", model, 1e-5, (0.9, 0.95), 0.1)
     guard = StepGuard("fp32", 0.0, device)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.seq_length), device=device)
-    host, total = [], []
+    host = []
+    total = []
     for _ in range(place.size(8, 3)):
         began = time.perf_counter()
         loss.token_loss_sum(model, MicroBatch(ids, ids)).backward()

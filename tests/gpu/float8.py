@@ -52,7 +52,8 @@ def fp8_states(place: Place) -> None:
         plain = place.train(f"{packing}-bf16", *options, "--compile", "on", hook="save_nothing")
         whole = place.train(f"{packing}-whole", *options, *fp8, "--deterministic", "on")
         for figure in ("train/loss", "eval/loss"):
-            expected, found = plain.rows[-1][figure], whole.rows[-1][figure]
+            expected = plain.rows[-1][figure]
+            found = whole.rows[-1][figure]
             place.note(**{f"{packing}, {figure}": {"bf16": expected, "fp8": found}})
             assert abs(found / expected - 1) < 2 * _NEAR, (packing, figure, found, expected)
         stopped = place.begin(

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_SYNC, GRAPH = "three steps without a host sync", "compiled a graph with"
+NO_SYNC = "three steps without a host sync"
+GRAPH = "compiled a graph with"
 ALLOCATOR = "allocator: "
 _FRACTION = 0.02  # of the GPU's memory
 

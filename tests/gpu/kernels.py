@@ -224,7 +224,8 @@ def staging(place: Place) -> None:
 
     changes = place.size({"hidden_size": 1024, "intermediate_size": 4096}, {})
     with trained(place, place.size("bf16", "fp32"), **changes) as (model, optimizer, layout):
-        guard, copies = StepGuard("fp32", 0.0, layout.device), HostCopies(optimizer)
+        guard = StepGuard("fp32", 0.0, layout.device)
+        copies = HostCopies(optimizer)
         seconds = []
         for number in range(4):
             if number:  # a capture after the first step: there are moments then
@@ -256,7 +257,8 @@ def peaks(place: Place) -> None:
     from lib.train import flops
 
     listed, where = flops.device_peak(torch.device(place.device), place.size("bf16", "fp32"))
-    size, count = place.size(8192, 512), place.size(1 << 30, 1 << 24)
+    size = place.size(8192, 512)
+    count = place.size(1 << 30, 1 << 24)
     dtype = place.size(torch.bfloat16, torch.float32)
     a, b = (torch.randn(size, size, device=place.device, dtype=dtype) for _ in range(2))
     product = 2 * size**3 / median_s(place, lambda: a @ b)

@@ -26,7 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "gpu_kit"
-PYTHON, PLATFORM = "3.12", "manylinux_2_28_x86_64"
+PYTHON = "3.12"
+PLATFORM = "manylinux_2_28_x86_64"
 _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
 _LEFT_OUT = (
     "test",

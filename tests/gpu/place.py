@@ -33,7 +33,8 @@ _TOO_LARGE = re.compile(r"error: (this run does not fit.*)")
 _UNCOMPILED = "the model cannot be compiled here"
 # The models that stand in for larger ones in a rehearsal; `small` does for all others.
 _REHEARSED = {"moe": "moe-small", "moe-small": "moe-small", "gemma": "gemma"}
-_POLL_S, _GONE_WITHIN_S = 0.05, 10.0
+_POLL_S = 0.05
+_GONE_WITHIN_S = 10.0
 
 
 class NotHere(Exception):
@@ -167,7 +168,8 @@ class Place:
             name = arguments[arguments.index("-e") + 1]
         else:
             name = "stage"
-        experiment, output = self.work / "outputs" / name, self.work / f"{name}.log"
+        experiment = self.work / "outputs" / name
+        output = self.work / f"{name}.log"
         torchrun = [
             sys.executable,
             "-m",
@@ -236,9 +238,12 @@ class Stage:
     """A stage that was started. experiment: where its run lies. began: seconds, monotonic."""
 
     def __init__(self, process: Any, experiment: Path, output: Path) -> None:
-        self._process, self.experiment, self._output = process, experiment, output
+        self._process = process
+        self.experiment = experiment
+        self._output = output
         self._offset = 0
-        self.pid, self.began = process.pid, time.monotonic()
+        self.pid = process.pid
+        self.began = time.monotonic()
 
     @property
     def printed(self) -> str:

@@ -29,7 +29,8 @@ def _of_gpus(place: Place) -> list[str]:
 
     if not machine.driver():
         return ["nvidia-smi does not answer, so neither the driver nor other processes are known"]
-    found, told = [], []
+    found = []
+    told = []
     for number, (used, total) in enumerate(machine.memory_mib()):
         told.append(f"GPU {number}: {(total - used) / 1024:.0f} of {total / 1024:.0f} GiB free")
         if total - used < _FREE * total:

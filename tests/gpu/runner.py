@@ -21,12 +21,16 @@ from typing import Any, NamedTuple
 from tests.gpu.items import Item, find_item
 from tests.gpu.place import FIGURES, NotHere, Place, kill
 
-PASSED, FAILED, TOO_SLOW = "passed", "failed", "too slow"
-NOT_HERE, NOT_RUN = "not here", "not run"
+PASSED = "passed"
+FAILED = "failed"
+TOO_SLOW = "too slow"
+NOT_HERE = "not here"
+NOT_RUN = "not run"
 OUTCOMES = (PASSED, FAILED, TOO_SLOW, NOT_HERE, NOT_RUN)
 _SHORTEST_S = 12.0  # an item is not begun with less time left, however short its estimate
 _SLOWER = 2  # times the limit, if processes import everything again, and in a rehearsal
-_ERROR_LINES, _LOG_CHARACTERS = 25, 20_000
+_ERROR_LINES = 25
+_LOG_CHARACTERS = 20_000
 
 
 class Session(NamedTuple):
@@ -59,7 +63,9 @@ def run_items(items: Sequence[Item], session: Session) -> Counter[str]:
 
     Each result is on the disk before another item begins.
     """
-    waiting, running, counts = deque(items), list[_Running](), Counter[str]()
+    waiting = deque(items)
+    running = list[_Running]()
+    counts = Counter[str]()
     while waiting or running:
         while waiting and _may_begin(waiting[0], running, session.jobs):
             item = waiting.popleft()
@@ -100,7 +106,8 @@ def _may_begin(item: Item, running: list[_Running], jobs: int) -> bool:
 
 def _refusal(item: Item, session: Session) -> tuple[str, str] | None:
     """Return the outcome of an item that cannot run, and why."""
-    place, left = session.place, session.deadline - time.monotonic()
+    place = session.place
+    left = session.deadline - time.monotonic()
     if place.on_gpu and place.gpus < item.gpus:
         return NOT_HERE, f"it needs {item.gpus} GPUs"
     needed = max(_SHORTEST_S, item.estimate if place.on_gpu else 0)
@@ -128,7 +135,8 @@ def _begin(item: Item, session: Session) -> _Running:
     process.start()
     theirs.close()
     is_fast = place.start == "fork" and place.on_gpu
-    began, limit = time.monotonic(), float(item.limit * (1 if is_fast else _SLOWER))
+    began = time.monotonic()
+    limit = float(item.limit * (1 if is_fast else _SLOWER))
     return _Running(item, place, process, ours, began, min(began + limit, session.deadline), limit)
 
 
@@ -189,7 +197,8 @@ def _write(
 ) -> None:
     """Append a result to its file, which is on the disk afterwards, and print it in a line."""
     outcome, error = result
-    figures, out = work / FIGURES, session.place.out
+    figures = work / FIGURES
+    out = session.place.out
     row = {
         "item": item.name,
         "outcome": outcome,

@@ -142,7 +142,8 @@ def saves(place: Place) -> None:
 
 def save_under_load(place: Place) -> None:
     """A save of 8 GB holds the bytes of its step, though the next step begins at once."""
-    model, found = place.model("1b", num_hidden_layers=place.size(6, 4)), []
+    model = place.model("1b", num_hidden_layers=place.size(6, 4))
+    found = []
     for asynchronous in ("on", "off"):
         run = place.train(
             f"async-{asynchronous}",

@@ -14,7 +14,8 @@ from typing import Any
 from tests.gpu import traces
 from tests.gpu.place import ROOT, Place, Stage
 
-STEPS, WARM = 20, 5  # of a measured run, and how many of them are left out
+STEPS = 20  # of a measured run, and how many of them are left out
+WARM = 5
 # Of model FLOPs at 989 TFLOP/s, attention by its causal half: what an H200 should reach.
 AIMS = {
     "8b-wide_2x8192_compile_on": 0.52,
@@ -195,13 +196,11 @@ def part_of_1b(place: Place) -> Path:
 
 def first_step(place: Place) -> None:
     """The seconds from Python alone and from the launcher to the line of the first step."""
-    python, launcher = (
-        {"fresh": True},
-        {
-            "command": [ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
-            "env": {"PYTHON": sys.executable},
-        },
-    )
+    python = {"fresh": True}
+    launcher = {
+        "command": [ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
+        "env": {"PYTHON": sys.executable},
+    }
     settings = [
         ("python", python, "off"),
         *place.size(  # the item `launcher` rehearses the other

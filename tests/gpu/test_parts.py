@@ -192,7 +192,8 @@ def test_what_cannot_be_compiled_without_a_compiler_is_not_here(
     """With one it is a failure."""
 
     class Ended:
-        pid, exitcode = 0, 2
+        pid = 0
+        exitcode = 2
 
     monkeypatch.setattr(machine, "lacks_compiler", lambda: "no Python.h" * lacks)
     (tmp_path / "log").write_text("error: the model cannot be compiled here\n  found: …")

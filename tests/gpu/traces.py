@@ -67,11 +67,13 @@ def communication(events: Iterable[Event]) -> tuple[float, float]:
 
     The second are exposed: the GPU waits for other ranks.
     """
-    nccl, others = [], []
+    nccl = []
+    others = []
     for event in kernels(events):
         spans = nccl if "nccl" in event["name"].lower() else others
         spans.append((event["ts"], event["ts"] + event["dur"]))
-    busy, beside = _union(nccl), _union(others)
+    busy = _union(nccl)
+    beside = _union(others)
     both = sum(
         max(0.0, min(end, other_end) - max(begin, other))
         for begin, end in busy

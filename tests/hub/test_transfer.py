@@ -21,7 +21,8 @@ class Wire:
     """Stands where client.py stands: gives a piece in chunks, and can die in the middle."""
 
     def __init__(self, content: bytes = CONTENT, dies_after: int | None = None) -> None:
-        self.content, self.left = content, dies_after
+        self.content = content
+        self.left = dies_after
         self.ranges: list[tuple[int, int]] = []
         self.lock = threading.Lock()
         self.stopped = threading.Event()

@@ -102,7 +102,8 @@ def test_every_family_is_built_in_float32_on_meta(tmp_path: Path, name: str) -> 
     assert all(p.dtype == torch.float32 and p.is_meta for p in parameters)
     assert model.training and not model.config.use_cache
     assert model.config._attn_implementation == "sdpa"
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     assert (embedding.weight is head.weight) == model.config.tie_word_embeddings
     assert len(decoder_layers(model)) == 2
 

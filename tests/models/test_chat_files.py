@@ -73,7 +73,8 @@ def test_configs_that_say_wrongly_where_a_text_ends(
 def test_an_export_has_no_ids_that_are_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, target = tmp_path / "model", tmp_path / "out"
+    source = tmp_path / "model"
+    target = tmp_path / "out"
     source.mkdir(), target.mkdir()
     assert not chat_files.copy_generation(source, target)
     for content, kept in (

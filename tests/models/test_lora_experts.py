@@ -53,7 +53,8 @@ def test_what_is_added_is_as_if_it_were_in_the_weights(family: str, targets: str
         )
     )
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model, lora = copy.deepcopy(plain), Lora(3, 6.0, targets=targets)
+    model = copy.deepcopy(plain)
+    lora = Lora(3, 6.0, targets=targets)
     added = lora.attach(model)
     assert any(".experts.lora_" in name for name in added)
     for name in added:

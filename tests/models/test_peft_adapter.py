@@ -120,8 +120,11 @@ def test_what_is_not_plain_lora_is_refused(
 
 
 def test_damage_is_told(adapter: Path) -> None:
-    config, weights = adapter / peft_adapter.CONFIG, adapter / peft_adapter.WEIGHTS
-    text, content, tensors = config.read_text(), weights.read_bytes(), load_file(weights)
+    config = adapter / peft_adapter.CONFIG
+    weights = adapter / peft_adapter.WEIGHTS
+    text = config.read_text()
+    content = weights.read_bytes()
+    tensors = load_file(weights)
 
     def refused(kind: type[Exception]) -> str:
         with pytest.raises(kind) as error:
@@ -150,7 +153,8 @@ def test_damage_is_told(adapter: Path) -> None:
     assert "is a pickle, which is not read here" in refused(UsageError)
 
     save_file(tensors | {first: tensors[first] * math.inf}, weights)
-    model, found = build("llama"), peft_adapter.read(adapter)
+    model = build("llama")
+    found = peft_adapter.read(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged") as error:
         lora.fill(model, found)
@@ -202,7 +206,8 @@ def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
     change_header(
         adapter / peft_adapter.WEIGHTS, lambda _, header: header.update(__metadata__={"format": 5})
     )
-    model, found = build("llama"), peft_adapter.read(adapter)
+    model = build("llama")
+    found = peft_adapter.read(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged"):
         lora.fill(model, found)
@@ -218,7 +223,8 @@ def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) ->
         },
         weights,
     )
-    model, found = build("llama"), peft_adapter.read(adapter)
+    model = build("llama")
+    found = peft_adapter.read(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     for module in model.modules():
         if isinstance(module, lora.Factor):

@@ -26,7 +26,8 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> Non
     make_checkpoint(tmp_path, FAMILIES[family](num_hidden_layers=3))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=TOKENS).logits
     model = build_on_meta(tmp_path)
-    tied, most = model.all_tied_weights_keys, 0
+    tied = model.all_tied_weights_keys
+    most = 0
     with StoredModel(model, tmp_path) as stored:
 
         def read(name: str) -> Tensor:

@@ -71,7 +71,8 @@ def rewrite(tmp_path: Path) -> Callable[[Callable[[Tensors], Any]], Path]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loads_what_from_pretrained_loads(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     make_checkpoint(tmp_path, FAMILIES[name](), dtype=dtype)
-    model, reference = _loaded(tmp_path), _reference(tmp_path)
+    model = _loaded(tmp_path)
+    reference = _reference(tmp_path)
     _assert_same(model, reference)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     head = model.get_output_embeddings().weight

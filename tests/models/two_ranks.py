@@ -37,7 +37,8 @@ def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) 
         place = None if placement is None else lambda p: Shard(min(placement, p.ndim - 1))
         fully_shard(layer, **options, shard_placement_fn=place)
     norm = [m for m in model.base_model.children() if "Norm" in type(m).__name__]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if embedding.weight is head.weight:
         fully_shard([*norm, embedding, head], **options)
     else:

@@ -71,7 +71,8 @@ def test_the_first_step_is_that_of_adamw() -> None:
 def test_it_learns_as_adamw_does() -> None:
     """A network of two layers fits noise: the losses go down alike."""
     torch.manual_seed(0)
-    inputs, wanted = torch.randn(128, 64), torch.randn(128, 8)
+    inputs = torch.randn(128, 64)
+    wanted = torch.randn(128, 8)
     start = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 8))
     losses: dict[str, list[float]] = {"adamw": [], "adamw8bit": []}
     for kind, curve in losses.items():
@@ -95,7 +96,8 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
     for seed in range(steps):
         fill_gradients(model, seed)
         adamw.step()
-    before, count = everything(model, adamw), registry.steps_taken(adamw)
+    before = everything(model, adamw)
+    count = registry.steps_taken(adamw)
     fill_gradients(model, 9)
     model[0].grad[1, 2] = model[1].grad[3] = value
     guard = StepGuard("fp32", 0.0, torch.device("cpu"))
@@ -113,7 +115,8 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
 
 def test_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows as shards hold them, and as they are worked on one after the other: the same bits."""
-    whole, parts = model_of((7, 600)), model_of((7, 600))
+    whole = model_of((7, 600))
+    parts = model_of((7, 600))
     monkeypatch.setitem(adamw8bit.AT_ONCE, "cpu", 1300)  # two rows
     halves = nn.ParameterList(
         [
@@ -122,7 +125,8 @@ def test_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch)
             parts[0][7:].detach().clone(),
         ]
     )  # the last rank has no row
-    ours, theirs = build(whole), build(halves)
+    ours = build(whole)
+    theirs = build(halves)
     for seed in range(5):
         fill_gradients(whole, seed)
         for half, gradient in zip(halves, whole[0].grad.split((3, 4, 0)), strict=True):
@@ -202,7 +206,8 @@ def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap if compiled else None
-    both, late = model_of((4, 256), (8, 256)), model_of((4, 256), (8, 256))[1:]
+    both = model_of((4, 256), (8, 256))
+    late = model_of((4, 256), (8, 256))[1:]
     ours, theirs = (registry.build("adamw8bit", m, 1e-2, BETAS, 0.1, wrap) for m in (both, late))
     for seed in range(5):
         fill_gradients(both, seed)

@@ -141,10 +141,8 @@ def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) 
 
 
 def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
-    guard, optimizer = (
-        StepGuard("fp32", 0.0, torch.device("cpu"), fold=True),
-        build("adamw", model, 1e-2, (0.9, 0.95), 0.1),
-    )
+    guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
+    optimizer = build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
     fill_gradients(model)
     guard.clip(optimizer, 1.0)
     assert optimizer.grad_scale is not None
@@ -218,8 +216,10 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
 
 
 def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
-    (guard, _), (resumed, _) = guarded(model, "fp16"), guarded(model, "fp16")
-    guard.scale, guard.good_steps = 512.0, 7
+    (guard, _) = guarded(model, "fp16")
+    (resumed, _) = guarded(model, "fp16")
+    guard.scale = 512.0
+    guard.good_steps = 7
     resumed.restore(guard.state())
     assert (resumed.scale, resumed.good_steps) == (512.0, 7)
     assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0

@@ -10,7 +10,8 @@ import pytest
 from lib.optim import schedule
 from lib.optim.schedule import KINDS, Schedule
 
-PEAK, MINIMUM = 1e-3, 1e-4
+PEAK = 1e-3
+MINIMUM = 1e-4
 
 
 def rates(kind: str, warmup: int = 10, total: int = 110) -> list[float]:
@@ -73,7 +74,8 @@ def test_runs_of_hardly_any_steps(kind: str, warmup: int, total: int) -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 def test_a_raised_total_stretches_the_schedule(kind: str) -> None:
-    short, long = rates(kind, 10, 110), rates(kind, 10, 210)
+    short = rates(kind, 10, 110)
+    long = rates(kind, 10, 210)
     assert all(new >= old for old, new in zip(short, long, strict=False))
     assert long[109] > short[109] and long[-1] == pytest.approx(MINIMUM)
     assert long[10:][2 * 25] == pytest.approx(short[10:][25], rel=0.02)

@@ -70,7 +70,10 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
 
 def main() -> None:
     """Train both ways."""
-    layout, real, calls, said = ParallelLayout.start(), torch.compile, [0], []
+    layout = ParallelLayout.start()
+    real = torch.compile
+    calls = [0]
+    said = []
     may_fail = (loss._fused, adamw8bit._take) if layout.rank == layout.ranks - 1 else ()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -26,7 +26,8 @@ CASES = [
 
 def main() -> None:
     """Train every case both ways."""
-    layout, found = ParallelLayout.start(), {}
+    layout = ParallelLayout.start()
+    found = {}
     ranks = layout.ranks
     for shard in {ranks, 1}:
         mesh = make_mesh("cpu", ranks, ranks // shard)

@@ -100,10 +100,12 @@ def train(
         gathered.append(short(params[0]._param_fqn))
         return gather(params, *more)
 
-    losses, seen = [], []
+    losses = []
+    seen = []
     with mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted):
         for step in range(STEPS):
-            seen, total = [], 0.0
+            seen = []
+            total = 0.0
             factor = guard.loss_factor(16 * passes * layout.ranks)
             for number in range(passes):
                 parallelize.begin_pass(model, number == passes - 1, kept)
@@ -155,7 +157,8 @@ def short(name: str) -> str:
 
 def main() -> None:
     """Train every case with and without weights that stay gathered."""
-    layout, found = ParallelLayout.start(), {}
+    layout = ParallelLayout.start()
+    found = {}
     cases = {name: {"shard_size": layout.ranks, **case} for name, case in CASES.items()}
     if layout.ranks == 4:
         cases = {"replicas": {"shard_size": 2}, "separate": {"shard_size": 2, "separate": True}}

@@ -20,7 +20,8 @@ from tests.parallel.summing import train
 
 def main() -> None:
     """Train every case both ways."""
-    layout, found = ParallelLayout.start(), {}
+    layout = ParallelLayout.start()
+    found = {}
     ranks = layout.ranks
     mesh = make_mesh("cpu", ranks, ranks)
     for precision in ("fp32", "fp16"):

@@ -28,7 +28,9 @@ from lib.parallel.loss import token_loss_sum
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
-STEPS, SAMPLES, PASSES = 3, 24, 2
+STEPS = 3
+SAMPLES = 24
+PASSES = 2
 
 
 class AveragingGuard(StepGuard):
@@ -72,7 +74,8 @@ def train(
     labels[:, ::5, :3] = IGNORED
     found = []
     for step in range(STEPS):
-        count, total = int((labels[step] != IGNORED).sum()), 0.0
+        count = int((labels[step] != IGNORED).sum())
+        total = 0.0
         numbers = torch.arange(SAMPLES).reshape(PASSES, layout.dp_size, -1)[:, layout.dp_rank]
         for number, part in enumerate(numbers, 1):
             model.set_requires_all_reduce(number == PASSES)
@@ -95,7 +98,8 @@ def train(
 
 def main() -> None:
     """Train every case both ways."""
-    layout, found = ParallelLayout.start(), {}
+    layout = ParallelLayout.start()
+    found = {}
     ranks = layout.ranks
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):

@@ -17,7 +17,8 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from lib.parallel import attention_kernel
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
+GPU = torch.device("cuda")
+CPU = torch.device("cpu")
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 NOT_HERE = "(flash_attn_3 is not installed)"
 
@@ -25,7 +26,8 @@ NOT_HERE = "(flash_attn_3 is not installed)"
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Stand in for a GPU of compute capability 9.0, with flash_attn_3 and heads on the CPU."""
-    heads, order = attention_kernel._heads, torch._C._get_sdp_priority_order()
+    heads = attention_kernel._heads
+    order = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(
         attention_kernel, "_heads", lambda config, dtype, _: heads(config, torch.float32, CPU)
     )

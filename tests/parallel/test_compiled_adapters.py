@@ -20,7 +20,8 @@ from lib.parallel import loss, parallelize
 from lib.parallel.compiling import Compiler
 from lib.tokens.batches import MicroBatch
 
-RANK, LINEARS = 4, 7
+RANK = 4
+LINEARS = 7
 CONFIG = LlamaConfig(
     vocab_size=96,
     hidden_size=64,
@@ -146,7 +147,8 @@ def test_the_sum_is_part_of_other_kernels(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Inductor's code the sums cost no kernel, and no `addmm` is left that copies an output."""
-    kernels, added = [], []
+    kernels = []
+    added = []
     for add_to in (
         Factor.add_to,
         lambda factor, output, low: torch.addmm(

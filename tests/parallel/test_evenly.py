@@ -29,7 +29,8 @@ FAMILIES = {
 def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
-    whole, shapes = model.num_parameters(), [p.shape for p in model.parameters()]
+    whole = model.num_parameters()
+    shapes = [p.shape for p in model.parameters()]
     for ranks in range(1, 129):
         most = sum(
             shape.numel()

@@ -31,7 +31,10 @@ from tests.conftest import run_stage
 from tests.models.families import FAMILIES
 from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
-HIDDEN, COUNT, CHOICES, TOKENS = 24, 5, 3, 40
+HIDDEN = 24
+COUNT = 5
+CHOICES = 3
+TOKENS = 40
 GPT_OSS = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -186,7 +189,8 @@ def difference(ones: list[Tensor], others: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("family", MODULES)
 def test_as_in_a_loop_over_experts_in_double_precision(family: str) -> None:
-    module, given = make_module(family), make_inputs()
+    module = make_module(family)
+    given = make_inputs()
     ours = results(module, *given)
     module.config._experts_implementation_internal = "grouped_mm"
     theirs = results(module, *given)
@@ -216,7 +220,8 @@ def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
     """In backward; forward sorts the numbers of the experts, which have no gradient."""
     found = {}
     for name in (experts.NAME, "grouped_mm"):
-        module, (hidden, index, weights) = make_module(family, name), make_inputs()
+        module = make_module(family, name)
+        (hidden, index, weights) = make_inputs()
         out = module(hidden.requires_grad_(), index, weights.requires_grad_())
         with Recorder() as recorder:
             out.backward(torch.ones_like(out))
@@ -230,7 +235,8 @@ def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
 def test_experts_without_tokens_and_other_numbers_of_choices(
     family: str, choices: int, used: int
 ) -> None:
-    module, given = make_module(family), make_inputs(choices=choices, used=used)
+    module = make_module(family)
+    given = make_inputs(choices=choices, used=used)
     ours = results(module, *given)
     module.config._experts_implementation_internal = "eager"
     exact = results(module, *given, torch.float64)
@@ -251,7 +257,8 @@ def strict() -> Iterator[None]:
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_experts_of_another_rank_add_nothing(family: str, strict: None) -> None:
     """Grouped products leave those rows as they find them, in forward and in backward."""
-    module, (hidden, index, weights) = make_module(family), make_inputs()
+    module = make_module(family)
+    (hidden, index, weights) = make_inputs()
     elsewhere = index == 1
     expected = results(module, hidden, index, weights.masked_fill(elsewhere, 0.0))
     module._is_expert_parallel = True
@@ -262,7 +269,8 @@ def test_experts_of_another_rank_add_nothing(family: str, strict: None) -> None:
 
 def test_the_same_bits_each_time(strict: None) -> None:
     """And for each token, whatever tokens there are beside it, with the same sizes of groups."""
-    module, (hidden, index, weights) = make_module("gpt_oss"), make_inputs()
+    module = make_module("gpt_oss")
+    (hidden, index, weights) = make_inputs()
     once, again = (results(module, hidden, index, weights) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
     order = torch.randperm(TOKENS)
@@ -304,7 +312,8 @@ def test_a_model_trains_as_with_transformers(family: str, recompute: str, target
     other.set_experts_implementation("eager")
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, recompute, None)
-    (ours, found), (theirs, expected) = gradients(model), gradients(other)
+    (ours, found) = gradients(model)
+    (theirs, expected) = gradients(other)
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -371,7 +380,8 @@ def test_compiled_blocks_have_no_break(
         torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True)
     )
     parallelize.wrap_blocks(compiled, recompute, compiling.Compiler(required=True))
-    (ours, found), (theirs, expected) = gradients(compiled), gradients(plain)
+    (ours, found) = gradients(compiled)
+    (theirs, expected) = gradients(plain)
     assert ours == pytest.approx(theirs, rel=1e-6)
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
@@ -445,7 +455,8 @@ def test_other_numbers_leave_experts_to_transformers(
     line = experts_trial.pick_function(model, here)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert said in line and "\n" not in line
-    (ours, found), (theirs, expected) = gradients(model), gradients(plain)
+    (ours, found) = gradients(model)
+    (theirs, expected) = gradients(plain)
     assert ours == theirs
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, msg=name)

@@ -60,7 +60,8 @@ def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyP
         masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices
     )
     torch.manual_seed(0)
-    model, ids = built(family, "sdpa").eval(), torch.randint(3, 97, (2, 24))
+    model = built(family, "sdpa").eval()
+    ids = torch.randint(3, 97, (2, 24))
     with torch.no_grad():
         asked = model(input_ids=ids, use_cache=False).logits
         attention.ask_no_device(model, "concat", 24)
@@ -96,7 +97,8 @@ def test_rope_asks_how_far_positions_go_where_that_matters(
         max_position_embeddings=32,
         rope_parameters=parameters,
     )
-    asked, rope = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    asked = LlamaRotaryEmbedding(config)
+    rope = LlamaRotaryEmbedding(config)
     positions = torch.arange(24)[None]
     expected = asked(torch.ones(1), positions)
     attention.settle_rope(rope, packing, 24)

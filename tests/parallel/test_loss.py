@@ -78,7 +78,8 @@ def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_half_precision_sums_in_float32() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    hidden = torch.randn(2000, 16).bfloat16()
+    weight = torch.randn(300, 16).bfloat16()
     labels = torch.randint(0, 300, (2000,))
     exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
     found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0, 1 << 16, loss._gradient)
@@ -142,8 +143,10 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
     if in_layer:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
-    row, guard = batch(False), StepGuard(precision, 0.0, torch.device("cpu"))
-    adamw, norms = torch.optim.AdamW(masters.parameters()), []
+    row = batch(False)
+    guard = StepGuard(precision, 0.0, torch.device("cpu"))
+    adamw = torch.optim.AdamW(masters.parameters())
+    norms = []
     for repeats in (1, 3, 5, 7):
         many = MicroBatch(row.input_ids.repeat(repeats, 1), row.labels.repeat(repeats, 1))
         scale = guard.loss_factor(int((many.labels != IGNORED).sum()))

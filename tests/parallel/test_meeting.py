@@ -19,7 +19,8 @@ SILENCE_S = 2.0
 
 def take_part(prepares_s: str) -> None:
     """Prepare for some seconds, meet, and write down what a process group would."""
-    meeting.SILENCE_S, meeting.BEAT_S = SILENCE_S, 0.1
+    meeting.SILENCE_S = SILENCE_S
+    meeting.BEAT_S = 0.1
     me = meeting.Meeting()
     while not me._shared.check([f"alive/{me.rank}"]):  # `wait` would keep the store to itself
         time.sleep(0.01)
@@ -39,7 +40,8 @@ def take_part(prepares_s: str) -> None:
 @pytest.fixture
 def launch(tmp_path: Path):
     """Return a function that starts a life: its ranks in a store that outlives them."""
-    port, launches = free_port(), []
+    port = free_port()
+    launches = []
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     environment = {**os.environ, **forks.CPU}
     ranks = [

@@ -27,7 +27,9 @@ from lib.optim.guard import StepGuard
 from lib.parallel import offload, parallelize
 
 CPU = torch.device("cpu")
-LAYERS, PASSES, STEPS = 3, 2, 2
+LAYERS = 3
+PASSES = 2
+STEPS = 2
 CONFIG = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -74,7 +76,8 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def train(model: nn.Module) -> list[float]:
     """Return the losses and norms of a few steps with accumulation, and an evaluation in each."""
     adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
-    guard, found = StepGuard("fp32", 0.0, CPU), []
+    guard = StepGuard("fp32", 0.0, CPU)
+    found = []
     for step in range(STEPS):
         for number in range(PASSES):
             loss = loss_of(model, tokens(step * PASSES + number))
@@ -221,7 +224,8 @@ class StreamLog:
             def wait_stream(self, other: Stream) -> None:
                 self.wait_event(other.record_event())
 
-        self.Event, self.Stream = Event, Stream
+        self.Event = Event
+        self.Stream = Stream
         self.main = self.current = Stream()
 
     def orders(self, first: Any, then: Any, begin: int, end: int) -> bool:
@@ -238,7 +242,8 @@ class StreamLog:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         yield
         self.current = before
 
@@ -250,7 +255,8 @@ def test_no_stream_reads_what_another_has_not_written(
     for name in ("Event", "Stream", "stream"):
         monkeypatch.setattr(torch.cpu, name, getattr(log, name))
     monkeypatch.setattr(torch.cpu, "current_stream", lambda device=None: log.current)
-    copies, takes = offload._CopiedGroup._copy, offload._CopiedGroup.wait_for_unshard
+    copies = offload._CopiedGroup._copy
+    takes = offload._CopiedGroup.wait_for_unshard
 
     def copy_noted(copied: Any) -> torch.Tensor:
         with Copying():

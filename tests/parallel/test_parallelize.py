@@ -205,7 +205,8 @@ def test_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selective recomputation in a compiled block: only this line is missing."""
     records: list[logging.LogRecord] = []
-    logger, handler = logging.getLogger("torch._higher_order_ops.wrap"), logging.Handler()
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -220,7 +221,8 @@ def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.Monk
 
 
 def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    gpu = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
     assert [
         compiling.is_wanted(option, device)
         for option in (None, True, False)

@@ -131,7 +131,8 @@ def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
 
 def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
-    warned, here = [], os.getpid()
+    warned = []
+    here = os.getpid()
     monkeypatch.setattr(fit.log, "warn", warned.append)
     monkeypatch.setattr(
         Known,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -90,7 +91,8 @@ def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
     ],
 )
 def test_a_few_blocks_stand_for_all(config: PretrainedConfig, recompute: str) -> None:
-    model, wanted = on_meta(config), case(recompute=recompute)
+    model = on_meta(config)
+    wanted = case(recompute=recompute)
     assert Estimates(model).step(wanted) == traced(model, wanted)
 
 
@@ -99,7 +101,8 @@ def test_other_shards_are_arithmetic(lora: Lora | None) -> None:
     model = on_meta(lora=lora)
     estimates = Estimates(model)
     estimates.step(case(ranks=8))
-    guessed, exact = estimates.step(case(ranks=32)), traced(model, case(ranks=32))
+    guessed = estimates.step(case(ranks=32))
+    exact = traced(model, case(ranks=32))
     assert len(estimates._traced) == 1
     assert guessed.total == pytest.approx(exact.total, rel=0.01)
     assert guessed.largest["gradients"] == pytest.approx(exact.largest["gradients"], rel=0.01)
@@ -108,7 +111,7 @@ def test_other_shards_are_arithmetic(lora: Lora | None) -> None:
 @pytest.mark.slow
 def test_uneven_shards() -> None:
     model = on_meta(LlamaConfig(**{**SMALL, "vocab_size": 1001, "intermediate_size": 161}))
-    rows = [(-(-p.shape[0] // 8), *p.shape[1:]) for p in model.parameters()]
+    rows = [(math.ceil(p.shape[0] / 8), *p.shape[1:]) for p in model.parameters()]
     expected = 4 * sum(torch.Size(shape).numel() for shape in rows)
     held = Estimates(model).step(case()).largest
     assert held["gradients"] == expected
@@ -252,13 +255,15 @@ def test_selective_recomputation_keeps_no_product_of_an_adapter_with_many_featur
 
 def test_what_comes_before_the_first_adapter_has_no_backward_pass() -> None:
     model = on_meta(lora=Lora(4, 8.0, targets=r".*layers\.[56]\..*", precision="bf16"))
-    step, whole = traced(model, case(ranks=1)), traced(on_meta(), case(ranks=1))
+    step = traced(model, case(ranks=1))
+    whole = traced(on_meta(), case(ranks=1))
     assert step.largest["activations"] < 0.6 * whole.largest["activations"]
     assert step.largest["gradients"] == 4 * model.num_parameters(only_trainable=True)
 
 
 def test_nothing_is_left_behind() -> None:
-    model, resize = on_meta(), torch.UntypedStorage.resize_
+    model = on_meta()
+    resize = torch.UntypedStorage.resize_
     Estimates(model).step(case())
     assert not dist.is_initialized() and torch.UntypedStorage.resize_ is resize
     assert all(
@@ -337,7 +342,8 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found, model = [], on_meta(lora=Lora(4, 8.0, 0.1))
+    found = []
+    model = on_meta(lora=Lora(4, 8.0, 0.1))
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory.MemoryEstimate(model, "fp32")

@@ -20,9 +20,13 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
     if node:
         lease.fcntl.flock = lambda *_: None
         lease._machine = lambda: node
-        lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S, lease._POLL_S = 0.1, 2.0, 0.3, 0.2
+        lease.BEAT_S = 0.1
+        lease.PATIENCE_S = 2.0
+        lease.SETTLE_S = 0.3
+        lease._POLL_S = 0.2
     if float(pause):
-        datasets._BATCH_ROWS, split_writer._SAVE_PROGRESS_S = 5, 0
+        datasets._BATCH_ROWS = 5
+        split_writer._SAVE_PROGRESS_S = 0
         write = split_writer.Sink.write
         split_writer.Sink.write = lambda self, array: (
             print("writing", flush=True),

@@ -96,9 +96,11 @@ def _trained(kind: str, around: Any) -> Tokenizer:
 
 def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
     """Return samples as text, what is trained between ⟦ and ⟧."""
-    found, ends = [], np.cumsum(encoded.lengths)
+    found = []
+    ends = np.cumsum(encoded.lengths)
     for begin, end in zip([0, *ends], ends, strict=False):
-        ids, trained = encoded.tokens[begin:end], encoded.trained[begin:end]
+        ids = encoded.tokens[begin:end]
+        trained = encoded.trained[begin:end]
         cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(ids)]
         parts = [
             (encoder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False), trained[a])

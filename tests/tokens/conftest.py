@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import run_stage
 
 TEXTS = ["the cat sat", "on the mat\n", "", "naïve café 日本", "x" * 300, "the end </s> of it"]
-BOS, EOS = "<s>", "</s>"
+BOS = "<s>"
+EOS = "</s>"
 
 
 def save_tokenizer(

@@ -76,7 +76,9 @@ def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
 
 
 def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
-    w, count, size = windows(19), 9, 12  # 108 numbers: across five epochs, never at their ends
+    w = windows(19)  # 108 numbers: across five epochs, never at their ends
+    count = 9
+    size = 12
     expected = [sorted(order.sample_numbers(step * size, size, 19, 3)) for step in range(count)]
     assert len(divisions(size)) > 15
     for micro, accumulation, ranks in divisions(size):
@@ -145,7 +147,8 @@ def test_no_step_is_left() -> None:
 @pytest.mark.parametrize("samples", [1, 5, 12, 13, 23, 24, 25, 40])
 @pytest.mark.parametrize("rounds", [1, 2, 100])
 def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: int) -> None:
-    w, size = windows(samples, tail=2), 12
+    w = windows(samples, tail=2)
+    size = 12
     expected = list(range(1, min(rounds * size, samples) * T + 1))
     for micro, accumulation, ranks in divisions(size):
         shares = [
@@ -173,7 +176,8 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
 
 def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:
     """In training and evaluation, of one corpus or a mixture; padding is a document like others."""
-    rng, length = np.random.default_rng(0), 1024
+    rng = np.random.default_rng(0)
+    length = 1024
     short = packed([*rng.integers(1, 200, 300)], tmp_path, "short", length)
     long = packed([*rng.integers(1, 1500, 60)], tmp_path, "long", length)
     padded = packed([600] * 9, tmp_path, "padded", length)

@@ -224,7 +224,9 @@ def test_a_disk_that_fails_to_read_costs_no_work(
     monkeypatch.setattr(dataset, "_BATCH_ROWS", 5)
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(reading, "_PAUSES_S", ())
-    cache, documents, read = tmp_path / ".cache", Dataset.documents, records.read_json
+    cache = tmp_path / ".cache"
+    documents = Dataset.documents
+    read = records.read_json
 
     def torn(*given: object) -> Iterator[list[bytes]]:
         yield from itertools.islice(documents(*given), 4)
@@ -398,7 +400,8 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
 def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, make = save_tokenizer(tmp_path / "other", bos=False), build.Encoder
+    other = save_tokenizer(tmp_path / "other", bos=False)
+    make = build.Encoder
 
     def disturbed(*arguments: object) -> build.Encoder:
         shutil.copy(other / "tokenizer.json", tokenizer)
@@ -417,7 +420,8 @@ def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
     import datasets
 
     text = ["a" * 30_000 + f" {n}" for n in range(100)]
-    path, cache = tmp_path / "foreign", tmp_path / ".cache"
+    path = tmp_path / "foreign"
+    cache = tmp_path / ".cache"
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(path))
     run = split_writer.TextWriter.run
 

@@ -72,7 +72,8 @@ def drawn(name: str, draw: random.Random) -> Conversation:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_and_what_ends_them_are_trained(encoders: Encoders, name: str) -> None:
     """Of any words, by tokenizers that merge what stands side by side as they see fit."""
-    draw, answer = random.Random(name), ANSWERS.get(name, "{}<|im_end|>")
+    draw = random.Random(name)
+    answer = ANSWERS.get(name, "{}<|im_end|>")
     template = Template(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
     for kind in chat_tokenizers.KINDS:
         encoder = encoders[kind, name not in WITHOUT_BOS]
@@ -105,9 +106,13 @@ def _by_offsets(
     """Tell whether the tokens and flags are those of the whole texts, read by the tokenizer."""
     if len(encoded.lengths) != len(several):
         return True  # a template that rewrites: one sample an answer
-    tokens, flags, left = [], [], iter(answers)
+    tokens = []
+    flags = []
+    left = iter(answers)
     for chat in several:
-        text, at, spans = template.render(chat.messages).text, 0, []
+        text = template.render(chat.messages).text
+        at = 0
+        spans = []
         for _ in [turn for turn in chat.messages if turn["role"] == "assistant"]:
             spoken = next(left)
             at = text.index(spoken, at)
@@ -127,7 +132,8 @@ def _by_offsets(
 
 
 def test_characters_that_no_text_should_contain_move_no_mask(encoders: Encoders) -> None:
-    encoder, odd = encoders["bytes", False], "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
+    encoder = encoders["bytes", False]
+    odd = "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
     for source in (
         MARKED,
         MARKED.replace(
@@ -205,7 +211,8 @@ def test_the_end_is_learned_also_where_text_spells_no_special_token(
 ) -> None:
     encoder = chat_tokenizers.encoder(tmp_path / "it", kind, False, split_special_tokens=True)
     assert encoder.eos not in encoder.encode_bare([b"b</s>"])[0]
-    chats, source = [said("a", "b")], (ROOT / "chat_templates/plain.jinja").read_text()
+    chats = [said("a", "b")]
+    source = (ROOT / "chat_templates/plain.jinja").read_text()
     for is_tuned in (False, True):
         coded = coder(encoder, source)
         if is_tuned:
@@ -288,7 +295,8 @@ def test_what_comes_after_the_last_trained_answer_is_left_out(encoders: Encoders
 
 @pytest.mark.parametrize("source", [CHATML, MARKED, QWEN_3], ids=["plain", "marked", "rewritten"])
 def test_what_is_chosen_is_trained(encoders: Encoders, source: str) -> None:
-    encoder, chat = encoders["bytes", False], said("a", "b", "c", "d", system=True)
+    encoder = encoders["bytes", False]
+    chat = said("a", "b", "c", "d", system=True)
 
     def of(train_on: str, weights: list[int] | None = None) -> list[str]:
         found = coder(encoder, source, train_on).encode([chat._replace(weights=weights)])
@@ -316,7 +324,8 @@ def test_what_is_chosen_is_trained(encoders: Encoders, source: str) -> None:
 
 def test_turns_of_weight_zero_end_where_the_next_begins(encoders: Encoders) -> None:
     """Also with a template that ends all that it writes by a token of its own."""
-    encoder, chat = encoders["bytes", True], said("a", "b", "c", "d")._replace(weights=[1, 0, 0, 1])
+    encoder = encoders["bytes", True]
+    chat = said("a", "b", "c", "d")._replace(weights=[1, 0, 0, 1])
     [text] = shown(encoder, coder(encoder, TEMPLATES["phi 3"], "all").encode([chat]))
     assert text == (
         "<s>⟦<|user|>\na<|end|>\n⟧<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n"
@@ -369,7 +378,8 @@ def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
             whole.add_tokens([AddedToken("\n", normalized=False), AddedToken("user")])
         whole.save(str(file))
         encoder = Encoder(tmp_path / "it", 1)
-        it, chats = coder(encoder, template), [said("hi", "it's\nb"), said("<|stop|>", "a")]
+        it = coder(encoder, template)
+        chats = [said("hi", "it's\nb"), said("<|stop|>", "a")]
         for _ in range(2):
             encoded = it.encode(chats)
             assert trained(encoder, encoded) == ["it's\nb<|stop|>"], way
@@ -412,7 +422,8 @@ def test_the_fast_engine_serves_where_it_reads_special_tokens_alike(encoders: En
 
 
 def test_marks_that_reach_too_far_or_miss_an_answer_are_told(encoders: Encoders) -> None:
-    encoder, chat = encoders["bytes", False], said("a", "b", "c", "d", system=True)
+    encoder = encoders["bytes", False]
+    chat = said("a", "b", "c", "d", system=True)
     turn = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     around = "{% generation %}{% for m in messages %}" + turn + "{% endfor %}{% endgeneration %}"
     rest = "{% generation %}{% for m in messages[1:] %}" + turn + "{% endfor %}{% endgeneration %}"

@@ -30,14 +30,16 @@ class Here:
     """Answers at once in this process, as a worker process does."""
 
     def __init__(self, name: str, prepare: object, *arguments: object) -> None:
-        self._answer, self._found = prepare(*arguments), None
+        self._answer = prepare(*arguments)
+        self._found = None
 
     def send(self, task: object) -> None:
         assert self._found is None
         self._found = self._answer(task)
 
     def receive(self) -> object:
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         return found
 
     def close(self) -> None:
@@ -83,7 +85,8 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     path = prepare(corpus, tokenizer, tmp_path)
-    opened, encoder = store.open_store(path), ChatEncoder(policy(), Encoder(tokenizer, 1))
+    opened = store.open_store(path)
+    encoder = ChatEncoder(policy(), Encoder(tokenizer, 1))
     for name, split in opened.splits.items():
         placed = [row for rows in open_dataset(corpus).conversations(name) for row in rows]
         made = encoder.encode([chat for chat, _ in placed])
@@ -153,7 +156,8 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
     monkeypatch.setattr(dataset, "_CHAT_ROWS", 5)
     whole = prepare(corpus, tokenizer, tmp_path / "whole", 2)
     assert same(whole, prepare(corpus, tokenizer, tmp_path / "one"))
-    cache, append = tmp_path / "killed", split_writer.SplitWriter.append
+    cache = tmp_path / "killed"
+    append = split_writer.SplitWriter.append
     left = iter(())
 
     def killed(writer: split_writer.SplitWriter, *arguments: np.ndarray) -> None:

@@ -176,7 +176,8 @@ def test_an_answer_is_trained_behind_the_text_of_its_prefix(encoder: Encoder, mo
 
 def test_every_form_of_a_look_ahead_makes_one_sample_per_answer(encoder: Encoder) -> None:
     """Of three answers, only the last one keeps its thought."""
-    draw, conversation = random.Random(0), said("a", "b", "c", "d", "e", "f")
+    draw = random.Random(0)
+    conversation = said("a", "b", "c", "d", "e", "f")
     for more in SEES_MORE:
         source = fill(draw, more)
         samples = trained_prefixes(encoder, source, conversation)

@@ -253,7 +253,8 @@ def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
 
 def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
     path = save_dict(tmp_path / "d", train=["a"] * 100)
-    read, fails = records.read_json, [1]
+    read = records.read_json
+    fails = [1]
 
     def failing(path: Path) -> object:
         if path.name == "state.json" and fails[0]:

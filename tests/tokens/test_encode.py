@@ -33,7 +33,8 @@ def test_a_document_gets_bos_if_the_tokenizer_adds_one_and_eos_if_it_has_one(
     word, nothing = ids_of(encoder, ["ab", ""])
     plain = encoder.tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert len(plain) == 2
-    before, after = [0] if bos else [], [1] if eos else []
+    before = [0] if bos else []
+    after = [1] if eos else []
     assert word == before + plain + after
     assert nothing == before + after
 
@@ -145,7 +146,8 @@ def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gigatoken")
-    encoder, sample = Encoder(tokenizer, 1), [text.encode() for text in TEXTS]
+    encoder = Encoder(tokenizer, 1)
+    sample = [text.encode() for text in TEXTS]
     encoder.tune(sample)
     assert isinstance(encoder._engine, encode.Gigatoken)
     assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)

@@ -61,7 +61,8 @@ def test_a_pack_of_tiny_documents_does_not_decide_alone(
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
     bins = packing.divided(whole, 64)
-    before, after = np.bincount(whole), np.bincount(bins)
+    before = np.bincount(whole)
+    after = np.bincount(bins)
     assert (before.max(), after.max()) == most
     assert len(before) <= len(after) <= 1.01 * len(before) and after.min() > 0
     assert (len(before) == len(after)) == np.array_equal(whole, bins)

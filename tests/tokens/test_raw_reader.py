@@ -32,7 +32,8 @@ def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
 def test_a_shard_that_shrank_is_told(tmp_path: Path):
     """What was there of a span comes first; of the spans behind the end nothing does."""
     content = lines(texts("a", 30))
-    path, half = tmp_path / "a.jsonl", len(content) // 2
+    path = tmp_path / "a.jsonl"
+    half = len(content) // 2
     path.write_bytes(content[:half])
     for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
         read: list[bytes] = []

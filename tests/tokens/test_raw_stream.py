@@ -41,7 +41,8 @@ class Inline:
     """Stands for a worker process, which answers in the order in which it is asked."""
 
     def __init__(self, field: str = "text") -> None:
-        self.field, self.answers = field, deque[Encoded]()
+        self.field = field
+        self.answers = deque[Encoded]()
 
     def send(self, block: raw_reader.Block) -> None:
         self.answers.append(encode_block(Letters(), self.field, block))
@@ -58,7 +59,8 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
     """Write shards of every kind; return their directory and all texts. Spans are small."""
     monkeypatch.setattr(raw_shards, "_SPAN_BYTES", 1500)
     monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 700)
-    root, there = tmp_path / "raw", []
+    root = tmp_path / "raw"
+    there = []
     (root / "sub").mkdir(parents=True)
     pack = {
         "a.jsonl": bytes,
@@ -123,7 +125,8 @@ def test_the_order_does_not_depend_on_the_number_of_workers(mixed):
 
 def test_a_cursor_goes_on_to_the_token(mixed):
     root, _ = mixed
-    runs, taken = TokenRuns(part_of(root), Cursor()), []
+    runs = TokenRuns(part_of(root), Cursor())
+    taken = []
     for _ in range(300):  # several epochs of some 25,000 tokens
         taken.append(runs.take(257))
     assert taken[-1][1].epoch >= 2
@@ -143,7 +146,8 @@ def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPat
     runs = TokenRuns(part_of(root), Cursor())
     for _ in range(40):
         _, cursor = runs.take(257)
-    opened, read = [], raw_reader.read
+    opened = []
+    read = raw_reader.read
 
     def noted(path, span, place, *more):
         opened.append((span, place))
@@ -172,7 +176,8 @@ class InlineFetcher:
     """Stands for the process that fetches shards, in the order in which it is asked."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.asked = root, deque[str]()
+        self.root = root
+        self.asked = deque[str]()
 
     def send(self, path: str) -> None:
         self.asked.append(path)

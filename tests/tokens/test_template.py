@@ -13,7 +13,8 @@ from lib.tokens.chat import policy
 
 
 def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
-    given, config = tmp_path / "mine.jinja", tmp_path / "tokenizer_config.json"
+    given = tmp_path / "mine.jinja"
+    config = tmp_path / "tokenizer_config.json"
     given.write_text("mine")
     config.write_text(json.dumps({"chat_template": "of config"}))
     assert policy.find(tmp_path, given) == "mine"

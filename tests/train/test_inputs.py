@@ -64,7 +64,8 @@ def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
 
 def flip(path: Path) -> None:
     """Change one bit in the middle, and give the file the time it had."""
-    before, data = path.stat(), bytearray(path.read_bytes())
+    before = path.stat()
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -89,7 +90,8 @@ def test_damaged_weights_are_told_before_anything_is_trained(
 def test_the_names_of_blobs_in_a_cache_are_digests(saved: Path, tmp_path: Path) -> None:
     import hashlib
 
-    snapshot, weights = tmp_path / "snapshot", (saved / "model.safetensors").read_bytes()
+    snapshot = tmp_path / "snapshot"
+    weights = (saved / "model.safetensors").read_bytes()
     snapshot.mkdir()
     blob = tmp_path / hashlib.sha256(weights).hexdigest()
     blob.write_bytes(weights)

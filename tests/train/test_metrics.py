@@ -109,7 +109,8 @@ def test_only_rank_0_writes(experiment: Experiment) -> None:
 @pytest.fixture
 def room(experiment: Experiment) -> Iterator[Callable[[int], None]]:
     """Return a function that sets how many bytes any file may hold (-1: as many as one likes)."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -196,7 +197,8 @@ def test_wandb_stays_offline_and_may_be_broken(
 
 def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
     """However many rows there are; a point of many rows has their mean."""
-    curve, rows = Curve(), 100_000
+    curve = Curve()
+    rows = 100_000
     for step in range(1, rows + 1):
         curve.add(
             {

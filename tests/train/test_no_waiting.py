@@ -78,8 +78,10 @@ def test_three_steps(
     attention.ask_no_device(model, "documents" if packed else "concat", 24)
     loss.chunk(model, layout)
     steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
-    guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
-    tokens, positions = torch.randint(0, 96, (2, 25)), torch.arange(24).remainder(9).repeat(2, 1)
+    guard = StepGuard("bf16", 30.0, CPU)
+    total = torch.zeros((), dtype=torch.float64)
+    tokens = torch.randint(0, 96, (2, 25))
+    positions = torch.arange(24).remainder(9).repeat(2, 1)
     documents = (positions, torch.from_numpy(boundaries(positions.numpy()))) if packed else ()
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
     for number in range(4):

@@ -228,7 +228,9 @@ def test_names_of_experiments(text: str, good: bool) -> None:
 
 
 def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
-    before, now, where = make().identity(), make(optimizer="adamw8bit").identity(), Path("o/exp")
+    before = make().identity()
+    now = make(optimizer="adamw8bit").identity()
+    where = Path("o/exp")
     with pytest.raises(UsageError, match="begun with other settings"):
         earlier.require_same(before, now, where)
     with pytest.raises(UsageError, match="states of another optimizer"):

@@ -14,13 +14,16 @@ from lib.train import meters, report
 from lib.train.report import Report
 from tests.train.test_plan import make
 
-FIRST_S, STEP_S, SAVE_S = 60.0, 5.0, 95.0
+FIRST_S = 60.0
+STEP_S = 5.0
+SAVE_S = 95.0
 
 
 def test_the_first_step_is_left_out_and_saves_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, lines = [0.0], []
+    clock = [0.0]
+    lines = []
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(report.log, "info", lines.append)
     plan = make(samples=10**6, max_steps=1000, no_progress=True)
@@ -68,7 +71,8 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
         (["running", "preempted"], []),
     ):
         (root := tmp_path / "-".join(statuses)).mkdir()
-        plan, written = make(samples=10**6, max_steps=1000, no_progress=True), []
+        plan = make(samples=10**6, max_steps=1000, no_progress=True)
+        written = []
         layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
         state = SimpleNamespace(
             plan=plan,

@@ -15,7 +15,8 @@ from lib.tokens.batches import BEGINNING
 from lib.train.meters import LossWindow, Timers
 from lib.train.rows import capture_row, read_row
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 STEP_MS = 10.0
 
 
@@ -23,7 +24,9 @@ class Device:
     """Stands for a GPU and its events, which a CPU does not have: it runs behind the host."""
 
     def __init__(self) -> None:
-        self.recorded, self.reached, device = 0, 0, self
+        self.recorded = 0
+        self.reached = 0
+        device = self
 
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
@@ -50,7 +53,9 @@ def test_a_row_waits_for_its_own_step_alone(
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
     layout = ParallelLayout(0, 1, 0, 1, CPU, None, group, group)
-    window, timers, guard = LossWindow(layout), Timers(GPU), StepGuard("bf16", 30.0, CPU)
+    window = LossWindow(layout)
+    timers = Timers(GPU)
+    guard = StepGuard("bf16", 30.0, CPU)
     meters = SimpleNamespace(
         timers=timers, flops=1.0, peak=1.0, memory=lambda: {"memory/peak_gib": 2.0}
     )

@@ -38,7 +38,9 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
     state = state_of(group)
     for tokens in (7, 9):
         state.advance(Step([], 1, tokens, Position(8, Cursor(1, 2, None, 3))))
-    state.rollbacks, state.guard.scale, state.model_files = 2, 512.0, {"config.json": "sha256:0"}
+    state.rollbacks = 2
+    state.guard.scale = 512.0
+    state.model_files = {"config.json": "sha256:0"}
     registry.set_steps_taken(state.optimizer, 1)
     nan = float("nan")
     for figures, losses in (
@@ -61,7 +63,8 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
 
 
 def test_cursors_of_another_number_of_readers_are_void(group: dist.ProcessGroup) -> None:
-    state, cursor = state_of(group), {"epoch": 0, "piece": 1, "place": None, "token": 5}
+    state = state_of(group)
+    cursor = {"epoch": 0, "piece": 1, "place": None, "token": 5}
     state.load_state_dict({**state.state_dict(), "samples": 4, "cursors": [cursor, cursor]})
     assert state.position == BEGINNING
 

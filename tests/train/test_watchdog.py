@@ -59,7 +59,8 @@ def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
         hang(tmp_path / "frozen", how="frozen"),
         hang(tmp_path / "frozen", how="frozen", err=writable),
     ]
-    usual, read_only = hang(tmp_path / "logs" / "stacks.txt"), hang(Path("/proc/no/stacks.txt"))
+    usual = hang(tmp_path / "logs" / "stacks.txt")
+    read_only = hang(Path("/proc/no/stacks.txt"))
     try:
         told = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]
     finally:

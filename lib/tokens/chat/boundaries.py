@@ -20,7 +20,8 @@ from lib.tokens.encode import Encoder
 
 # What tokenizers take for white space around a token that strips it.
 _SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
-_SHORT, _MOST = 200, 1 << 14  # of the heads whose ids are remembered: characters, and how many
+_SHORT = 200  # of the heads whose ids are remembered: characters, and how many
+_MOST = 1 << 14
 
 
 class Coded(NamedTuple):
@@ -78,11 +79,14 @@ class Boundaries:
         begins = [0, *np.cumsum(lengths).tolist()]
         cuts = self._cuts(texts, ids, begins)
         heads = self._heads({head for _, _, head, _ in cuts})
-        coded, size = ids.tobytes(), ids.itemsize
-        places, wrong = [], {}
+        coded = ids.tobytes()
+        size = ids.itemsize
+        places = []
+        wrong = {}
         for number, at, head, place in cuts:
             known = heads[head]
-            begin, end = at * size, at * size + len(known)
+            begin = at * size
+            end = at * size + len(known)
             if coded[begin:end] != known or end > begins[number + 1] * size:
                 wrong[number] = Unmaskable(
                     "an answer begins or ends within a token", *_lines(texts[number].text, place)
@@ -101,7 +105,8 @@ class Boundaries:
         the characters that lead from it to the place, and the place."""
         special = np.flatnonzero(self._is_special[ids])
         firsts = np.searchsorted(special, begins).tolist()
-        at, cuts = special.tolist(), []
+        at = special.tolist()
+        cuts = []
         for number, (text, spans) in enumerate(texts):
             first = firsts[number]
             starts = [found.start() for found in self._special.finditer(text)]
@@ -124,7 +129,8 @@ class Boundaries:
         found = {head: self._known[head] for head in heads if head in self._known}
         new = [*(heads - found.keys())]
         ids, lengths = self._encoder.encode_bare([head.encode("utf-8", "replace") for head in new])
-        coded, ends = ids.tobytes(), (np.cumsum(lengths) * ids.itemsize).tolist()
+        coded = ids.tobytes()
+        ends = (np.cumsum(lengths) * ids.itemsize).tolist()
         for head, begin, end in zip(new, [0, *ends], ends, strict=False):
             found[head] = coded[begin:end]
         self._known |= {head: found[head] for head in new if len(head) <= _SHORT}

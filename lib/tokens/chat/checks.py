@@ -56,7 +56,8 @@ def require_some(chats: ChatCounts, path: Path) -> None:
     if chats.samples:
         return
     cause = chats.dropped.most_common(1)[0][0] if chats.dropped else ""
-    hint, run = _MORE.get(cause, _OTHER), ""
+    hint = _MORE.get(cause, _OTHER)
+    run = ""
     if cause in _OF_ROWS:
         hint = "stage 02 converts the role names of other systems, and lists dropped rows:"
         run = lacking.commands_for_chats(path)
@@ -88,7 +89,8 @@ def require_trainable(
     require_some(chats, path)
     if policy.train_on != ASSISTANT:
         return
-    tokens, samples = units.counted(chats.tokens, "token"), units.counted(chats.samples, "sample")
+    tokens = units.counted(chats.tokens, "token")
+    samples = units.counted(chats.samples, "sample")
     found = "\n".join([f"{chats.trained:,} of {tokens} in {samples} are trained, as in", *examples])
     if chats.unprompted == chats.samples:
         raise UsageError(

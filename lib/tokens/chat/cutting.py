@@ -25,7 +25,10 @@ def split(
     cut = _Groups(conversation)
     if last:
         return _end(cut, code, share)
-    parts, lost, first, count = [], 0, 0, len(cut.starts) - 1
+    parts = []
+    lost = 0
+    first = 0
+    count = len(cut.starts) - 1
     budget = share * cut.size(0, count)
     while first < count:
         end = first + 1

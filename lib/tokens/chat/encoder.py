@@ -61,7 +61,8 @@ class ChatEncoder:
     """
 
     def __init__(self, policy: ChatPolicy, encoder: Encoder) -> None:
-        self._policy, self._encoder = policy, encoder
+        self._policy = policy
+        self._encoder = encoder
         tokens = [
             token for token in encoder.tokenizer.added_tokens_decoder.values() if token.content
         ]
@@ -124,7 +125,8 @@ class ChatEncoder:
         self, conversation: Conversation, number: int, sizes: np.ndarray
     ) -> tuple[list[Coded], Dropped | None]:
         """Return what becomes of a conversation with too many tokens, and what is lost of it."""
-        longest, tokens = self._policy.longest, int(sizes.sum())
+        longest = self._policy.longest
+        tokens = int(sizes.sum())
         said = f"it has {sizes.max():,} tokens, and a sample has at most {longest:,}"
         if self._policy.too_long == DROP:
             return [], Dropped(number, "too long", said, tokens=tokens)
@@ -198,7 +200,8 @@ class ChatEncoder:
 
     def _with_bos(self, coded: Coded) -> Coded:
         """Put BOS in front of each text where the tokenizer does so and the template did not."""
-        bos, begins = self._encoder.bos, coded.begins()
+        bos = self._encoder.bos
+        begins = coded.begins()
         if bos is None or not len(begins):
             return coded
         is_without = (np.append(coded.ids, 0)[begins] != bos) | (coded.lengths == 0)

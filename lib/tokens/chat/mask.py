@@ -65,7 +65,8 @@ class Masker:
         added: Sequence[str],
         bos: str | None,
     ) -> None:
-        self._template, self._train_on = template, train_on
+        self._template = template
+        self._train_on = train_on
         self.left_out: Counter[str] = Counter()
         tried = list(self._try())
         behind = [text.rpartition(_WORD)[2] for text in tried]
@@ -155,7 +156,8 @@ class Masker:
         """Return the whole text, trained but for the turns of weight 0."""
         whole = self._template.render(messages, tools).text
         left_out.require_tools(tools, whole)
-        spans, start = [], 0
+        spans = []
+        start = 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
             spans.append((start, self._end_of(messages[:i], tools, whole)))
             start = (
@@ -259,7 +261,8 @@ class Masker:
                 and before not in self._last_letters
             ):
                 return len(text) - len(run) + kept
-        at, found = len(text), []
+        at = len(text)
+        found = []
         while True:
             while at > start and text[at - 1].isspace():
                 at -= 1
@@ -291,7 +294,8 @@ def _require_behind(marks: list[Span], place: int, text: str) -> None:
 
 def shared_length(one: str, other: str) -> int:
     """Return how many characters two texts share at their beginning."""
-    least, most = 0, min(len(one), len(other))
+    least = 0
+    most = min(len(one), len(other))
     if one.startswith(other[:most]):
         return most
     while least < most:  # they share `least`, and at most `most`
@@ -331,7 +335,8 @@ def _refuse_closing(behind: str) -> None:
 
 def _differing_lines(one: str, other: str) -> tuple[str, str]:
     """Return the first line of each text that the other has not at its place."""
-    lines, others = one.split("\n"), other.split("\n")
+    lines = one.split("\n")
+    others = other.split("\n")
     for number, line in enumerate(lines):
         beside = others[number] if number < len(others) else ""
         if line != beside and not (number == len(lines) - 1 and beside.startswith(line)):

@@ -13,8 +13,10 @@ from lib.core.errors import ArtifactError, UsageError
 
 ASSISTANT, LAST, ALL = TRAIN_ON = ("assistant", "last", "all")
 DROP, SPLIT = TOO_LONG = ("drop", "split")
-_OPTION, _NAME = "--chat-template", "chat_template.jinja"
-_CHATML, _PLAIN = "chat_templates/chatml.jinja", "chat_templates/plain.jinja"
+_OPTION = "--chat-template"
+_NAME = "chat_template.jinja"
+_CHATML = "chat_templates/chatml.jinja"
+_PLAIN = "chat_templates/plain.jinja"
 
 
 class ChatPolicy(NamedTuple):

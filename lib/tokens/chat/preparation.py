@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, log, manifest
+from lib.core import hashing, log, manifest, units
 from lib.core.progress import Progress
 from lib.tokens import columns
 from lib.tokens.chat import checks, processes
@@ -45,7 +45,8 @@ def write(
             writer.run(workers, bar)
             dataset.require_same()
             files += writer.close()[:-1]  # but the errors, which are put together
-            counts[name], chats[name] = writer.counts(), writer.chats
+            counts[name] = writer.counts()
+            chats[name] = writer.chats
             if name == "train":
                 checks.require_trainable(
                     writer.chats, policy, dataset.path, _examples(directory, name, dtype, encoder)
@@ -110,7 +111,7 @@ def _examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[
     tokens = np.fromfile(
         directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"), ends[-1]
     )
-    bits = np.fromfile(directory / f"{name}.labels.bin", np.uint8, -(-ends[-1] // 8))
+    bits = np.fromfile(directory / f"{name}.labels.bin", np.uint8, units.ceil_div(ends[-1], 8))
     trained = np.unpackbits(bits, bitorder="little").astype(bool)
     return [
         checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])

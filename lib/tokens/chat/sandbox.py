@@ -27,7 +27,8 @@ SECONDS = 5.0  # for one conversation
 ROOM = 1 << 30  # bytes of address space beyond what the process has when rendering begins
 # What `{% generation %}` leaves in a text until it is read: lone surrogates, which UTF-8 cannot
 # encode.
-BEGIN, END = "\udc80", "\udc81"
+BEGIN = "\udc80"
+END = "\udc81"
 _STATUS = Path("/proc/self/statm")
 _TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")
@@ -152,7 +153,8 @@ class _Namespace(jinja2.utils.Namespace):
     """Holds variables of a template, none of which begins with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
+        self = args[0]
+        values = dict(*args[1:], **kwargs)
         for name in values:
             _require_public(name)
         jinja2.utils.Namespace.__init__(self, values)

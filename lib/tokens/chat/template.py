@@ -19,7 +19,8 @@ from lib.tokens.chat.sandbox import LimitError, TemplateError
 
 Span = tuple[int, int]  # of characters, the end exclusive
 
-_LARGER, _AT_LEAST = 64, 1 << 20  # characters of a text: times its content, and in any case
+_LARGER = 64  # characters of a text: times its content, and in any case
+_AT_LEAST = 1 << 20
 
 
 class Rendered(NamedTuple):
@@ -66,7 +67,8 @@ class Template:
         Raises TemplateError.
         """
         blocks: list[str] = []
-        size, most = 0, _AT_LEAST
+        size = 0
+        most = _AT_LEAST
         try:
             context = self._compiled.new_context(
                 {
@@ -112,7 +114,9 @@ def _marked(blocks: Sequence[str]) -> tuple[str, list[Span]]:
     if sandbox.BEGIN in text:  # a template that hands on what it has written
         blocks = re.split(f"([{sandbox.BEGIN}{sandbox.END}])", "".join(blocks))
         text = "".join(blocks[::2])
-    marks, place, begin = [], 0, 0
+    marks = []
+    place = 0
+    begin = 0
     for block in blocks:
         if block == sandbox.BEGIN:
             begin = place

@@ -13,7 +13,9 @@ class NovelConfig(PretrainedConfig):
         max_position_embeddings=128,
         **more,
     ):
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**more)
