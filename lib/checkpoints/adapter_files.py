@@ -133,7 +133,8 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
         content["use_rslora"],
     )
     with safe_open(out / WEIGHTS, "pt") as file:
-        return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        keys = list(file.keys())  # the file is no mapping
+        return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in keys}
 
 
 def verify(adapted: AdaptedRun, out: Path) -> None:
@@ -151,7 +152,8 @@ def verify(adapted: AdaptedRun, out: Path) -> None:
             f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"]),
         }
     with safe_open(out / WEIGHTS, "pt") as file:
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        keys = list(file.keys())  # the file is no mapping
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     if wrong := [
         f"{key}: expected {expected.get(key)}, written {found.get(key)}"
         for key in sorted(expected.keys() | found.keys())
