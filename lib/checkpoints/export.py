@@ -118,8 +118,8 @@ def verify(model: PreTrainedModel, out: Path) -> None:
     found: dict[str, tuple[int, ...]] = {}
     for path in out.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            keys = list(file.keys())  # the file is no mapping
-            found |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+            names = list(file.keys())  # the file is no mapping
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     expected = keys.list_expected(model)
     problems = [
         f"{key}: expected {expected.get(key)}, written {found.get(key)}"
