@@ -740,7 +740,7 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
 
 
 # Other tests make these: of memory (test_fit), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/planning/fit\.py|lib/parallel/loss\.py")
+ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
 
 
 def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:

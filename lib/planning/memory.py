@@ -21,9 +21,9 @@ from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.parallel import evenly, parallelize, recompute
 from lib.planning import trace
-from lib.planning.apart import child_context, start_without_gpus
-from lib.planning.cheaper import turned
-from lib.planning.trace import Case, StepMemory
+from lib.planning.cheaper import cheaper_settings
+from lib.planning.child_process import child_context, start_without_gpus
+from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED
 
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -48,11 +48,11 @@ class Estimates:
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = trace.makes_loss(self._models[0])
         self._sizes = [(p.shape, p.element_size(), p.requires_grad) for p in model.parameters()]
-        self._traced: dict[Case, StepMemory] = {}
-        self._shares: dict[Case, float] = {}
+        self._traced: dict[StepConfig, StepMemory] = {}
+        self._shares: dict[StepConfig, float] = {}
         self._progress = progress
 
-    def step(self, case: Case) -> StepMemory:
+    def step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards.
 
         Compiled blocks that recompute nothing keep fewer activations, as torch's partitioner says.
@@ -64,7 +64,7 @@ class Estimates:
             else step
         )
 
-    def kept_share(self, case: Case) -> float:
+    def kept_share(self, case: StepConfig) -> float:
         """Return the share of their activations that compiled blocks keep, 1.0 if not known."""
         alike = replace(
             case,
@@ -82,7 +82,7 @@ class Estimates:
             self._shares[alike] = trace.kept_when_compiled(self._models[0], alike)
         return self._shares[alike]
 
-    def _eager_step(self, case: Case) -> StepMemory:
+    def _eager_step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step whose blocks are not compiled.
 
         Whatever the number of ranks, the same weights are gathered and the same activations kept:
@@ -103,7 +103,7 @@ class Estimates:
         self._traced[case] = self._trace(case)
         return self._traced[case]
 
-    def _trace(self, case: Case) -> StepMemory:
+    def _trace(self, case: StepConfig) -> StepMemory:
         case = replace(case, chunked=self._chunked)
         if self._progress is not None:
             self._progress.tell(f"batch {case.batch}, {case.recompute}")
@@ -113,11 +113,11 @@ class Estimates:
             self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first
 
-    def _dims(self, case: Case) -> list[int]:
+    def _dims(self, case: StepConfig) -> list[int]:
         """Return by parameter along which dimension ranks share it."""
         return [evenly.sharded_dim(shape, case.shard_size) for shape, *_ in self._sizes]
 
-    def _shards(self, case: Case) -> dict[str, float]:
+    def _shards(self, case: StepConfig) -> dict[str, float]:
         """Return what the first rank holds, which has the largest shards, by kind.
 
         Of weights the bytes, of the rest the numbers: only what is trained has any.
@@ -132,7 +132,7 @@ class Estimates:
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 
-def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: bool) -> None:
+def tell(model: PreTrainedModel, cases: Sequence[StepConfig], gpu_gib: float, shown: bool) -> None:
     """Print what each case would need of a GPU, what fits, and the nearest that does.
 
     gpu_gib: memory of one. shown: that the tracing goes on.
@@ -166,7 +166,7 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
                 )
 
 
-def _table(asked: Case, estimates: Estimates, usable: float) -> None:
+def _table(asked: StepConfig, estimates: Estimates, usable: float) -> None:
     """Print the memory on so many GPUs, by batch and kind of checkpointing."""
     step = estimates.step(asked)
     ranks = asked.ranks
@@ -194,7 +194,7 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
         log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 
-def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
+def _row(case: StepConfig, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
     """Print the memory of a case. unit: bytes of what all sizes of the table are told in."""
     begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
     try:
@@ -210,9 +210,9 @@ def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool
     )
 
 
-def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
+def _nearest(estimates: Estimates, asked: StepConfig, usable: float) -> str:
     """Say which knob to turn first, or which together, so that it fits."""
-    for turn in turned(asked):
+    for turn in cheaper_settings(asked):
         with suppress(RuntimeError):  # as in a row
             if (peak := _peak(estimates.step(turn.case))) <= usable:
                 where = f" on {turn.case.ranks} GPUs" * turn.more_ranks
@@ -258,7 +258,7 @@ class MemoryEstimate:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: StepConfig) -> None:
         """Start the trace of a run."""
         if self._is_wanted:
             with suppress(OSError):  # of a process that is not there: `tell` has its last word

@@ -44,7 +44,7 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
-class Case:
+class StepConfig:
     """Says what decides the memory of a step, beside the model.
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
@@ -154,7 +154,7 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
+def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
     parallelize.parallelize(
@@ -179,7 +179,7 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
             return record(model, case, tracker)
 
 
-def record(model: PreTrainedModel, case: Case, tracker: Tracker) -> StepMemory:
+def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, fake or real, and return what was counted."""
     adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
@@ -233,7 +233,7 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
         return copy.deepcopy(model)
 
 
-def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
+def kept_when_compiled(model: PreTrainedModel, case: StepConfig) -> float:
     """Return the share of their activations that blocks keep when they are compiled.
 
     model: on the meta device, which stays as it is. It is 1.0 for fp8, whose casts are not traced.
@@ -249,7 +249,7 @@ def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
 def makes_loss(model: PreTrainedModel) -> bool:
     """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
     model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
-    case = Case(1, 1, 1, 16, "bf16", "none")
+    case = StepConfig(1, 1, 1, 16, "bf16", "none")
     head = model.get_output_embeddings()
     returned = []
     head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
@@ -263,7 +263,7 @@ def makes_loss(model: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
+def _attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
     """Let attention do what it does with real tokens.
 
     transformers takes all fake positions for packed ones and would make a mask.
@@ -310,7 +310,7 @@ def _as_by_kernel(
     return out[0].transpose(0, 1)
 
 
-def _batch(case: Case) -> MicroBatch:
+def _batch(case: StepConfig) -> MicroBatch:
     tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
     is_packed = case.masked or case.documents
     ends = (

@@ -230,7 +230,7 @@ def _plan_memory(
     try:
         has = config.plan_gpu_memory
         cases = [
-            plans.memory_case(given, model, ranks, True, most_documents)
+            plans.step_config(given, model, ranks, True, most_documents)
             for ranks, given in asked.items()
         ]
         memory.tell(model, cases, has, not config.no_progress)
