@@ -395,7 +395,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
 
 
 def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib.planning.memory.tell", lambda *options: None)  # takes seconds
+    monkeypatch.setattr(
+        "lib.planning.memory.print_memory_table", lambda *options: None
+    )  # takes seconds
     dry = (*TRAIN, "--dry-run")
     there.follow(
         there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny", "--tokenizer", "model")

@@ -95,7 +95,8 @@ def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
 def memory_usage(device: torch.device) -> dict[str, float]:
     """Return `memory/{current,peak,reserved,total}_gib`.
 
-    The peak covers the time since the last call. On CUDA also `memory/alloc_retries`: how often the allocator had to return cached memory.
+    The peak covers the time since the last call. On CUDA also `memory/alloc_retries`: how often the
+    allocator had to return cached memory.
     """
     if device.type == "cuda":
         figures = {

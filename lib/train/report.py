@@ -80,7 +80,7 @@ class Report:
 
     def __enter__(self) -> Report:
         self.note_state("running")
-        self._estimate.tell()
+        self._estimate.report()
         log.show_times(True)
         return self
 
@@ -154,7 +154,7 @@ class Report:
         config = self._plan.config
         step = figures["step"]
         state.figures = figures
-        self._estimate.tell()
+        self._estimate.report()
         self._row(figures, ended)
         symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:

@@ -352,7 +352,7 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
         assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
-        told.tell(300.0)
+        told.report(300.0)
         found.append(told.gib)
         told.close()
     assert found[0] and found[0] == found[1]
@@ -405,7 +405,7 @@ def test_dry_run_plans_memory(project: Path) -> None:
         ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
         ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
         ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
-        ({}, 0.001, "nothing makes it fit"),
+        ({}, 0.001, "no option makes it fit"),
     ],
     ids=str,
 )
@@ -431,7 +431,9 @@ def test_the_nearest_that_fits(
     monkeypatch.setattr(memory.log, "info", lines.append)
     given = replace(ASKED, seq_length=1024, compile=False, **options)
     gib = usable_gib / 0.9
-    memory.tell(on_meta(), [plan.step_config(given, on_meta(), 8, True)], gib, shown=False)
+    memory.print_memory_table(
+        on_meta(), [plan.step_config(given, on_meta(), 8, True)], gib, shown=False
+    )
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 
