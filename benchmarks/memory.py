@@ -127,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--gpus", type=options.counts, default=[1, 8, 16, 32, 64], metavar="N,N,…")
+    parser.add_argument(
+        "--gpus", type=options.parse_counts, default=[1, 8, 16, 32, 64], metavar="N,N,…"
+    )
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens, one sample per GPU")
     parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB")
     parser.add_argument(

@@ -33,7 +33,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from lib.checkpoints import adapter_files, commit, hyperpod, storage
-from lib.core import hashing, identity, offline, publish, stage, stamps
+from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
@@ -524,7 +524,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: work.require_unchanged(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
-    yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")
+    yield lambda: file_identity.require_same(
+        {Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read"
+    )
     Path("words").mkdir()
     Path("words/tokenizer.json").touch()
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")

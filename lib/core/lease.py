@@ -69,7 +69,7 @@ class Lease:
         }
         self._lock = lock(path.parent)
         if self._lock < 0:
-            raise self._held(records.mapping(path))
+            raise self._held(records.read_mapping(path))
         try:
             self._file = self._take()
         except BaseException:
@@ -88,7 +88,7 @@ class Lease:
     def release(self, keep: bool = False) -> None:
         """Let others take the directory. keep: leave the record, which says who had it."""
         self.stop()
-        if records.mapping(self._path).get("id") == self._record["id"]:
+        if records.read_mapping(self._path).get("id") == self._record["id"]:
             if keep:
                 self._record["released"] = True
                 self._write()
@@ -106,13 +106,13 @@ class Lease:
         file = None
         while file is None:
             if self._path.exists():
-                found = records.mapping(self._path)
+                found = records.read_mapping(self._path)
                 is_shared = self._require_left(found)
                 self._put_aside(found)
             file = self._make()
         if is_shared:  # whoever took over the same record at this very moment is seen by then
             time.sleep(SETTLE_S)
-            if (now := records.mapping(self._path)).get("id") != self._record["id"]:
+            if (now := records.read_mapping(self._path)).get("id") != self._record["id"]:
                 os.close(file)
                 raise self._held(now)
         return file
@@ -161,7 +161,7 @@ class Lease:
         is_logged = False
         while time.monotonic() - began < patience:
             time.sleep(min(_POLL_S, patience))
-            if (now := records.mapping(self._path)) != found:
+            if (now := records.read_mapping(self._path)) != found:
                 if now:
                     raise self._held(now)
                 return True  # released
@@ -182,7 +182,9 @@ class Lease:
             self._path.rename(aside)
         except FileNotFoundError:
             return
-        if records.mapping(aside) != found:  # another process was faster, and this is its record
+        if (
+            records.read_mapping(aside) != found
+        ):  # another process was faster, and this is its record
             with suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink()
@@ -200,7 +202,7 @@ class Lease:
 
     def _is_own(self) -> bool:
         """Tell whether no other process has made a record since; says so where one has."""
-        found = records.mapping(self._path)
+        found = records.read_mapping(self._path)
         if found.get("id", self._record["id"]) == self._record["id"]:
             return True
         self._lost(f"{self._path.parent} was taken over by {holder(found)}")

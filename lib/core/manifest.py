@@ -138,7 +138,7 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
             f"{directory / MANIFEST} is damaged",
             expected="the manifest that a finished stage writes",
             hint=hint,
-            run=commands.moved_away(directory, run),
+            run=commands.move_away(directory, run),
         )
     if content["kind"] != kind:
         raise ArtifactError(

@@ -1,7 +1,7 @@
 """Atomic publish: an artifact appears under its final name whole, or not at all.
 
     corpus.partial-1a2b3c4d/
-        .unfinished-…           the mark that makes the directory ours (unfinished.py)
+        .unfinished-…           the mark that makes the directory ours (partial_dirs.py)
         .owner.json             who builds in it (lease.py): so leftovers can be told from work in
                                 progress, also of other machines that share the directory
         content/                gets its manifest last, and is then renamed to `corpus`
@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, launcher, lease, log, manifest, records, unfinished, units
+from lib.core import commands, hashing, launcher, lease, log, manifest, partial_dirs, records, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
-from lib.core.identity import Difference, differences, in_lines
+from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import MANIFEST
 
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
@@ -62,7 +62,7 @@ def is_done(
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
         )
     if found.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(
@@ -78,7 +78,7 @@ def is_done(
     there = manifest.read_if_any(target)
     if there is None:
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
         )
     if overwrite:
         return False
@@ -86,7 +86,7 @@ def is_done(
     if changes:
         raise UsageError(
             f"{given} exists, made from other inputs or options",
-            found=in_lines(changes),
+            found=list_differences(changes),
             hint="choose another name, or replace it:",
             run=commands.as_typed("--overwrite"),
         )
@@ -146,7 +146,7 @@ class Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
         try:
-            unfinished.claim(self.partial)
+            partial_dirs.claim(self.partial)
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.Held as error:
             raise AlreadyBuilding(
@@ -157,14 +157,14 @@ class Build:
         except FileNotFoundError:
             raise self._was_built() from None
         except OSError:  # a full disk: nothing is left of the attempt
-            unfinished.remove_bare(self.partial)
+            partial_dirs.remove_bare(self.partial)
             raise
         try:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
                 raise self._was_built()
-            if unfinished.has_links(self.dir):  # not of this stage: it would write behind them
-                unfinished.delete(self.dir)
+            if partial_dirs.has_links(self.dir):  # not of this stage: it would write behind them
+                partial_dirs.delete(self.dir)
             self.dir.mkdir(exist_ok=True)
             manifest.remove_temporary(self.dir)
         except BaseException:
@@ -177,7 +177,7 @@ class Build:
         if not is_left:
             self._lease.stop()
             with suppress(OSError):  # the next run deletes it
-                unfinished.remove(self.partial)
+                partial_dirs.remove(self.partial)
         self._lease.release(keep=is_left)
         if (
             isinstance(value, FileNotFoundError)
@@ -255,7 +255,7 @@ class Build:
         _bring_back(self.target, self.partial)
         _remove_leftovers(self.target, self.partial)
         if not self.resumable and self.dir.exists():
-            unfinished.delete(self.dir)
+            partial_dirs.delete(self.dir)
             log.info(f"removed {self.partial.name}, left by a run that did not finish")
 
     def _lost(self, text: str) -> None:
@@ -277,7 +277,7 @@ def _remove_leftovers(target: Path, own: Path | None = None) -> None:
         if (
             not name.fullmatch(left.name)
             or left == own
-            or not (unfinished.is_ours(left) or unfinished.is_bare(left))
+            or not (partial_dirs.is_ours(left) or partial_dirs.is_bare(left))
         ):
             continue
         descriptor = lease.lock(left)
@@ -286,7 +286,7 @@ def _remove_leftovers(target: Path, own: Path | None = None) -> None:
         if _is_left(left, own):
             _bring_back(target, left)
             with suppress(OSError):  # of another user: in nobody's way
-                unfinished.remove(left)
+                partial_dirs.remove(left)
             if not left.exists():
                 log.info(f"removed {left.name}, left by a run that did not finish")
         os.close(descriptor)
@@ -297,7 +297,7 @@ def _bring_back(target: Path, partial: Path) -> None:
     aside = partial / _REPLACED
     if aside.is_dir() and not target.exists():
         aside.replace(target)
-    unfinished.delete(aside)
+    partial_dirs.delete(aside)
 
 
 def _is_left(directory: Path, own: Path | None) -> bool:
@@ -306,7 +306,7 @@ def _is_left(directory: Path, own: Path | None) -> bool:
     Two times of the file server are compared, not one of it with one of this machine.
     """
     record = directory / OWNER
-    found = records.mapping(record)
+    found = records.read_mapping(record)
     if not found or found.get("released"):
         return True
     if (alive := lease.is_alive(found)) is not None:

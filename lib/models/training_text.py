@@ -84,7 +84,7 @@ def _plain_files(corpus: Path) -> list[Path]:
     described = ("state.json", "dataset_dict.json")
     if corpus.is_dir() and any((corpus / name).exists() for name in described):
         return []
-    return arrow_files.splits(corpus).get("train", []) if corpus.exists() else []
+    return arrow_files.find_splits(corpus).get("train", []) if corpus.exists() else []
 
 
 def _find_train_split(corpus: Path) -> Path:

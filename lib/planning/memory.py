@@ -107,7 +107,7 @@ class Estimates:
     def _trace(self, case: StepConfig) -> StepMemory:
         case = replace(case, chunked=self._chunked)
         if self._progress is not None:
-            self._progress.tell(f"batch {case.batch}, {case.recompute}")
+            self._progress.show(f"batch {case.batch}, {case.recompute}")
         with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
             first, *longer = [trace.trace(model, case, mesh) for model in self._models]
         if self._progress is not None:

@@ -65,7 +65,7 @@ def prepare(
             workers=num_workers,
             progress=progress,
             always=verify,
-            run=commands.remade(target),
+            run=commands.delete_and_rerun(target),
         ),
     )
     if verify:
@@ -89,11 +89,14 @@ def once(
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
         raise ArtifactError(
-            f"{target} is damaged (no readable manifest.json)", run=commands.remade(target)
+            f"{target} is damaged (no readable manifest.json)",
+            run=commands.delete_and_rerun(target),
         )
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
-    while not publish.is_done(target, kind, identity, overwrite=False, run=commands.remade(target)):
+    while not publish.is_done(
+        target, kind, identity, overwrite=False, run=commands.delete_and_rerun(target)
+    ):
         if is_builder:
             try:
                 build()

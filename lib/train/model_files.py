@@ -67,7 +67,7 @@ def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     if kind.startswith("export/"):
         return manifest.remedy(content, "--overwrite", out=model_dir)
     if kind:
-        return {"run": commands.remade(model_dir)}
+        return {"run": commands.delete_and_rerun(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):
         return {
             "hint": "on a machine with a network, fetch it anew:",

@@ -93,7 +93,7 @@ class Plan:
                 raise UsageError(
                     f"ranks {rank} and {layout.rank} were not started alike",
                     found="\n".join(
-                        each.in_words(f"on rank {rank}", f"on rank {layout.rank}") for each in found
+                        each.describe(f"on rank {rank}", f"on rank {layout.rank}") for each in found
                     ),
                     expected="the same command, dataset and model on every node",
                 )

@@ -224,9 +224,9 @@ def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
     held = Lease(path, never)
     path.unlink()
     deadline = time.monotonic() + 10
-    while records.mapping(path).get("beats", 0) < 2 and time.monotonic() < deadline:
+    while records.read_mapping(path).get("beats", 0) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert records.mapping(path)["beats"] >= 2
+    assert records.read_mapping(path)["beats"] >= 2
     held.release()
     assert not list(path.parent.iterdir())
 
