@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> Options:
     )
     parser.add_common()
     opts = parser.parse(argv)
-    paths.settle(opts)
+    paths.expand_save_dir(opts)
     return opts
 
 

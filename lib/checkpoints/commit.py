@@ -70,7 +70,7 @@ class Checkpoint:
                 return [f"{MANIFEST} is not the one that {COMMIT} names"]
             if commit["step"] != self.step:
                 return [f"{COMMIT} is of step {commit['step']}"]
-            return manifest.damages(self.path, self.manifest(), deep=False)
+            return manifest.find_damage(self.path, self.manifest(), deep=False)
         except OSError as error:
             if not is_missing(error):
                 raise
@@ -87,7 +87,7 @@ class Checkpoint:
 
         def damage(entry: dict[str, Any]) -> str:
             return reading.with_retries(
-                lambda: manifest.damage(self.path / entry["path"], entry, deep=True)
+                lambda: manifest.describe_damage(self.path / entry["path"], entry, deep=True)
             )
 
         try:
@@ -186,7 +186,7 @@ def seal(
 
     Raises ArtifactError when a file that a rank wrote is not to be seen here.
     """
-    if unseen := manifest.damages(attempt, {"files": files}, deep=False):
+    if unseen := manifest.find_damage(attempt, {"files": files}, deep=False):
         raise ArtifactError(
             "a checkpoint is missing what other ranks wrote",
             found=unseen[0],

@@ -141,7 +141,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
                 "not built"
                 + (
                     ", or not finished"
-                    if manifest.unfinished(locate_parts(save_dir) / name)
+                    if manifest.describe_leftovers(locate_parts(save_dir) / name)
                     else ""
                 )
             ]
@@ -150,7 +150,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
         else:
             found = [
                 *map(str, differences(there["identity"], identity(whole, files)))
-            ] or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
+            ] or manifest.find_damage(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))
         if found:

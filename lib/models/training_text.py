@@ -41,7 +41,7 @@ def _fingerprint_one(corpus: Path) -> str:
     if partial or not corpus.is_dir():
         raise ArtifactError(
             f"the dataset {corpus} " + ("is not finished" if partial else "does not exist"),
-            found=manifest.unfinished(corpus),
+            found=manifest.describe_leftovers(corpus),
             **(
                 {"run": commands.script("02_build_hf_dataset.py", "--save-dir", final)}
                 if Path("splits").is_dir()

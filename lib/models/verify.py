@@ -118,7 +118,7 @@ def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bo
             # remade.
             problems = pool.map(
                 lambda entry, root=artifact.directory: reading.with_retries(
-                    lambda: manifest.damage(
+                    lambda: manifest.describe_damage(
                         Path(os.path.normpath(root / entry["path"])),
                         entry,
                         deep=True,

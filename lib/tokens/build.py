@@ -50,14 +50,16 @@ def prepare(
 
     def build() -> None:
         _build(dataset, encoder(), target, identity, num_workers, progress, chat)
-        verified.note(target, manifest.read(target, store.KIND, "the token store"), cache_dir)
+        verified.record_intact(
+            target, manifest.read(target, store.KIND, "the token store"), cache_dir
+        )
 
     once(
         target,
         store.KIND,
         identity,
         build,
-        lambda content: verified.require(
+        lambda content: verified.require_intact(
             target,
             content,
             "the token store",
@@ -108,7 +110,7 @@ def once(
             waited = True
         time.sleep(_POLL_S)
     if is_builder:
-        verify(manifest.read(target, kind, publish.in_words(kind)))
+        verify(manifest.read(target, kind, publish.kind_name(kind)))
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:

@@ -123,7 +123,7 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
         KIND,
         identity,
         lambda: _build(tokens, seq_length, target, identity),
-        lambda content: verified.require(
+        lambda content: verified.require_intact(
             target, content, "the packs", cache_dir, run=commands.delete_and_rerun(target)
         ),
     )

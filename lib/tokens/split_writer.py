@@ -145,7 +145,7 @@ class Sink:
             "bytes": self.bytes,
             "digest": hashing.digest(self._hasher),
         }
-        if found := manifest.damage(self.path, entry, deep=True):
+        if found := manifest.describe_damage(self.path, entry, deep=True):
             raise ArtifactError(
                 f"{self.path} does not read back as it was written",
                 found=found,

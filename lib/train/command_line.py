@@ -25,5 +25,5 @@ def add_options(parser: options.Parser) -> None:
 def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
     """Return what was typed or stands in --config; UsageError tells what is wrong."""
     opts = parser.parse(argv)
-    paths.settle(opts)
+    paths.expand_save_dir(opts)
     return declared.read_options(Config, opts)

@@ -91,7 +91,7 @@ def require_whole(
         else {"hint": f"copy it again from where it came from; {_HINT}"}
     )
     if cache_dir(experiment).is_dir():
-        verified.require(
+        verified.require_intact(
             base, {"files": files}, "the base", cache_dir(experiment), progress=progress, **remedy
         )
     else:

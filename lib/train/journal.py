@@ -61,7 +61,7 @@ class Journal:
             "settled": settled,
             "model_dir": str(model_dir),
             "identity": identity,
-            "versions": manifest.versions(),
+            "versions": manifest.package_versions(),
             "argv": commands.redacted_argv(sys.argv),
             "git_commit": git_commit(),
         }

@@ -222,7 +222,7 @@ def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(
         (["-e", "a/b", "--save-dir", "a"], ("a", "b")),
     ):
         opts = parser.parse([*config, *argv])
-        paths.settle(opts)
+        paths.expand_save_dir(opts)
         assert (str(opts.save_dir), opts.experiment_name) == where
 
 

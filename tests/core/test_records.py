@@ -115,7 +115,7 @@ def test_a_path_that_leads_out_makes_no_manifest(tmp_path: Path, path: object) -
     }
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert manifest.read_if_any(tmp_path) is None
-    assert "is no file of" in manifest.damages(tmp_path, content, deep=True)[0]
+    assert "is no file of" in manifest.find_damage(tmp_path, content, deep=True)[0]
 
 
 def test_a_record_deletes_nothing_outside(tmp_path: Path) -> None:
