@@ -65,7 +65,7 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
             for name in " ".join(row.names.values()).split():
                 flag = parser._as_ours(f"--{name}")
                 assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
-                assert aliases.nearest(flag, known)[1], row
+                assert aliases.suggest_option(flag, known)[1], row
 
 
 def test_the_page_holds_the_table() -> None:

@@ -275,7 +275,7 @@ def describe_damage(
     if status.st_size != entry["bytes"]:
         return f"{path} has {status.st_size} bytes instead of {entry['bytes']}"
     if deep and not hashing.matches(path, entry["digest"], advance):
-        return f"the content of {path} has changed since it was written"
+        return f"{path} has other content than when it was written"
     return ""
 
 

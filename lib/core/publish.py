@@ -51,7 +51,7 @@ def is_done(
     identity: `{"options": …, "inputs": …}`. run: the command that repairs a damaged artifact
     (default: the typed one with --overwrite). dry_run: keep leftovers of a run that was killed just
     after it had published. Raises UsageError if `target` is something else and `overwrite` is off,
-    or if another program made it (then nothing replaces it), and ArtifactError if sizes show damage.
+    or if another program made it (nothing replaces that), and ArtifactError if sizes show damage.
     """
     given = target
     target = target.resolve()

@@ -98,7 +98,7 @@ def test_a_damaged_manifest_is_told(artifact: Path, text: str) -> None:
 
 
 def test_another_kind_is_refused(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match="holds no splits") as caught:
+    with pytest.raises(ArtifactError, match="contains no splits") as caught:
         manifest.read(artifact, "splits/1", "the splits")
     assert (caught.value.expected, caught.value.found) == ("kind splits/1", "kind thing/1")
 

@@ -228,7 +228,7 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
     build.partial.mkdir()
     (build.partial / "mine").write_text("mine")
     with (
-        pytest.raises(UsageError, match="is in the way, and this program did not make it"),
+        pytest.raises(UsageError, match="is in the way"),
         Build(tmp_path / "corpus", KIND, {}, True),
     ):
         pass
@@ -284,7 +284,7 @@ def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
         finish(build, "first")
     assert (target / "f").read_text() == "first" and names(tmp_path) == ["corpus"]
     with (
-        pytest.raises(AlreadyBuilding, match="was built or brought back just now"),
+        pytest.raises(AlreadyBuilding, match="just now"),
         Build(target, KIND, identity(), False),
     ):
         pass
@@ -344,7 +344,7 @@ def test_who_slept_until_another_had_published_hears_of_it(tmp_path: Path, node)
     target = tmp_path / "corpus"
     node("a")
     with (
-        pytest.raises(AlreadyBuilding, match="was built or brought back just now"),
+        pytest.raises(AlreadyBuilding, match="just now"),
         Build(target, KIND, identity(), False, resumable=True) as build,
     ):
         build._lease._ended.set()  # stopped
