@@ -265,7 +265,7 @@ def main(argv: list[str]) -> None:
             }
             build.publish(
                 stage=STAGE,
-                options=options.resolved(opts),
+                options=options.to_plain_values(opts),
                 summary=summary,
                 files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")],
             )

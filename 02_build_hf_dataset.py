@@ -275,7 +275,7 @@ def build_split(
             raise error
         build.publish(
             stage=STAGE,
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=listed,
             summary={"files": len(files), "bytes": total, "rows": rows},
         )
@@ -430,7 +430,7 @@ def main(argv: list[str]) -> None:
         listed = dataset.finish()
         build.publish(
             stage=STAGE,
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=listed,
             summary={"files": len(files), "bytes": total} | dataset.summary(),
         )

@@ -266,7 +266,7 @@ def fetch_model(opts: options.Options) -> None:
             training = Advice.of(build.dir, bool(model.code))
             build.publish(
                 stage=STAGE,
-                options=options.resolved(opts),
+                options=options.to_plain_values(opts),
                 files=entries,
                 summary={**facts.summary(), "memory": training.summary(), **model.summary()},
             )
@@ -331,7 +331,7 @@ def fetch_dataset(opts: options.Options) -> None:
         before = raw_text.list_earlier(target)
         build.publish(
             stage=STAGE,
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=raw_text.put_in_place(build.dir, target, entries),
             summary=dataset.summary(),
         )
@@ -391,7 +391,7 @@ def make_from_scratch(opts: options.Options) -> None:
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
         build.publish(
             stage=STAGE,
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=files,
             summary={
                 **facts.summary(),

@@ -206,7 +206,7 @@ def set_up(
     overview.show_head(plan, inputs, model, data, work, hardware)
     # The model: sharded before it has memory. What is in it comes further down.
     compiler = make_compiler(config.compile, layout.device)
-    memory_before = capacity.usage(layout.device)["memory/current_gib"]
+    memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
     shard(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
@@ -276,7 +276,7 @@ def agree(
         )
     )
     config = fitting.agree(config, data.samples, layout)
-    estimate.begin(fitting.case_here(config, model, data.most_documents))
+    estimate.begin(fitting.step_config_here(config, model, data.most_documents))
     config, launch = launches.join(config, experiment, layout)
     plan = Plan.of(config, inputs.fingerprints, data.samples, layout.rank)
     checks.require_room(config, plan.total_steps, has_begun=bool(inputs.begun))

@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> Options:
     )
     parser.add_common()
     opts = parser.parse(argv)
-    paths.settle(opts)
+    paths.expand_save_dir(opts)
     return opts
 
 
@@ -209,7 +209,7 @@ def write(
         companions.require_intact(experiment, checkpoint)
         build.publish(
             stage="05_export_checkpoint.py",
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=files + weights,
             summary={
                 "step": checkpoint.step,

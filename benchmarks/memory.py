@@ -33,8 +33,7 @@ from lib.core import options
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
 from lib.parallel import recompute
-from lib.planning import choice
-from lib.planning.fit import Fit
+from lib.planning.memory_check import MemoryCheck, choose_step
 from lib.train import plan
 from lib.train.config import Config
 
@@ -77,7 +76,7 @@ def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank
     if rank:
         Lora(rank, 2.0 * rank, precision="bf16").convert(model, Placement())
         adapted = f", LoRA r={rank}"
-    fit = Fit(model, gpu_memory * _GIB, float("inf"), on_gpu=True)
+    fit = MemoryCheck(model, gpu_memory * _GIB, float("inf"), on_gpu=True)
     cells = [_cell(fit, ranks, Config(seq_length=seq_length, precision="bf16")) for ranks in gpus]
     return f"| {name}{adapted} | {' | '.join(cells)} |"
 
@@ -99,10 +98,10 @@ def table(
             print(row(name, gpus, seq_length, gpu_memory, adapters), flush=True)
 
 
-def _cell(fit: Fit, ranks: int, config: Config) -> str:
+def _cell(fit: MemoryCheck, ranks: int, config: Config) -> str:
     for offload in (False, True):
         cases = [
-            plan.memory_case(
+            plan.step_config(
                 replace(config, activation_checkpointing=kind, cpu_offload=offload),
                 fit.model,
                 ranks,
@@ -110,7 +109,7 @@ def _cell(fit: Fit, ranks: int, config: Config) -> str:
             )
             for kind in recompute.KINDS
         ]
-        case = choice.choose(fit, [[case] for case in cases], gathers=False)
+        case = choose_step(fit, [[case] for case in cases], gathers=False)
         if fit.fits(case):
             peak = fit.traced(case).total / _GIB
             host = sum(fit.states(case).values()) / _GIB
@@ -128,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--gpus", type=options.counts, default=[1, 8, 16, 32, 64], metavar="N,N,…")
+    parser.add_argument(
+        "--gpus", type=options.parse_counts, default=[1, 8, 16, 32, 64], metavar="N,N,…"
+    )
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens, one sample per GPU")
     parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB")
     parser.add_argument(

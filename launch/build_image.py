@@ -40,14 +40,14 @@ _BACKOFF_S = float(os.environ.get("BUILD_IMAGE_BACKOFF_S", "10"))
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
-    declared.add(parser, ImageOptions)
+    declared.add_options(parser, ImageOptions)
     options.add_config(parser, "check, print the commands of docker and run none")
     return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
     opts = parse(argv)
-    build_and_push(declared.read(ImageOptions, opts), opts.dry_run)
+    build_and_push(declared.read_options(ImageOptions, opts), opts.dry_run)
 
 
 def build_docker_image(*, dry_run: bool = False, **asked: Any) -> str:
@@ -57,7 +57,7 @@ def build_docker_image(*, dry_run: bool = False, **asked: Any) -> str:
     Raises UsageError or DiskFullError, with the cause and its remedy.
     """
     log.setup_unless_heard()
-    return build_and_push(declared.made(ImageOptions, **asked), dry_run)
+    return build_and_push(declared.from_values(ImageOptions, **asked), dry_run)
 
 
 def build_and_push(asked: ImageOptions, dry_run: bool) -> str:

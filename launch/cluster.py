@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> Options:
         metavar="on|off",
         help="validate: make the namespace where it is missing",
     )
-    declared.add(
+    declared.add_options(
         parser,
         JobNeeds,
         instance_type="instance type of the nodes (default: any with GPUs)",
@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     opts = parse(argv)
-    asked = declared.read(JobNeeds, opts)
+    asked = declared.read_options(JobNeeds, opts)
     problems = Problems()
     asked.check_names(problems)
     if asked.instance_type:
@@ -217,7 +217,7 @@ def manage_eks_cluster(
     kubectl or the AWS command line, or when AWS refuses.
     """
     log.setup_unless_heard()
-    asked = declared.made(JobNeeds, **wanted)
+    asked = declared.from_values(JobNeeds, **wanted)
     name = cluster_name or aws.discover(region)
     if create_if_missing:
         aws.require_cluster(name, region)

@@ -62,9 +62,9 @@ _SCRIPT = "launch/kubernetes.py"
 def parser() -> options.Parser:
     parser = options.Parser(__doc__, "COMMAND --job-name J [options] -- TRAINING OPTIONS")
     parser.add_argument("command", choices=COMMANDS, help="what to do")
-    declared.add(parser, JobOptions)
-    declared.add(parser, Patience)
-    declared.add(parser, RawText)
+    declared.add_options(parser, JobOptions)
+    declared.add_options(parser, Patience)
+    declared.add_options(parser, RawText)
     one = parser.add_argument_group("the command")
     one.add_argument(
         "--cluster-name",
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     asked = connected(
-        declared.read(JobOptions, opts),
+        declared.read_options(JobOptions, opts),
         opts.cluster_name,
         opts.dry_run,
         only_plans=opts.dry_run and opts.command in _STARTING,
@@ -140,7 +140,9 @@ def main(argv: list[str]) -> None:
         return
     if opts.command == "prepare":
         start(
-            preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
+            preparation.planned(
+                with_image(asked), declared.read_options(RawText, opts), train, typed
+            ),
             kubectl,
             opts,
         )
@@ -245,7 +247,7 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
                 kubectl,
                 token=opts.token,
                 monitor=opts.monitor,
-                patience=declared.read(Patience, opts),
+                patience=declared.read_options(Patience, opts),
             )
         except KeyboardInterrupt:
             log.info(f"\nthe job goes on; end it: {_ending(job, kubectl)}")
@@ -356,11 +358,13 @@ def deploy_training_job(
     job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
     """
     log.setup_unless_heard()
-    ours = declared.spellings(JobOptions)
-    theirs = declared.spellings(Config)
+    ours = declared.fields_by_spelling(JobOptions)
+    theirs = declared.fields_by_spelling(Config)
     declared.require_known(asked, [*ours, *theirs])
-    job = declared.made(JobOptions, **{name: asked[name] for name in asked if name in ours})
-    given = declared.by_field(Config, {name: asked[name] for name in asked if name not in ours})
+    job = declared.from_values(JobOptions, **{name: asked[name] for name in asked if name in ours})
+    given = declared.merge_spellings(
+        Config, {name: asked[name] for name in asked if name not in ours}
+    )
     job = connected(job, cluster_name)
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token

@@ -31,7 +31,7 @@ from lib.core.options import Options  # noqa: E402
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__, "[options] -- TRAINING OPTIONS")
-    declared.add(parser, RawText)
+    declared.add_options(parser, RawText)
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run none")
     return parser.parse(argv)
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     config = stage_04.parse(train)
     if not config.experiment_name:
         train = [*train, "--experiment-name=prepare"]
-    for script, *words in list(steps(declared.read(RawText, opts), config, train)):
+    for script, *words in list(steps(declared.read_options(RawText, opts), config, train)):
         log.info(f"$ python {script} {shlex.join(words)}")
         if not opts.dry_run and (code := pod.follow([sys.executable, str(ROOT / script), *words])):
             sys.exit(code)

@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         print("dry run: nothing was started")
         return
-    os.environ.setdefault(launcher.MARK, lease.identity(os.getpid()))
+    os.environ.setdefault(launcher.MARK, lease.process_identity(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     node: NodeLauncher = Follower(command, board, opts.wait_seconds)

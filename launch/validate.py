@@ -241,7 +241,7 @@ def setup(opts: options.Options) -> Iterator[Finding]:
     for artifact in artifacts:
         wrong = artifact.problems or (
             artifact.content is not None
-            and manifest.damages(artifact.directory, artifact.content, deep=False)
+            and manifest.find_damage(artifact.directory, artifact.content, deep=False)
         )
         remedy = artifact.remedy.get("run") or artifact.remedy.get("hint", "")
         yield (

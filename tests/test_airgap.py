@@ -381,7 +381,7 @@ def test_where_it_is_unpacked(
     mine.parent.mkdir()
     mine.touch()
     said = far(bundle, "unpack", "--to", project, expect=2).stderr
-    assert "is in the way, and this program did not make it" in said and mine.exists()
+    assert "is in the way" in said and mine.exists()
     mine.rename(tmp_path / "mine")
     far(bundle, "unpack", "--to", project)
     assert not mine.parent.exists()

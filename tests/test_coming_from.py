@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launch.common import stage_04
-from lib.core import elsewhere, log, options, unknown
+from lib.core import aliases, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import plan
@@ -31,7 +31,7 @@ def parsers() -> dict[str, options.Parser]:
     return {name: parser for name, parser in made.items() if isinstance(parser, options.Parser)}
 
 
-def owners_of(row: elsewhere.Row, parsers: dict[str, options.Parser]) -> list[options.Parser]:
+def owners_of(row: aliases.Row, parsers: dict[str, options.Parser]) -> list[options.Parser]:
     """Return the parsers that have the option of a row."""
     return [parser for parser in parsers.values() if row.option in parser._option_string_actions]
 
@@ -44,18 +44,18 @@ def asked(*argv: Any) -> Config:
 
 
 def test_each_name_that_means_the_same_is_taken(parsers: dict[str, options.Parser]) -> None:
-    for row in (row for row in elsewhere.ROWS if not row.text):
+    for row in (row for row in aliases.ROWS if not row.text):
         owners = owners_of(row, parsers)
         assert owners, row
         for parser in owners:
             dest = parser._option_string_actions[row.option].dest
-            for name in elsewhere.spellings([row.option]):
+            for name in aliases.spellings([row.option]):
                 assert parser._dest(parser._as_ours(name)) == dest, (name, row)
 
 
 def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Parser]) -> None:
     of_stages = {flag for path in STAGES for flag in parsers[name_of(path)]._option_string_actions}
-    for row in (row for row in elsewhere.ROWS if row.text):
+    for row in (row for row in aliases.ROWS if row.text):
         owners = owners_of(row, parsers)
         named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", row.text))
         assert owners, row
@@ -65,16 +65,16 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
             for name in " ".join(row.names.values()).split():
                 flag = parser._as_ours(f"--{name}")
                 assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
-                assert unknown.nearest(flag, known)[1], row
+                assert aliases.suggest_option(flag, known)[1], row
 
 
 def test_the_page_holds_the_table() -> None:
-    page = elsewhere.PAGE.read_text(encoding="utf-8")
-    assert page.partition(elsewhere.BEGIN)[2].partition(elsewhere.END)[0] == elsewhere.table(), (
-        "python -m lib.core.elsewhere writes it anew"
+    page = aliases.PAGE.read_text(encoding="utf-8")
+    assert page.partition(aliases.BEGIN)[2].partition(aliases.END)[0] == aliases.make_table(), (
+        "python -m lib.core.aliases writes it anew"
     )
     assert not [
-        name for name in elsewhere.SYSTEMS.values() if f"\n## {name}\n".lower() not in page.lower()
+        name for name in aliases.SYSTEMS.values() if f"\n## {name}\n".lower() not in page.lower()
     ]
 
 

@@ -181,7 +181,7 @@ HOLDERS = {"Config", "Plan", "TrainState"}
 
 
 def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> None:
-    fields = {field.name: field.metadata for field in declared.fields(Config)}
+    fields = {field.name: field.metadata for field in declared.list_fields(Config)}
     assert not [name for name, about in fields.items() if about["role"] is None]
     assert not [
         name

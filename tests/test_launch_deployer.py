@@ -314,7 +314,7 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(
     eks: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
-        job = declared.made(JobOptions, job_name="j", image="registry/train:1", **asked)
+        job = declared.from_values(JobOptions, job_name="j", image="registry/train:1", **asked)
         found = kubernetes.completed(job, Kubectl("default"))
         return found.instance_type, found.gpus_per_node, found.efa_per_node
 

@@ -55,7 +55,7 @@ TEMPLATE_OF = {
 def asked(*arguments: object) -> Job:
     """Return the job of a command line."""
     opts, train = kubernetes.parse([str(argument) for argument in arguments])
-    return job.planned(declared.read(JobOptions, opts), train)
+    return job.planned(declared.read_options(JobOptions, opts), train)
 
 
 def manifests(*arguments: object) -> list[dict[str, Any]]:

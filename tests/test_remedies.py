@@ -33,7 +33,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from lib.checkpoints import adapter_files, commit, hyperpod, storage
-from lib.core import hashing, identity, offline, publish, stage, stamps
+from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
@@ -395,7 +395,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
 
 
 def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib.planning.memory.tell", lambda *options: None)  # takes seconds
+    monkeypatch.setattr(
+        "lib.planning.memory.print_memory_table", lambda *options: None
+    )  # takes seconds
     dry = (*TRAIN, "--dry-run")
     there.follow(
         there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny", "--tokenizer", "model")
@@ -522,7 +524,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: work.require_unchanged(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
-    yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")
+    yield lambda: file_identity.require_same(
+        {Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read"
+    )
     Path("words").mkdir()
     Path("words/tokenizer.json").touch()
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
@@ -740,7 +744,7 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
 
 
 # Other tests make these: of memory (test_fit), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/planning/fit\.py|lib/parallel/loss\.py")
+ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
 
 
 def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:

@@ -85,7 +85,7 @@ def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp
     refused(*TRAIN, "-e", "x", "-m", "org/evil", env={"HF_HUB_CACHE": str(tmp_path / "hub")})
     (tmp_path / "run.yaml").write_text("trust_remote_code: true\n")
     said = stage(*TRAIN, "-e", "x", "-m", "evil", "--config", "run.yaml", expect=2).stderr
-    assert f"{TRUST} is taken from the command line alone" in said and not ran.exists()
+    assert f"only the command line may set {TRUST}" in said and not ran.exists()
 
     trusted = (*TRAIN, "-e", "exp", "-m", "evil", TRUST)
     assert f"-e exp {TRUST}" in stage(*trusted).stdout and ran.exists()

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from lib.core import elsewhere, options
+from lib.core import aliases, options
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
@@ -46,7 +46,7 @@ PACKAGES = {
     "supervision": {"common"},
 }
 # Tables of data: the options of stages 03 and 04, and those of other trainers.
-TABLES = {"lib/core/elsewhere.py", "lib/train/config.py", "03_download_model.py"}
+TABLES = {"lib/core/aliases.py", "lib/train/config.py", "03_download_model.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
@@ -306,7 +306,7 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
         }
     known |= {
         f"--{name.replace('_', '-')}"
-        for row in elsewhere.ROWS
+        for row in aliases.ROWS
         for names in row.names.values()
         for name in names.split()
     }

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lib.core.declared import fields
+from lib.core.declared import list_fields
 from lib.optim.schedule import Schedule
 from lib.tokens import mixture, packing, store
 from lib.tokens.chat.encoder import ChatEncoder
@@ -300,7 +300,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
 
 
 def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
-    choices = {field.name: field.metadata["more"].get("choices") for field in fields(Config)}
+    choices = {field.name: field.metadata["more"].get("choices") for field in list_fields(Config)}
     assert (choices["train_on"], choices["too_long"]) == (TRAIN_ON, TOO_LONG)
     words = ("--train-on", "last", "--too-long", "split", "--chat-template", "other.jinja")
     done = run_stage(*TRAIN, "-e", "x", "-d", "text", *words, "--dry-run", cwd=project, expect=2)

@@ -79,7 +79,10 @@ def main() -> None:
         callbacks=[clock],
     ).train()
     if int(os.environ["RANK"]) == 0:
-        peak = capacity.usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"] * 1024
+        peak = (
+            capacity.memory_usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"]
+            * 1024
+        )
         (args.work / "trainer.json").write_text(
             json.dumps({"seconds": clock.seconds, "memory_mb": peak})
         )

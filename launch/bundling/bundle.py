@@ -224,7 +224,7 @@ def _build(
         summary["digest"] = unpacking.content_digest(entries, summary)
         build.publish(
             stage="launch/airgap.py pack",
-            options=options.resolved(opts),
+            options=options.to_plain_values(opts),
             files=entries,
             summary=summary,
         )

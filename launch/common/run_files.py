@@ -95,7 +95,7 @@ class JsonLines:
         lines, is_another = self._file.read()
         if is_another:
             self.rows = []
-        self.rows += [row for row in map(run_records.row, lines) if row]
+        self.rows += [row for row in map(run_records.parse_row, lines) if row]
         return self.rows
 
 
@@ -122,7 +122,7 @@ class RunFiles:
         self.evaluations: list[Row] = []
 
     def update(self) -> None:
-        self.state = run_records.state(self.experiment.state)
+        self.state = run_records.read_state(self.experiment.state)
         every = self._metrics.update()
         self.rows = [row for row in every if "train/loss" in row]
         self.evaluations = [row for row in every if "eval/loss" in row]
@@ -130,7 +130,7 @@ class RunFiles:
 
     def status(self) -> Standing:
         said = self.state.get("status", "")
-        record = run_records.state(self.experiment.lock)
+        record = run_records.read_state(self.experiment.lock)
         exp = self.experiment
         written = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
         quiet = time.time() - max(

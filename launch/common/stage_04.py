@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, declared, elsewhere, log, options, paths
+from lib.core import aliases, commands, declared, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
@@ -44,7 +44,7 @@ def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], li
 def _has(flags: Collection[str], word: str) -> bool:
     name = word.partition("=")[0]
     return (name.replace("_", "-") if name.startswith("--") else name) in flags or bool(
-        elsewhere.taken(name, flags)
+        aliases.find_option(name, flags)
     )
 
 
@@ -105,7 +105,7 @@ def expanded(words: Sequence[str]) -> list[str]:
     """Return options with those that --config holds in its place; UsageError as `parse`."""
     kept: list[str] = []
     follows = False
-    for word in _parser().expanded(words):
+    for word in _parser().expand_config(words):
         if not follows and word.partition("=")[0] != "--config":
             kept.append(word)
         follows = word == "--config"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
-from lib.core import commands, config_file, options, unknown
+from lib.core import aliases, commands, config_file, options
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
@@ -120,7 +120,7 @@ class JobNeeds:
         kind = self.bare_type
         known = instances()
         if kind not in known and self.gpus_per_node is None:
-            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=unknown.SIMILAR)
+            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=aliases.SIMILAR)
             said = (
                 f"--instance-type {kind} is not in the table"
                 if kind

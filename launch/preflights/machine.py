@@ -242,7 +242,7 @@ def versions(root: Path) -> dict[str, str]:
         path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256") for path in sources
     }
     found = {
-        **manifest.versions(),
+        **manifest.package_versions(),
         "cuda": torch.version.cuda or "none",
         "code": hashing.fingerprint(digests),
     }
@@ -288,7 +288,7 @@ def _artifact(path: Path) -> dict[str, Any]:
     if content:
         return {
             "digest": hashing.fingerprint(content["files"]),
-            "damages": manifest.damages(path, content, deep=False)[:5],
+            "damages": manifest.find_damage(path, content, deep=False)[:5],
         }
     sizes = {
         file.relative_to(path).as_posix(): file.stat().st_size

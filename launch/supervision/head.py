@@ -196,7 +196,7 @@ class Head(NodeLauncher):
             return ""
 
     def _state(self) -> dict[str, Any]:
-        return run_records.state(self._experiment.state)
+        return run_records.read_state(self._experiment.state)
 
     def _new_state(self) -> dict[str, Any]:
         """Return state.json if this round has written it."""

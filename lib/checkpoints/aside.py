@@ -17,7 +17,7 @@ def unread(checkpoints: Path) -> list[Checkpoint]:
     events = Experiment(checkpoints.parent.parent, checkpoints.parent.name).events
     steps = {
         event["step"]
-        for event in records.logged_rows(events)
+        for event in records.read_log_rows(events)
         if event.get("event") == "quarantine" and str(event.get("reason")).startswith(_OF_A_DISK)
     }
     found = [

@@ -54,7 +54,7 @@ def recorded(metrics: Path, key: str) -> dict[int, float]:
     """Return a figure of metrics.jsonl by step, where it is a number; torn lines are left out."""
     return {
         row["step"]: row[key]
-        for row in records.logged_rows(metrics)
+        for row in records.read_log_rows(metrics)
         if type(row.get(key)) in (int, float) and math.isfinite(row[key])
     }
 

@@ -9,8 +9,8 @@
                                         and a digest of all this
     step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
 
-What is being written holds a mark (lib/core/unfinished.py), and in what is being deleted COMMIT has
-become one, so that nothing is ever deleted for its name.
+A directory that is being written contains a mark (lib/core/partial_dirs.py). In a directory that is
+being deleted, COMMIT has become one. So nothing is ever deleted because of its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import TrainRecord
-from lib.core import hashing, log, manifest, paths, publish, reading, records, unfinished, units
+from lib.core import hashing, log, manifest, partial_dirs, paths, publish, reading, records, units
 from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 
 COMMIT = "COMMIT.json"
@@ -58,7 +58,7 @@ class Checkpoint:
 
         Raises StageError when a disk fails to read them, for some seconds: that is no damage.
         """
-        return reading.patiently(self._problems)
+        return reading.with_retries(self._problems)
 
     def _problems(self) -> list[str]:
         try:
@@ -70,7 +70,7 @@ class Checkpoint:
                 return [f"{MANIFEST} is not the one that {COMMIT} names"]
             if commit["step"] != self.step:
                 return [f"{COMMIT} is of step {commit['step']}"]
-            return manifest.damages(self.path, self.manifest(), deep=False)
+            return manifest.find_damage(self.path, self.manifest(), deep=False)
         except OSError as error:
             if not is_missing(error):
                 raise
@@ -86,12 +86,12 @@ class Checkpoint:
         """
 
         def damage(entry: dict[str, Any]) -> str:
-            return reading.patiently(
-                lambda: manifest.damage(self.path / entry["path"], entry, deep=True)
+            return reading.with_retries(
+                lambda: manifest.describe_damage(self.path / entry["path"], entry, deep=True)
             )
 
         try:
-            files = reading.patiently(self.manifest)["files"]
+            files = reading.with_retries(self.manifest)["files"]
         except OSError:  # it has just gone
             return [f"{MANIFEST} is missing"]
         entries = [entry for entry in files if not (for_export and OPTIMIZER in entry["path"])]
@@ -139,7 +139,7 @@ def scan(checkpoints: Path) -> list[Checkpoint]:
 def _in(directory: Path) -> list[Path]:
     """Return what a directory holds, nothing when there is no such directory."""
     try:
-        return reading.patiently(lambda: sorted(directory.iterdir()))
+        return reading.with_retries(lambda: sorted(directory.iterdir()))
     except OSError:  # it is not there
         return []
 
@@ -147,7 +147,7 @@ def _in(directory: Path) -> list[Path]:
 def _is_directory(path: Path) -> bool:
     # Not `is_dir`, to which (Python 3.14) an error of the disk is a "no".
     try:
-        return stat.S_ISDIR(reading.patiently(path.stat).st_mode)
+        return stat.S_ISDIR(reading.with_retries(path.stat).st_mode)
     except OSError:  # it has just gone
         return False
 
@@ -156,7 +156,7 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
     """Make a fresh directory for one attempt to save a step."""
     path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
     path.mkdir(parents=True)
-    unfinished.claim(path)
+    partial_dirs.claim(path)
     publish.fsync(checkpoints.parent)
     return path
 
@@ -186,7 +186,7 @@ def seal(
 
     Raises ArtifactError when a file that a rank wrote is not to be seen here.
     """
-    if unseen := manifest.damages(attempt, {"files": files}, deep=False):
+    if unseen := manifest.find_damage(attempt, {"files": files}, deep=False):
         raise ArtifactError(
             "a checkpoint is missing what other ranks wrote",
             found=unseen[0],
@@ -207,7 +207,7 @@ def give_name(attempt: Path, step: int) -> Checkpoint:
         quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
     attempt.rename(final)
     publish.fsync(final.parent)  # first: without its mark, what gets its old name back stays there
-    (final / unfinished.mark_of(attempt).name).unlink(missing_ok=True)
+    (final / partial_dirs.mark_path(attempt).name).unlink(missing_ok=True)
     return Checkpoint(final, step)
 
 
@@ -241,7 +241,7 @@ def clean(checkpoints: Path) -> list[str]:
     found = [
         path
         for path in there
-        if _OURS.fullmatch(path.name) and (unfinished.is_ours(path) or unfinished.is_bare(path))
+        if _OURS.fullmatch(path.name) and (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
     ]
     for path in found:
         remove(path)
@@ -251,7 +251,7 @@ def clean(checkpoints: Path) -> list[str]:
 def remove(attempt: Path) -> None:
     """Delete what is being written or deleted, as far as the disk lets."""
     with suppress(OSError):
-        unfinished.remove(attempt)
+        partial_dirs.remove(attempt)
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
@@ -286,11 +286,11 @@ def discard(paths: Iterable[Path]) -> None:
     for path in paths:
         aside = _trash_of(path)
         if (path / COMMIT).exists():  # a rename: it needs no room where there is none
-            (path / COMMIT).rename(path / unfinished.mark_of(aside).name)
+            (path / COMMIT).rename(path / partial_dirs.mark_path(aside).name)
         else:
-            (path / unfinished.mark_of(aside).name).touch()
+            (path / partial_dirs.mark_path(aside).name).touch()
         publish.fsync(path)
-        if unfinished.is_ours(aside):  # an earlier one of this step, which could not be deleted
+        if partial_dirs.is_ours(aside):  # an earlier one of this step, which could not be deleted
             remove(aside)
         trash.append(path.rename(aside))
     if trash:
@@ -305,7 +305,7 @@ def _trash_of(path: Path) -> Path:
 
 def _is_discarded(path: Path) -> bool:
     """Tell whether a kill came after COMMIT had become the mark of what is being deleted."""
-    return (path / unfinished.mark_of(_trash_of(path)).name).exists() and not (
+    return (path / partial_dirs.mark_path(_trash_of(path)).name).exists() and not (
         path / COMMIT
     ).exists()
 

@@ -28,7 +28,7 @@ from lib.checkpoints.contents import facts
 from lib.checkpoints.snapshot import Snapshot, require_same
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
 from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
-from lib.core import log, manifest, paths, publish, unfinished
+from lib.core import log, manifest, partial_dirs, paths, publish
 from lib.core.errors import StageError, UsageError
 from lib.core.identity import differences
 from lib.parallel.layout import gather, on_rank_0, together
@@ -218,7 +218,7 @@ class LocalTier(Tier):
     def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         directory = attempt / _shards(self._rank)
         attempt.mkdir(parents=True, exist_ok=True)
-        unfinished.mark_of(attempt).touch()
+        partial_dirs.mark_path(attempt).touch()
         directory.mkdir(parents=True)
         writer = HashingWriter(directory)
         with plain_errors():

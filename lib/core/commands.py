@@ -1,8 +1,8 @@
-"""Commands as a person would type them here: the one place that spells a `run:` or a `next:` line.
+"""Make the commands of `run:` and `next:` lines, as a person would type them here.
 
-A command that is printed has to work when it is pasted. So a script is named from the directory
-that the person is in, by the interpreter (or torchrun, or the launcher) that was used, with every
-word quoted for the shell. Advice in words is no command: it stands under `hint:`.
+A printed command must work when it is pasted. So it names a script relative to the current
+directory, uses the interpreter (or torchrun, or the launcher) that the person used, and quotes each
+word for the shell. Advice in words is not a command: it belongs under `hint:`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import elsewhere
+from lib.core import aliases
 
 ROOT = Path(__file__).resolve().parents[2]
-# What was typed to a launcher, which sets this for the processes that it starts.
+# Set by a launcher for the processes that it starts: the command that was typed.
 LAUNCHED_AS = "LAUNCHED_AS"
 _LAUNCHER = "launch/single_node.sh"
 _TRAINER = "04_train_fsdp.py"
@@ -39,12 +39,12 @@ _ANCESTORS = 6
 
 
 def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
-    """Return the command that was typed, with further words at its end.
+    """Return the command that was typed, with more words at its end.
 
-    drop: options to leave out with their values, under all their names. Of an option given twice
-    the last counts, so that only flags and options that collect values need to be dropped.
+    drop: options to leave out with their values, under all their names. If an option is given twice
+    the last one counts, so only flags and options that collect values need to be dropped.
     """
-    return _joined([*_without(typed(), drop), *map(str, more)])
+    return _join([*_drop_options(typed(), drop), *map(str, more)])
 
 
 def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
@@ -52,84 +52,84 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
 
     option: its short and its long form; it is found under all its names. drop: see `as_typed`.
     """
-    option = elsewhere.spellings(option)
+    option = aliases.spellings(option)
     value = re.compile(
         rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
         rf"{re.escape(str(old))}(?P<rest>=.*)?"
     )
     words = []
     before = ""
-    for word in _without(typed(), drop):
+    for word in _drop_options(typed(), drop):
         found = value.fullmatch(word)
         if found and (found["flag"] or before in option):
             words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}")
         else:
             words.append(word)
         before = word
-    return _joined(words)
+    return _join(words)
 
 
 def with_options(*words: object) -> str:
-    """Return the command that was typed, with other options in the place of all that it had."""
+    """Return the command that was typed, with other options instead of all of its own."""
     given = typed()
     ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or [
         i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
     ]
-    return _joined([*given[: ends[0] + 1 if ends else len(_program())], *map(str, words)])
+    return _join([*given[: ends[0] + 1 if ends else len(_program())], *map(str, words)])
 
 
 def script(name: str, *words: object) -> str:
     """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
-    return _joined([_python(), path_of(name), *map(str, words)])
+    return _join([_python(), path_of(name), *map(str, words)])
 
 
 def python(*words: object) -> str:
-    """Return a command of the interpreter that runs this."""
-    return _joined([_python(), *map(str, words)])
+    """Return a command for the current interpreter."""
+    return _join([_python(), *map(str, words)])
 
 
 def module(name: str, *words: object) -> str:
-    """Return the command that runs a module of this project, which needs its directory."""
+    """Return the command that runs a module of this project, from the project's directory."""
     where = Path(path_of("lib")).parent
     start = "" if where == Path() else f"cd {shlex.quote(str(where))} && "
-    return start + _joined([_python(), "-m", name, *map(str, words)])
+    return start + _join([_python(), "-m", name, *map(str, words)])
 
 
 def train(*words: object) -> str:
-    """Return a command of stage 04: through the launcher where there are several GPUs."""
+    """Return a command of stage 04: with several GPUs, through the launcher."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
-        return _joined([*launcher, "--", *map(str, words)])
-    return _joined([*_torchrun(), path_of(_TRAINER), *map(str, words)])
+        return _join([*launcher, "--", *map(str, words)])
+    return _join([*_torchrun(), path_of(_TRAINER), *map(str, words)])
 
 
 def on_ranks(count: int) -> str:
-    """Return the command that was typed, with so many ranks on this machine; "" where unknown."""
+    """Return the command that was typed, for `count` ranks on this machine; "" if unknown."""
     words = typed()
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
-        return _joined(words[:first] + value + words[first + (1 if "=" in words[first] else 2) :])
+        return _join(words[:first] + value + words[first + (1 if "=" in words[first] else 2) :])
     if LAUNCHED_AS in os.environ:
         is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
-        return _joined([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
+        return _join([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
     at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
     if at is None:
         return ""
-    program = words[:at] if _torchrun_above() else _torchrun()
-    return _joined([*program, "--nproc-per-node", str(count), *words[at:]])
+    program = words[:at] if _find_torchrun() else _torchrun()
+    return _join([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
 def pip_install(*words: object) -> str:
-    """Return the command that installs packages where this interpreter finds them.
+    """Return the command that installs packages for this interpreter.
 
-    Where a bundle was unpacked, they come from its wheelhouse.
+    In an unpacked bundle it installs from the wheelhouse.
     """
     local = (
         ["--no-index", "--find-links", path_of("wheelhouse")]
         if (ROOT / "wheelhouse").is_dir()
         else []
     )
-    return _joined([_python(), "-m", "pip", "install", *local, *map(str, words)])
+    return _join([_python(), "-m", "pip", "install", *local, *map(str, words)])
 
 
 def pip_install_optional(name: str) -> str:
@@ -140,16 +140,16 @@ def pip_install_optional(name: str) -> str:
 
 def shell(*words: object) -> str:
     """Return a command of any other program."""
-    return _joined([str(word) for word in words])
+    return _join([str(word) for word in words])
 
 
 def help_of(flag: str = "--help") -> str:
     """Return the command that lists the options of the script that runs."""
-    return _joined([*_program(), flag])
+    return _join([*_program(), flag])
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words: a flag for True, a repeated option for a list, nothing for none."""
+    """Return options as words: a flag for True, a repeated option for a list, nothing if empty."""
     words: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
@@ -161,30 +161,30 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def remade(directory: Path) -> str:
-    """Return the commands that delete what can be derived again, and derive it again."""
+def delete_and_rerun(directory: Path) -> str:
+    """Return the commands that delete a derived directory and run the typed command again."""
     return f"{shell('rm', '-r', directory)}\n{as_typed()}"
 
 
-def moved_away(directory: Path, then: str) -> str:
-    """Return the commands that give a directory that is in the way another name, and go on."""
+def move_away(directory: Path, then: str) -> str:
+    """Return the commands that rename a directory that is in the way, and then run `then`."""
     return f"{shell('mv', directory, f'{directory}.aside')}\n{then}".strip()
 
 
 def typed() -> list[str]:
-    """Return the words of the command that started this process, as far as it can be known.
+    """Return the words of the command that started this process, as far as they are known.
 
-    Under torchrun that is torchrun's command, under a launcher the launcher's. For several ranks
-    of this machine it is the launcher's too, which does not report their errors once more.
+    Under torchrun that is torchrun's command, under a launcher the launcher's. Several ranks on
+    this machine give the launcher's as well, since it does not repeat their errors.
     """
     if launched := os.environ.get(LAUNCHED_AS):
         return shlex.split(launched)
-    above = _torchrun_above()
-    return _launched(above) or above or [*_program(), *sys.argv[1:]]
+    above = _find_torchrun()
+    return _as_launcher_command(above) or above or [*_program(), *sys.argv[1:]]
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of an option or a field is a secret, by its name."""
+    """Return whether the name of an option or field shows that its value is secret."""
     name = name.lstrip("-").replace("-", "_").lower()
     return bool(_SECRET.search(name)) and not _PUBLIC.search(name)
 
@@ -204,14 +204,14 @@ def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
             shown.append(
                 name + "=" + instead
                 if hides and equals
-                else _USER_INFO.sub(f"{instead}@", _redacted_variable(argument, instead))
+                else _USER_INFO.sub(f"{instead}@", _redact_variable(argument, instead))
             )
         hide_next = hides and not equals
     return shown
 
 
-def _redacted_variable(word: str, instead: str) -> str:
-    """Return `NAME=value`, also behind an option, without the value if the name is of a secret."""
+def _redact_variable(word: str, instead: str) -> str:
+    """Return `NAME=value`, or `--option NAME=value`, with a secret value replaced."""
     found = _VARIABLE.fullmatch(word)
     if not found or not is_secret(found[2]):
         return word
@@ -219,13 +219,13 @@ def _redacted_variable(word: str, instead: str) -> str:
     return word if is_dataset else found[1] + instead
 
 
-def _joined(words: Sequence[str]) -> str:
-    """Return words quoted for the shell; secrets come from the environment."""
-    return " ".join(map(_quoted, redacted_argv(words, REDACTED)))
+def _join(words: Sequence[str]) -> str:
+    """Return words quoted for the shell, with variables in place of secrets."""
+    return " ".join(map(_quote, redacted_argv(words, REDACTED)))
 
 
-def _quoted(word: str) -> str:
-    """Return a word for the shell, with the variable that holds a secret in its place."""
+def _quote(word: str) -> str:
+    """Return a word for the shell, with a variable in place of a secret."""
     if word == REDACTED:
         return '"$HF_TOKEN"'
     if not word.endswith(f"={REDACTED}"):
@@ -235,10 +235,10 @@ def _quoted(word: str) -> str:
     return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')
 
 
-def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
-    """Yield the words but for some options: each goes with the values that follow it."""
+def _drop_options(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
+    """Yield the words without some options and the values that follow them."""
     dropping = False
-    drop = elsewhere.spellings(drop)
+    drop = aliases.spellings(drop)
     for word in words:
         if word.startswith("-"):
             dropping = word.partition("=")[0] in drop
@@ -247,13 +247,13 @@ def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
 
 
 def _program() -> list[str]:
-    """Return the interpreter and the script, or the module, that runs."""
+    """Return the interpreter and the script or module that runs."""
     is_module = sys.argv[0].startswith("lib.")  # as lib/checkpoints/__main__.py calls itself
     return [_python(), *["-m"] * is_module, sys.argv[0]]
 
 
 def _python() -> str:
-    """Return the interpreter: `python` where the shell finds this very one by that name."""
+    """Return the interpreter: `python` if the shell finds the current one by that name."""
     return "python" if _is_found("python") else sys.orig_argv[0]
 
 
@@ -261,8 +261,8 @@ def _torchrun() -> list[str]:
     return ["torchrun"] if _is_found("torchrun") else [_python(), "-m", "torch.distributed.run"]
 
 
-def _launched(torchrun: Sequence[str]) -> list[str]:
-    """Return a command of torchrun as one of the launcher; empty where that is not the same."""
+def _as_launcher_command(torchrun: Sequence[str]) -> list[str]:
+    """Return the launcher's command that equals a command of torchrun; empty if there is none."""
     at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
     ranks = "1"
     follows = False
@@ -286,7 +286,7 @@ def _launched(torchrun: Sequence[str]) -> list[str]:
 
 
 def _launcher() -> list[str]:
-    """Return the words that start the launcher with this interpreter; empty where it is not."""
+    """Return the words that start the launcher with this interpreter; empty without it."""
     if not (ROOT / _LAUNCHER).is_file():
         return []
     usual = ROOT / ".venv" / "bin" / "python"
@@ -300,13 +300,13 @@ def _launcher() -> list[str]:
 
 
 def _is_found(program: str) -> bool:
-    """Tell whether the shell finds a program beside the interpreter that runs this."""
+    """Return whether the shell finds a program beside the current interpreter."""
     found = shutil.which(program)
     return found is not None and Path(found).absolute().parent == Path(sys.executable).parent
 
 
-def _torchrun_above() -> list[str]:
-    """Return the command of the torchrun that has started this rank; empty without one."""
+def _find_torchrun() -> list[str]:
+    """Return the command of the torchrun that started this rank; empty without one."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 1
     for _ in range(_ANCESTORS):
         try:
@@ -329,7 +329,7 @@ def _torchrun_above() -> list[str]:
 
 
 def path_of(name: str) -> str:
-    """Return the path of a script of this project, named as the one that runs was named."""
+    """Return the path of a script of this project, relative as the current script's was typed."""
     beside = Path(sys.argv[0]).parent
     for directory in (beside, Path(os.path.normpath(beside / os.pardir))):
         if directory.resolve() == ROOT:

@@ -1,4 +1,4 @@
-"""YAML files: `key: value` lines that a person wrote, or the options that a run has recorded."""
+"""Read options from YAML: a person's `key: value` lines, or those that a run recorded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lib.core import log, records
 from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import UsageError
 
-# A file, whoever wrote it, does not say whose code runs here: that has to be typed.
+# No file may decide whose code runs here: these options must be typed.
 TYPED = {"trust_remote_code"}
-# Options for one launch of a person, which a record of the run does not ask for again.
+# Options for a single launch, which the record of a run does not repeat.
 _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
 
 
@@ -27,7 +27,7 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{label}{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{label}{path} must hold `key: value` lines")
+        raise UsageError(f"{label}{path} must contain `key: value` lines")
     return content
 
 
@@ -45,7 +45,7 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     stage = content.get("stage")
     script = Path(sys.argv[0]).name
     if stage and script != stage and script[:1].isdigit():
-        raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
+        raise UsageError(f"--config: {config} contains options of {stage}, not of {script}")
     taken = {
         key: value
         for key, value in recorded.items()
@@ -53,14 +53,14 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     }
     if gone := sorted(taken.keys() - ours):
         log.info(
-            f"--config: {config} holds {', '.join(gone)}, which this version has no more and "
-            "leaves out"
+            f"--config: {config} contains {', '.join(gone)}, which this version does not know "
+            "and ignores"
         )
         taken = {key: value for key, value in taken.items() if key in ours}
     if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
         taken["model_name"] = content["model_dir"]
     log.info(
-        f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
+        f"--config: uses the {len(taken)} options recorded in {config}; those on the "
         "command line win"
     )
     return taken
@@ -69,10 +69,10 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
 def as_arguments(
     action: argparse.Action, flag: str, value: Any, where: str, separator: str
 ) -> list[str]:
-    """Return the words of a command line that stand for a value of a file.
+    """Return a value of a file as words of a command line.
 
-    where: the file and the key, for the UsageError about a value that does not fit. separator: of
-    an option whose values are typed as one word.
+    where: the file and key, for the UsageError about a wrong value. separator: for an option whose
+    values are typed as one word.
     """
     shown = REDACTED if is_secret(action.dest) else repr(value)
     if flag == "--config" or isinstance(value, dict):
@@ -89,12 +89,12 @@ def as_arguments(
         raise UsageError(f"{where} takes one value, got {shown}")
     values = value if isinstance(value, list) else [value]
     if not all(records.is_passable(str(v)) for v in values):
-        raise UsageError(f"{where} holds characters that no command line can hold")
+        raise UsageError(f"{where} contains characters that a command line cannot contain")
     return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 
 
-def values(action: argparse.Action, words: Sequence[str]) -> list[Any]:
-    """Return the values of an option in words of a command line, parsed if they can be."""
+def parse_values(action: argparse.Action, words: Sequence[str]) -> list[Any]:
+    """Return the values of an option from words of a command line, parsed if possible."""
     texts = [word.partition("=")[2] for word in words]
     try:
         return [action.type(text) if callable(action.type) else text for text in texts]

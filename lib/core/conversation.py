@@ -1,15 +1,16 @@
-"""A conversation, and the Arrow columns in which a chat dataset keeps one per row.
+"""Conversations, and the Arrow columns of a chat dataset, which has one per row.
 
 Stage 02 writes them (lib/corpus/chat_rows.py), stage 04 reads them (lib/tokens/columns.py):
 
     messages   list<struct<role, content, reasoning_content, name, tool_call_id, tool_calls>>
     tools      string, JSON: the list of functions that the assistant may call; null without any
     weights    list<float>, one per message, 0 for an answer that is not trained; null if not given
-    source     string, the file that it is from, relative to where it was collected
-    line       int64, where it begins there, from 1 (a row's number in Parquet and Arrow)
-    offset     int64, the byte at which it begins; null where that is not known
+    source     string, its file, relative to the directory of the collection
+    line       int64, the line in that file where it begins, from 1 (Parquet and Arrow: the row)
+    offset     int64, the byte where it begins; null if unknown
 
-`tool_calls` is JSON too, since arguments have any structure; what a message has not is null.
+`tool_calls` is JSON too, since arguments may have any structure. Absent parts of a message are
+null.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of a
 CALLS = "tool_calls"
 DEEPEST = 254  # levels of tools and calls, which orjson writes
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What may stand before a turn; "" is the beginning.
+# The roles that may precede a role; "" is the beginning.
 _FOLLOWS = {
     "user": ("", "system", "developer", "assistant", "tool"),
     "assistant": ("user", "tool"),
@@ -35,7 +36,7 @@ _FOLLOWS = {
 
 
 class Refused(Exception):
-    """Says why a record is no conversation. kind: as errors.jsonl names it."""
+    """A record is no conversation; the message says why. kind: its name in errors.jsonl."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +44,7 @@ class Refused(Exception):
 
 
 class Conversation(NamedTuple):
-    """Holds messages (role, content, …), tools as JSON schemas, and a weight for each message."""
+    """Messages (role, content, …), tools as JSON schemas, and a weight for each message."""
 
     messages: Sequence[Message]
     tools: Sequence[Message] | None = None
@@ -51,7 +52,7 @@ class Conversation(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Says where a conversation begins: file, line from 1, and byte, each where it is known."""
+    """Where a conversation begins: file, line from 1, and byte, each if known."""
 
     source: str
     line: int | None = None

@@ -1,12 +1,12 @@
-"""Errors that a person caused or can cure, and the exit codes that tell a launcher which.
+"""Errors that a person caused or can fix, and their exit codes.
 
 StageError
 ├── UsageError      2   bad usage or bad input
 ├── ArtifactError   3   an artifact is missing, unfinished or corrupt
 ├── DiskFullError   4   no room to write
-└── Preempted      75   stopped by a signal after saving; run the same command again to go on
+└── Preempted      75   stopped by a signal after saving; the same command continues the run
 
-Anything else that escapes a stage is a bug: its traceback is kept and the exit code is 1.
+Any other exception that leaves a stage is a bug: the traceback is kept and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _DISK_FAILED_ERRNOS = {
 }
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
-# By option of ours, the name of another system that a person gave for it: errors repeat it.
+# Our option → the alias that a person typed for it. Errors repeat the alias.
 TYPED_AS: dict[str, str] = {}
-# Names in an artifact of others may hold what a terminal obeys.
+# Names in a stranger's artifact may contain control sequences of a terminal.
 _CONTROLS = {
     number: f"\\x{number:02x}"
     for number in (*range(32), *range(127, 160))
@@ -47,16 +47,16 @@ _CONTROLS = {
 
 
 def visible(text: str) -> str:
-    """Return a text with control characters spelled out, but for ends of lines and tabs."""
+    """Return a text with control characters escaped, except line ends and tabs."""
     return text.translate(_CONTROLS)
 
 
 class StageError(Exception):
-    """Tells what was expected, what was found, and what to do about it.
+    """An error message: the problem, what was expected and found, and what to do.
 
-    problem: one sentence. expected, found, hint, run: further lines under it. run: commands that
-    cure it when they are typed as they stand, one a line, in this order (lib/core/commands.py
-    spells them); hint: what to do in words.
+    problem: one sentence. expected, found, hint, run: further lines below it. run: commands that
+    fix the problem if typed as they stand, one per line, in this order (lib/core/commands.py makes
+    them). hint: advice in words.
     """
 
     code = EXIT_BUG
@@ -70,10 +70,10 @@ class StageError(Exception):
         self.found = found
         self.hint = hint
         self.run = run
-        self.several: list[StageError] = []  # the problems that this error tells together
+        self.several: list[StageError] = []  # the problems that this error lists
 
     def render(self) -> str:
-        """Return the message as it is printed, one `label: text` line per known part."""
+        """Return the printed message, with one `label: text` line for each part."""
         lines = [f"error: {self.problem}"]
         for label in ("expected", "found", "hint", "run"):
             if text := getattr(self, label):
@@ -103,7 +103,7 @@ class ArtifactError(StageError):
 
 
 class DiskFullError(StageError):
-    """There is no room to write."""
+    """The disk is full."""
 
     code = EXIT_DISK_FULL
 
@@ -115,7 +115,7 @@ class Preempted(StageError):
 
 
 class Problems:
-    """Collects what is wrong with the input, so that a person hears all of it at once.
+    """Collects problems of the input, to report all of them at once.
 
     >>> problems = Problems()
     >>> problems.add("--lr must be above 0, got -1")
@@ -126,12 +126,12 @@ class Problems:
         self._errors: list[StageError] = []
 
     def add(self, problem: str | StageError, **parts: str) -> None:
-        """Note a problem: a sentence (a UsageError) or an error of any kind."""
+        """Add a problem: a sentence, which becomes a UsageError, or an error of any kind."""
         error = problem if isinstance(problem, StageError) else UsageError(problem, **parts)
         self._errors += error.several or [error]
 
     def collect(self, check: Callable[[], Result]) -> Result | None:
-        """Return what a check returns, or note the StageError it raises and return None."""
+        """Return the result of a check, or add the StageError that it raises and return None."""
         try:
             return check()
         except StageError as error:
@@ -139,13 +139,13 @@ class Problems:
             return None
 
     def raise_if_any(self) -> None:
-        """Raise one error that tells all problems; its class is that of the first."""
+        """Raise one error that lists all problems. Its class is that of the first."""
         if self._errors:
-            raise together(self._errors)
+            raise combine_errors(self._errors)
 
 
-def together(errors: list[StageError]) -> StageError:
-    """Return one error that tells all of them, of which there is at least one."""
+def combine_errors(errors: list[StageError]) -> StageError:
+    """Return one error that lists all given ones, of which there is at least one."""
     if len(errors) == 1:
         return errors[0]
     rendered = [error.render().removeprefix("error: ") for error in errors]
@@ -156,7 +156,7 @@ def together(errors: list[StageError]) -> StageError:
 
 
 def from_os_error(error: OSError) -> StageError | None:
-    """Return the StageError for an OSError that the machine or the user caused, else None."""
+    """Return the StageError for an OSError that the machine or user caused, else None."""
     where = f": {error.filename}" if error.filename else ""
     if error.errno in _DISK_FULL_ERRNOS:
         return DiskFullError(
@@ -166,8 +166,8 @@ def from_os_error(error: OSError) -> StageError | None:
     if is_of_disk(error):
         return StageError(
             f"a disk or file system failed{where} ({error.strerror})",
-            expected="a sound one (`dmesg` tells more)",
-            hint="the same command goes on from what was finished",
+            expected="a working one (`dmesg` may say more)",
+            hint="the same command continues from the finished part",
         )
     if error.errno in {
         errno.EACCES,
@@ -184,9 +184,9 @@ def from_os_error(error: OSError) -> StageError | None:
 
 
 def is_missing(error: OSError) -> bool:
-    """Tell whether an error of reading says that a file is not there.
+    """Return whether a read error means that a file does not exist.
 
-    Any other one (of the disk, of a network file system, of permissions) says nothing of the file.
+    Other errors (of a disk, a network file system, permissions) say nothing about the file.
     """
     return error.errno in _MISSING_ERRNOS
 

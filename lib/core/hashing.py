@@ -1,7 +1,7 @@
-"""Content digests, written as `algorithm:hex` so that a manifest says how to check itself.
+"""Compute content digests, written as `algorithm:hex` so that a manifest names its algorithm.
 
-xxh3 guards against damage at the speed of the disk; sha256 guards what will be unpickled or
-crosses an air gap.
+xxh3 detects damage at the speed of the disk. sha256 protects files that will be unpickled or that
+cross an air gap.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lib.core.errors import ArtifactError
 
 
 class Hasher(Protocol):
-    """Describes what hashlib and xxhash share."""
+    """The methods that hashers of hashlib and xxhash share."""
 
     def update(self, data: bytes) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 _ALGORITHMS: dict[str, Callable[[], Hasher]] = {"sha256": hashlib.sha256}
-with suppress(ImportError):  # without it a manifest holds sha256 instead: slower, never weaker
+with suppress(ImportError):  # without it manifests use sha256: slower, never weaker
     import xxhash
 
     _ALGORITHMS["xxh3"] = xxhash.xxh3_128
@@ -35,7 +35,7 @@ _CHUNK = 1 << 22
 
 
 def new(algorithm: str = FAST) -> Hasher:
-    """Return a hasher for `xxh3` (128 bits) or `sha256`; ArtifactError when it cannot be had."""
+    """Return a hasher for `xxh3` (128 bits) or `sha256`. Raises ArtifactError if unavailable."""
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]()
     raise ArtifactError(
@@ -45,7 +45,7 @@ def new(algorithm: str = FAST) -> Hasher:
 
 
 def digest(hasher: Hasher, algorithm: str = FAST) -> str:
-    """Return the digest string of what the hasher has seen."""
+    """Return the digest string of the bytes that a hasher has read."""
     return f"{algorithm}:{hasher.hexdigest()}"
 
 
@@ -80,7 +80,7 @@ def ends_digest(path: Path, size: int, algorithm: str = FAST) -> str:
 
 
 def matches(path: Path, expected: str, advance: Callable[[int], None] = lambda size: None) -> bool:
-    """Tell whether a file's content has the digest string that a manifest holds."""
+    """Return whether a file's content has the digest string from a manifest."""
     return file_digest(path, expected.partition(":")[0], advance) == expected
 
 

@@ -1,4 +1,4 @@
-"""What --help prints: a usage of one line, and a default at the end of every option's help."""
+"""Format --help: a usage of one line, and a default at the end of each option's help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class HelpAll(argparse.Action):
-    """Prints every option; only where --help is a short page."""
+    """Prints every option, for a parser whose --help is a short page."""
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
         parser._print_message(parser.format_all(), sys.stdout)  # type: ignore[attr-defined]
@@ -28,9 +28,9 @@ class HelpAll(argparse.Action):
 
 
 def with_default(action: argparse.Action) -> str:
-    """Return the help of an option with its default; one that is computed stands there in words.
+    """Return the help of an option with its default, unless the help names the default itself.
 
-    Percent signs are doubled, as argparse wants them.
+    Percent signs are doubled, as argparse needs them.
     """
     text = action.help or ""
     default = action.default
@@ -50,7 +50,7 @@ def with_default(action: argparse.Action) -> str:
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    """Return a usage of one line: what must be given, the rest as `[options]`."""
+    """Return a usage of one line: required options, and `[options]` for the rest."""
     needed = [
         _named(action) for action in parser._actions if action.option_strings and action.required
     ]
@@ -59,10 +59,10 @@ def usage(parser: argparse.ArgumentParser) -> str:
 
 
 def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, str]) -> str:
-    """Return the page of the options that matter most, a line each, and the names of the groups.
+    """Return the page of the most important options, one line each, and the names of the groups.
 
-    first: by destination, what an option is for, without its default. The docstring is shown up to
-    its second empty line: a sentence, and the commands to begin with.
+    first: purpose of an option by destination, without its default. The page begins with the
+    docstring up to its second empty line: a sentence, and the first commands to try.
     """
     head = "\n\n".join((parser.description or "").strip().split("\n\n")[:2])
     by_name = {action.dest: action for action in reversed(parser._actions)}
@@ -84,7 +84,7 @@ def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, 
             f"the {len(first)} options that matter most:",
             *lines,
             "",
-            *textwrap.wrap(f"--help-all tells {more} more: {groups}", _COLUMNS),
+            *textwrap.wrap(f"--help-all shows {more} more: {groups}", _COLUMNS),
             "",
         ]
     )

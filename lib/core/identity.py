@@ -1,18 +1,18 @@
-"""What an artifact or a run is made of, and in what two of them differ."""
+"""Compare the identities of artifacts or runs: the options and inputs they are made from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-_LONGEST_FLOAT = 10  # characters of a float that is told as it is
+_LONGEST_FLOAT = 10  # characters of a float that is printed with all its digits
 
 
 class Difference(NamedTuple):
-    """Names something that two identities do not share.
+    """A value that differs between two identities.
 
-    kind: option, input or format. name: of an option as a field, of an input with dots between the
-    levels.
+    kind: option, input or format. name: of an option the field, of an input with dots between
+    levels. there, now: its values in the artifact and in this launch.
     """
 
     kind: str
@@ -20,27 +20,29 @@ class Difference(NamedTuple):
     there: Any
     now: Any
 
-    def in_words(self, there: str = "there", now: str = "now") -> str:
-        """Return it in words, an option as a person types it. there, now: where the two are."""
+    def describe(self, there: str = "there", now: str = "now") -> str:
+        """Return a phrase that names both values. there, now: words for the two identities."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
         return (
             f"{label}: {_shown(self.there, self.now)} {there}, {_shown(self.now, self.there)} {now}"
         )
 
     def __str__(self) -> str:
-        return self.in_words()
+        return self.describe()
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[Difference]:
-    """Return what differs between two identities, `{"options": …, "inputs": …}`, sorted by name.
+    """Return the differences of two identities, `{"options": …, "inputs": …}`, sorted by name.
 
-    path: of the values in their identities, with dots between the levels.
+    path: where the values stand in their identities, with dots between levels.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         return [
-            found
+            difference
             for key in sorted(old.keys() | new.keys())
-            for found in differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            for difference in differences(
+                old.get(key), new.get(key), f"{path}.{key}" if path else key
+            )
         ]
     kind, name = (
         ("option", path.removeprefix("options."))
@@ -50,13 +52,13 @@ def differences(old: Any, new: Any, path: str = "") -> list[Difference]:
     return [] if old == new else [Difference(kind, name, old, new)]
 
 
-def in_lines(found: Iterable[Difference]) -> str:
-    """Return differences in words, one a line."""
-    return "\n".join(map(str, found))
+def list_differences(differences: Iterable[Difference]) -> str:
+    """Return one line of text per difference."""
+    return "\n".join(map(str, differences))
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Return a value as a person would type it, with all its digits only where they matter."""
+    """Return a value as a person would type it, with all digits only if they matter."""
     if value is None:
         return "not given"
     if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:

@@ -1,4 +1,4 @@
-"""What started this process: torchrun, the marks of a launch, and how both hear of a failure."""
+"""Find out what started this process (torchrun, a launcher) and report failures to it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from typing import NoReturn
 from lib.core import lease, log
 
 _LAST_WORDS_S = 3.0
-MARK = "LAUNCH_MARK"  # variable that launchers set, the same for all that they start
+MARK = "LAUNCH_MARK"  # environment variable with the same value in all processes of a launch
 
 
 def is_torchrun() -> bool:
-    """Tell whether torchrun has started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @functools.cache
-def process() -> int:
-    """Return the process that had started this one when this was first asked."""
+def parent_pid() -> int:
+    """Return the parent of this process at the time of the first call."""
     return os.getppid()
 
 
 def is_gone() -> bool:
-    """Tell whether the torchrun that started this process has ended; False without one."""
-    return is_torchrun() and os.getppid() != process()
+    """Return whether the torchrun that started this process has ended; False without one."""
+    return is_torchrun() and os.getppid() != parent_pid()
 
 
-def marks() -> list[str]:
-    """Return what no other launch has; nothing for a process that a person started."""
+def launch_marks() -> list[str]:
+    """Return texts that identify this launch; none for a process that a person started."""
     given = [os.environ[MARK]] if os.environ.get(MARK) else []
-    return given + ([lease.identity(process())] if is_torchrun() else [])
+    return given + ([lease.process_identity(parent_pid())] if is_torchrun() else [])
 
 
 def job_marks() -> list[str]:
-    """Return the mark of a job of Slurm, in which a person may start several launches by hand."""
+    """Return the mark of a Slurm job, in which a person may start several launches by hand."""
     job = os.environ.get("SLURM_JOB_ID")
     return [f"slurm {os.environ.get('SLURM_CLUSTER_NAME', '')} {job}"] if job else []
 
 
 def is_requeued() -> bool:
-    """Tell whether Slurm has started the job again, and with it what it started before."""
+    """Return whether Slurm has restarted the job."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def record_failure(kind: str, code: int, text: str) -> None:
-    """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE; nothing without it.
+    """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE, if it names one.
 
-    kind: the class of the error. code: the exit code to come. torchrun shows the call stack in its
-    final report, which therefore is one line here: the text itself stands on the console. It takes
-    the time (seconds) to tell which rank failed first.
+    kind: the class of the error. code: the exit code that follows. torchrun prints the call stack
+    in its final report, so it is one line here: the console shows the text itself. torchrun
+    compares the times (seconds) to find the rank that failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -69,21 +69,22 @@ def record_failure(kind: str, code: int, text: str) -> None:
         "time": now,
         "extraInfo": {"timestamp": str(int(now)), "py_callstack": headline(text)},
     }
-    with suppress(OSError):  # what failed matters more than telling it
+    with suppress(OSError):  # the failure itself matters more than its report
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps({"message": message}), encoding="utf-8")
         temporary.replace(path)
 
 
 def end_at_once(code: int, *last_words: Callable[[], object]) -> NoReturn:
-    """End the process within seconds, whatever disks and pipes do.
+    """End the process within seconds, even if disks or pipes hang.
 
-    last_words: what is told before. Each has a thread of its own: one that fails, or hangs in a
-    disk or a pipe that nobody reads, costs neither the others nor the end.
+    last_words: functions to call before, each in its own thread. One that fails, or hangs on a disk
+    or an unread pipe, delays neither the others nor the end.
     """
     try:
         threads = [
-            threading.Thread(target=_tried, args=(tell,), daemon=True) for tell in last_words
+            threading.Thread(target=_call_safely, args=(report,), daemon=True)
+            for report in last_words
         ]
         for thread in threads:
             thread.start()
@@ -94,13 +95,13 @@ def end_at_once(code: int, *last_words: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
-def _tried(tell: Callable[[], object]) -> None:
+def _call_safely(report: Callable[[], object]) -> None:
     with suppress(Exception):
-        tell()
+        report()
 
 
 def headline(text: str) -> str:
-    """Return the line of an error or a traceback that says most."""
+    """Return the most informative line of an error or a traceback."""
     lines = text.strip().splitlines() or [""]
     if lines[0].startswith("Traceback"):
         return lines[-1]

@@ -1,4 +1,4 @@
-"""Rank-aware logging: rank 0 speaks on the console, every rank writes its own file."""
+"""Rank-aware logging: rank 0 logs to the console, every rank writes its own file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from lib.core.appended import AppendedFile
+from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import visible
 
 _logger = logging.getLogger("pipeline")
 
 
 class _Console(logging.StreamHandler):
-    """Prints plain lines; warnings carry their level, other ranks than 0 their number.
+    """Prints plain lines. Warnings begin with their level, lines of other ranks with the rank.
 
-    shows_times: the time of day and the rank, also of rank 0, stand before each.
+    shows_times: each line begins with the time of day and the rank, also on rank 0.
     """
 
     shows_times = False
@@ -41,15 +41,15 @@ class _Console(logging.StreamHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop a line that cannot be printed: nobody could be told."""
+        """Drop a line that cannot be printed."""
 
 
 class _RankFile(logging.Handler):
-    """Appends each line to a file; that the file fails is told once, on the console."""
+    """Appends each line to a file. If the file fails, the console shows one warning."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = AppendedFile(path)
+        self._file = AppendOnlyFile(path)
         self._may_fail = Tolerated(str(path))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -59,12 +59,13 @@ class _RankFile(logging.Handler):
 
 
 class Tolerated:
-    """Lets writing fail without ending the run: of failures in a row the first one is told.
+    """Lets writing fail without ending the run. The first of several failures in a row is logged.
 
     >>> with may_fail:          # Tolerated("metrics.jsonl")
     ...     file.write(line)
 
-    what: is written, or whatever `done` says, as a sentence names it. errors: that may be.
+    what: the name of what is written, for the message. errors: classes to tolerate. done: another
+    participle for the message.
     """
 
     def __init__(self, what: str, *errors: type[Exception], done: str = "written") -> None:
@@ -86,21 +87,21 @@ class Tolerated:
             else:
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 warn(
-                    f"{self._what} cannot be {self._done}: {why}; the run goes on, and this is "
-                    "told once"
+                    f"{self._what} cannot be {self._done}: {why}; the run continues, and this is "
+                    "logged once"
                 )
         return True
 
 
 def rank() -> int:
-    """Return this process's rank under torchrun, 0 without it."""
+    """Return this process's rank under torchrun, or 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def setup(stream: TextIO | None = None) -> None:
-    """Send log lines to the console: all of rank 0's, warnings of the others.
+    """Send log lines to the console: all lines of rank 0, warnings of the others.
 
-    stream: another than the standard output, of a command that prints a document there.
+    stream: for a command that prints a document to standard output, another stream.
     """
     console = _Console(stream or sys.stdout)
     console.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
@@ -110,48 +111,48 @@ def setup(stream: TextIO | None = None) -> None:
 
 
 def show_times(are_shown: bool) -> None:
-    """Let lines on the console begin with the time of day and the rank, or no longer."""
+    """Begin lines on the console with the time of day and the rank, or stop doing so."""
     for handler in _logger.handlers:
         if isinstance(handler, _Console):
             handler.shows_times = are_shown
 
 
 def setup_unless_heard() -> None:
-    """Send log lines to the console where the program that called a function hears none."""
+    """Send log lines to the console if the calling program has no handler for them."""
     if not _logger.hasHandlers():
         setup()
 
 
 def add_file(path: Path) -> None:
-    """Also append every line of this rank, with its time, to a file; it may fail at any time."""
+    """Also append every line of this rank, with its time, to a file. The file may fail any time."""
     handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _logger.addHandler(handler)
 
 
 def info(text: str) -> None:
-    """Tell the reader of the log something expected."""
+    """Log something expected."""
     _logger.info(text)
 
 
 def to_console(text: str) -> None:
-    """Tell the reader of the console alone; rank 0 only."""
+    """Print to the console only, on rank 0 only."""
     if rank() == 0:
         _pass_on(text, logging.INFO, to_files=False)
 
 
 def to_file(text: str) -> None:
-    """Note something expected in this rank's file alone."""
+    """Log something expected to this rank's file only."""
     _pass_on(text, logging.INFO, to_files=True)
 
 
 def warn(text: str) -> None:
-    """Tell the reader of the log something that wants attention."""
+    """Log something that needs attention."""
     _logger.warning(text)
 
 
 def error(text: str) -> None:
-    """Note in this rank's file what ends the run (the console gets it from the stage's exit)."""
+    """Log the error that ends the run to this rank's file; the stage prints it on exit."""
     _pass_on(text, logging.ERROR, to_files=True)
 
 

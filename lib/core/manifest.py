@@ -1,4 +1,4 @@
-"""`manifest.json`: what an artifact is made of, written last, so its presence means finished."""
+"""Write and check `manifest.json`, which lists an artifact's files and marks it as finished."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "
 
 
 class Remedy(TypedDict, total=False):
-    """Says what mends an artifact, as parts of an error: a command, or words."""
+    """The parts of an error that say how to repair an artifact: a command, or a hint."""
 
     run: str
     hint: str
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that shape an artifact."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def file_entry(root: Path, path: Path, algorithm: str = hashing.FAST) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def write(
     """Write and fsync `<directory>/manifest.json`.
 
     kind: `name/version` of the format. identity: options and inputs that decide the content.
-    files: entries as `file_entry` makes them. summary: whatever later stages want to know.
+    files: entries from `file_entry`. summary: facts for later stages.
     """
     content = {
         "kind": kind,
@@ -76,7 +76,7 @@ def write(
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "identity": identity,
         "options": options,
-        "versions": versions(),
+        "versions": package_versions(),
         "summary": summary,
         "files": list(files),
     }
@@ -84,12 +84,12 @@ def write(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON through a temporary file, fsync and rename: whole or not at all."""
+    """Write JSON atomically: through a temporary file, fsync and rename."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file through a temporary one, fsync and rename: whole or not at all."""
+    """Write a text file atomically: through a temporary file, fsync and rename."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -104,9 +104,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:
-    """Delete the temporary files that `write_text` of a killed process has left in a directory.
+    """Delete temporary files that `write_text` of a killed process left in a directory.
 
-    names: globs of the files it wrote, where others may write to that directory as well.
+    names: globs of the files that it wrote, if others may write to that directory as well.
     """
     for name in names:
         for path in directory.glob(f"{name}.tmp-*"):
@@ -117,18 +117,21 @@ def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:
 def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -> dict[str, Any]:
     """Return the manifest of a finished artifact.
 
-    what: the artifact in words, for the message; run, hint: what makes it, command or words.
-    Raises ArtifactError when the directory is missing, unfinished, unreadable or of another kind.
+    what: name of the artifact in the message. run, hint: how to make it. Raises ArtifactError if
+    the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
         verb = "do" if _is(what) == "are" else "does"
         raise ArtifactError(
-            f"{what} {directory} {verb} not exist", found=unfinished(directory), run=run, hint=hint
+            f"{what} {directory} {verb} not exist",
+            found=describe_leftovers(directory),
+            run=run,
+            hint=hint,
         )
     if not (directory / MANIFEST).exists():
         raise ArtifactError(
             f"{what} {directory} {_is(what)} not finished (no {MANIFEST})",
-            found=unfinished(directory),
+            found=describe_leftovers(directory),
             run=run,
             hint=hint,
         )
@@ -138,11 +141,11 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
             f"{directory / MANIFEST} is damaged",
             expected="the manifest that a finished stage writes",
             hint=hint,
-            run=commands.moved_away(directory, run),
+            run=commands.move_away(directory, run),
         )
     if content["kind"] != kind:
         raise ArtifactError(
-            f"{directory} holds no {what.removeprefix('the ')}",
+            f"{directory} contains no {what.removeprefix('the ')}",
             expected=f"kind {kind}",
             found=f"kind {content['kind']}",
             run=run,
@@ -152,13 +155,13 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
 
 
 def read_if_any(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory, or None when there is none or it is damaged.
+    """Return the manifest of a directory, or None if it is missing or damaged.
 
-    Raises OSError when it cannot be read: an artifact whose disk fails is not made anew.
+    Raises OSError if it cannot be read, so that no artifact is rebuilt because its disk fails.
     """
     try:
         content = records.read_json(directory / MANIFEST)
-        whole = (
+        is_valid = (
             isinstance(content["kind"], str)
             and isinstance(content["summary"], dict)
             and isinstance(content["identity"], dict)
@@ -171,11 +174,11 @@ def read_if_any(directory: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if whole else None
+    return content if is_valid else None
 
 
 def is_sound(entry: Any, kind: str) -> bool:
-    """Tell whether an entry of a manifest names a file of the artifact, with its bytes and digest.
+    """Return whether an entry of a manifest names a file of the artifact, its bytes and digest.
 
     Raw files lie beside the directory of their manifest.
     """
@@ -192,7 +195,7 @@ def is_sound(entry: Any, kind: str) -> bool:
 
 
 def kind_of(directory: Path) -> str:
-    """Return the kind that a manifest says, be it whole or not; empty when it says none."""
+    """Return the kind in a manifest, even a damaged one; empty if it names none."""
     try:
         return str(records.read_json(directory / MANIFEST)["kind"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -200,7 +203,7 @@ def kind_of(directory: Path) -> str:
 
 
 def is_torn(directory: Path) -> bool:
-    """Tell whether a directory has a manifest that is not even JSON."""
+    """Return whether a directory has a manifest that is not valid JSON."""
     try:
         records.read_json(directory / MANIFEST)
     except OSError as error:
@@ -213,10 +216,10 @@ def is_torn(directory: Path) -> bool:
 
 
 def remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
-    """Return how an artifact is made once more, as parts of an error, from what its manifest says.
+    """Return how to make an artifact again, from its manifest, as parts of an error.
 
-    places: options that name where it lies now. It is a command under `run` where the inputs are
-    still found by the names they had, words under `hint` where they are not.
+    places: options that name its current place. The result is a command under `run` if the inputs
+    still exist under their names, else a sentence under `hint`.
     """
     options = {
         key: value
@@ -227,21 +230,21 @@ def remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
         return {"hint": f"{MANIFEST} does not name the stage that made it"}
     command = commands.script(content["stage"], *commands.as_words(options), *more)
     moved = [key for key in _INPUTS if options.get(key) and not Path(str(options[key])).exists()]
-    # What leads to code of others is told, and not given to be pasted.
+    # A command that would run a stranger's code is named, but not offered for pasting.
     needs_care = bool(moved) or any(options.get(key) for key in TYPED)
     return {"hint": f"it was made by `{command}`"} if needs_care else {"run": command}
 
 
-def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
-    """Return what is wrong with the files of an artifact, one sentence each.
+def find_damage(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
+    """Return one sentence for each damaged file of an artifact.
 
-    deep: also hash the content; otherwise only presence and size are looked at.
+    deep: also hash the content; otherwise check only presence and size.
     """
     return list(
         filter(
             None,
             (
-                damage(directory / entry["path"], entry, deep)
+                describe_damage(directory / entry["path"], entry, deep)
                 if is_sound(entry, content.get("kind", ""))
                 else f"{MANIFEST} names {entry['path']!r}, which is no file of {directory}"
                 for entry in content["files"]
@@ -250,16 +253,16 @@ def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
     )
 
 
-def damage(
+def describe_damage(
     path: Path,
     entry: dict[str, Any],
     deep: bool,
     advance: Callable[[int], None] = lambda size: None,
 ) -> str:
-    """Return what is wrong with a file in a sentence, empty when nothing is.
+    """Return a sentence about the damage of a file; empty if it is intact.
 
-    Raises OSError when the file cannot be read, which says nothing of what it holds. advance:
-    called with the bytes that were hashed, piece by piece.
+    Raises OSError if the file cannot be read, since that says nothing about its content. advance:
+    called with the number of bytes of each piece that was hashed.
     """
     try:
         status = path.stat()
@@ -270,7 +273,7 @@ def damage(
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is missing"
     if status.st_size != entry["bytes"]:
-        return f"{path} holds {status.st_size} bytes instead of {entry['bytes']}"
+        return f"{path} has {status.st_size} bytes instead of {entry['bytes']}"
     if deep and not hashing.matches(path, entry["digest"], advance):
         return f"{path} has other content than when it was written"
     return ""
@@ -284,25 +287,25 @@ def check(
     hint: str = "",
     deep: bool = False,
 ) -> None:
-    """Raise ArtifactError naming every damaged file of an artifact; run, hint: what mends it."""
-    if found := damages(directory, content, deep):
-        raise damaged(directory, what, found, run=run, hint=hint)
+    """Raise ArtifactError that lists every damaged file of an artifact. run, hint: the repair."""
+    if damage := find_damage(directory, content, deep):
+        raise damage_error(directory, what, damage, run=run, hint=hint)
 
 
-def damaged(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
-    """Return the error for an artifact; found: what is wrong with it, a sentence each."""
+def damage_error(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
+    """Return the error for a damaged artifact. found: sentences from `find_damage`."""
     return ArtifactError(
         f"{what} {directory} {_is(what)} damaged", found=units.join_lines(found, 10), **remedy
     )
 
 
 def _is(what: str) -> str:
-    """Return the verb for an artifact in words: the splits and the packs are several."""
+    """Return the verb for an artifact's name: `the splits` is a plural."""
     return "are" if what.endswith("s") else "is"
 
 
-def unfinished(directory: Path) -> str:
-    """Describe what an interrupted run left beside a missing artifact; empty when nothing."""
+def describe_leftovers(directory: Path) -> str:
+    """Return a text about the leftovers of a run beside a missing artifact; empty without any."""
     left = (
         sorted(directory.parent.glob(f"{glob.escape(directory.name)}.partial-*"))
         if directory.parent.is_dir()

@@ -1,8 +1,8 @@
-"""Command-line options that a YAML file can also fill.
+"""Command-line options that a YAML file can also set.
 
 Order of precedence: command line, then `--config run.yaml`, then the default. `--src-dir` and
-`--src_dir` are the same option, on the command line and in YAML, and so are the names that mean the
-same in other systems (lib/core/elsewhere.py).
+`--src_dir` are the same option, on the command line and in YAML. So are aliases from other trainers
+(lib/core/aliases.py).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text, unknown
+from lib.core import aliases, commands, config_file, help_text
 from lib.core.commands import REDACTED, is_secret
-from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, together
+from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
 
 Options = argparse.Namespace
 
-# Options that say how to work, not what comes out: no part of an artifact's identity.
+# Options that do not affect the result, so they are not part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Adds to argparse both spellings, YAML, and errors that name the nearest option.
+    """An argparse parser with both spellings, YAML, and errors that name the nearest option.
 
-    usage: what stands behind the script's name (default: what must be given, and `[options]`).
-    first: by destination, what the options that matter most are for. With them --help is a short
-    page, and --help-all tells every option.
+    usage: the words after the script's name (default: required options, and `[options]`). first: by
+    destination, the purpose of the most important options. With it --help prints a short page, and
+    --help-all prints every option.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         )
         self._usage = usage
         self._first = first or {}
-        self._bad: list[str] = []  # values that are refused, told together
+        self._bad: list[str] = []  # errors about values, reported together
         if first:
             self.add_argument(
                 "--help-all",
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def format_help(self) -> str:
-        """Return what --help prints."""
+        """Return the text of --help."""
         return (
             help_text.short_page(self, self._usage_line(), self._first)
             if self._first
@@ -67,10 +67,10 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} {self._usage}" if self._usage else help_text.usage(self)
 
     def add_common(self, workers: str = "", overwrite: bool = True) -> None:
-        """Add the options that most commands have.
+        """Add the options of most commands.
 
-        workers: what the worker processes do, "" where there are none. overwrite: an artifact is
-        made.
+        workers: the work of worker processes, "" without any. overwrite: the command makes an
+        artifact.
         """
         common = self.add_argument_group("common")
         add_config(common, "print the plan and touch nothing")
@@ -91,10 +91,10 @@ class Parser(argparse.ArgumentParser):
         common.add_argument("--no-progress", action="store_true", help="show no progress")
 
     def parse(self, argv: Sequence[str]) -> Options:
-        """Return the options; UsageError when one is unknown or has a wrong value."""
-        return self._parse_known(self.expanded(argv))
+        """Parse a command line. Raises UsageError if an option is unknown or has a wrong value."""
+        return self._parse_known(self.expand_config(argv))
 
-    def expanded(self, argv: Sequence[str]) -> list[str]:
+    def expand_config(self, argv: Sequence[str]) -> list[str]:
         """Return the command line after the values of --config. Raises UsageError as `parse`."""
         TYPED_AS.clear()
         argv = [self._as_ours(arg) for arg in argv]
@@ -103,10 +103,10 @@ class Parser(argparse.ArgumentParser):
         config = Path(file)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         experiment = self._value_of(argv, "-e", "--experiment-name") or ""
-        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in given:  # where the run lies
+        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in given:  # they set --save-dir
             given.add("save_dir")
         from_yaml: list[str] = []
-        named: dict[str, tuple[str, list[str]]] = {}  # key and words, by the option that it means
+        named: dict[str, tuple[str, list[str]]] = {}  # option → key and words
         problems = Problems()
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
@@ -115,12 +115,12 @@ class Parser(argparse.ArgumentParser):
             if flag in names and value is not None and self._dest(flag) not in given:
                 TYPED_AS[flag] = str(key)
             if flag not in self._option_string_actions:
-                near, hint = unknown.nearest(flag, self._option_string_actions)
-                name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
+                near, hint = aliases.suggest_option(flag, self._option_string_actions)
+                name = re.split(r"[\s=:]", str(key))[0]  # a secret may follow it
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
             elif self._dest(flag) in config_file.TYPED and value:
                 problems.add(
-                    f"{config}: {flag} is taken from the command line alone",
+                    f"{config}: only the command line may set {flag}",
                     expected="a file without it",
                 )
             elif flag == "--config" or self._dest(flag) not in given:
@@ -131,16 +131,18 @@ class Parser(argparse.ArgumentParser):
                 if value is None:
                     continue
                 first, before = named.setdefault(self._dest(flag), (key, words))
-                if config_file.values(action, before) != config_file.values(action, words):
+                if config_file.parse_values(action, before) != config_file.parse_values(
+                    action, words
+                ):
                     problems.add(
-                        f"{config}: {first!r} and {key!r} mean the same option, and have "
+                        f"{config}: {first!r} and {key!r} are the same option and have "
                         "different values",
                         expected="one of them",
                     )
                 from_yaml += words
         problems.raise_if_any()
         needed = [action for action in self._actions if action.required]
-        try:  # alone first, without what the command line must give: so the file is to blame
+        try:  # without required options, so that an error here concerns the file
             for action in needed:
                 action.required = False
             self._parse_known(from_yaml)
@@ -152,17 +154,17 @@ class Parser(argparse.ArgumentParser):
         return from_yaml + argv
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
-        """Return the options and what is unknown; UsageError tells all values that are refused."""
+        """Return options and unknown words. Raises UsageError that lists all wrong values."""
         self._bad = []
-        found = super().parse_known_args(*arguments, **named)
+        result = super().parse_known_args(*arguments, **named)
         if self._bad:
             self.error(self._bad.pop())
-        return found
+        return result
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting, so that a stage reports all errors in one way."""
+        """Raise UsageError instead of exiting, so that a stage reports all errors alike."""
         raise self._with_help(
-            together(
+            combine_errors(
                 [
                     UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
                     for text in (*self._bad, message)
@@ -185,7 +187,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
-            if value is not None:  # which stands for a value that was refused
+            if value is not None:  # None stands for a refused value
                 super()._check_value(action, value)
         except argparse.ArgumentError as error:
             self._bad.append(str(error))
@@ -193,20 +195,22 @@ class Parser(argparse.ArgumentParser):
     def _parse_known(self, argv: list[str]) -> Options:
         options, left = self.parse_known_args(argv)
         if left:
-            raise self._with_help(together([*unknown.errors(left, self._option_string_actions)]))
+            raise self._with_help(
+                combine_errors([*aliases.unknown_option_errors(left, self._option_string_actions)])
+            )
         return options
 
     def _as_ours(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
-        """Turn `--src_dir=a_b` into `--src-dir=a_b`, and names of other systems into ours.
+        """Turn `--src_dir=a_b` into `--src-dir=a_b`, and aliases into our names.
 
-        typed_as: takes the name of another system, by ours.
+        typed_as: receives the alias for our name.
         """
         if not argument.startswith("--"):
             return argument
         name, equals, value = argument.partition("=")
         flag = name.replace("_", "-")
         ours = self._option_string_actions
-        if flag not in ours and (meant := elsewhere.taken(flag, ours)):
+        if flag not in ours and (meant := aliases.find_option(flag, ours)):
             typed_as[meant] = name
             flag = meant
         return flag + equals + value
@@ -216,7 +220,7 @@ class Parser(argparse.ArgumentParser):
         return action.dest if action else flag
 
     def _value_of(self, argv: Sequence[str], *flags: str) -> str | None:
-        """Return what a command line gives for an option, before all of it is parsed."""
+        """Return the value of an option before the command line is parsed."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         finder.add_argument(*flags, dest="value")
         try:
@@ -226,7 +230,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
-    """Add --config and --dry-run to a parser or a group; `dry_run` says what the latter does."""
+    """Add --config and --dry-run to a parser or group. dry_run: help of the latter."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -236,8 +240,8 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
-def resolved(options: Options) -> dict[str, Any]:
-    """Return the options as plain values to store: paths as strings, secrets redacted."""
+def to_plain_values(options: Options) -> dict[str, Any]:
+    """Return the options as values to store: paths as strings, secrets redacted."""
 
     def plain(key: str, value: Any) -> Any:
         if value is not None and is_secret(key):
@@ -250,7 +254,7 @@ def resolved(options: Options) -> dict[str, Any]:
 def identity(options: Options, *leave_out: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains."""
     skip = VOLATILE | set(leave_out)
-    return {key: value for key, value in resolved(options).items() if key not in skip}
+    return {key: value for key, value in to_plain_values(options).items() if key not in skip}
 
 
 def _number(
@@ -281,13 +285,13 @@ percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 1
 seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 - 1")
 
 
-def counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     """Parse `8,64,512`, whole numbers above 0."""
     return [positive_int(part) for part in text.split(",")]
 
 
 def dtype(*names: str) -> Callable[[str], str]:
-    """Return what reads a dtype under any of its usual names, as one of `names`."""
+    """Return a parser for a dtype under any of its usual names. It returns one of `names`."""
     canonical = {_DTYPES.get(name, name): name for name in names}
 
     def parse(text: str) -> str:
@@ -336,5 +340,5 @@ def positive_size(text: str) -> int:
     return size
 
 
-# How a value that is a list in a record is typed.
-_JOINED: dict[Any, str] = {counts: ",", span: ":"}
+# The separator with which a list is typed as one word.
+_JOINED: dict[Any, str] = {parse_counts: ",", span: ":"}

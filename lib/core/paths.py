@@ -1,4 +1,4 @@
-"""Where artifacts lie: the only place that spells their names."""
+"""The paths of all artifacts: no other module spells their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"  # those of the project
-RAW_RECORD = ".hub"  # in a directory of raw text: what was fetched; hidden, so not taken as text
+RAW_RECORD = ".hub"  # in a directory of raw text: the hidden record of a download
 
 
 def model_dir_name(model_name: str) -> str:
@@ -33,22 +33,22 @@ def tokens_root(cache_dir: Path) -> Path:
 
 
 def verified_root(cache_dir: Path) -> Path:
-    """Return the directory where stage 04 notes which artifacts it has hashed."""
+    """Return the directory where stage 04 records which artifacts it has hashed."""
     return cache_dir / "verified"
 
 
 def scratch_root(cache_dir: Path) -> Path:
-    """Return the directory where stage 04 keeps configs and tokenizers that it made itself."""
+    """Return the directory for configs and tokenizers that stage 04 makes itself."""
     return cache_dir / "scratch"
 
 
 def streaming_root(cache_dir: Path, dataset_name: str) -> Path:
-    """Return the directory where stage 04 keeps what it fetched of a dataset with --online."""
+    """Return the directory for the parts of a dataset that stage 04 fetches with --online."""
     return cache_dir / "streaming" / model_dir_name(dataset_name)
 
 
 def is_name(text: str) -> bool:
-    """Tell whether a text can name an experiment's directory, and be typed in a command again."""
+    """Return whether a text can name an experiment's directory and be typed in a command."""
     return (
         text.isprintable()
         and not text.startswith(("-", "."))
@@ -57,11 +57,11 @@ def is_name(text: str) -> bool:
     )
 
 
-def settle(opts: Options) -> None:
-    """Replace what -e and --save-dir say by the experiment's name and the directory it lies in.
+def expand_save_dir(opts: Options) -> None:
+    """Set -e to the experiment's name and --save-dir to the directory that contains it.
 
-    --checkpoint-dir is another name of --save-dir, and of the experiment where -e is silent. Raises
-    UsageError when they contradict each other.
+    --checkpoint-dir is an alias of --save-dir; without -e it names the experiment itself. Raises
+    UsageError if they contradict each other.
     """
     if place := getattr(opts, "checkpoint_dir", None):
         if opts.save_dir:
@@ -83,9 +83,9 @@ def settle(opts: Options) -> None:
 
 
 def existing_experiment(text: str) -> Experiment:
-    """Return the experiment that a text means to who reads it; UsageError as `experiment`.
+    """Return the experiment that a person names. Raises UsageError as `experiment`.
 
-    A name means a directory here where outputs/ has none of that name.
+    A name means a directory here if outputs/ has none of that name.
     """
     found = experiment(text)
     here = Path(text).absolute()
@@ -95,10 +95,10 @@ def existing_experiment(text: str) -> Experiment:
 
 
 def experiment(text: str, save_dir: Path | None = None) -> Experiment:
-    """Return the experiment that a text means: a name in `save_dir`, or a path to its directory.
+    """Return the experiment of a name in `save_dir`, or of a path to its directory.
 
-    `exp` lies in `save_dir` (None: outputs/); `outputs/exp` is that directory, with or without a
-    slash at its end. Raises UsageError when it is neither, or a path that leads out of `save_dir`.
+    `exp` lies in `save_dir` (None: outputs/). `outputs/exp` is that directory, with or without a
+    slash at its end. Raises UsageError for any other text, or a path outside of `save_dir`.
     """
     path = Path(text)
     if text and path.name in ("", ".."):
@@ -119,7 +119,7 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
 
 
 class Experiment:
-    """Names what a training run leaves under `outputs/<experiment>/`."""
+    """The paths that a training run writes under `outputs/<experiment>/`."""
 
     def __init__(self, save_dir: Path, name: str) -> None:
         self.root = save_dir / name
@@ -138,7 +138,7 @@ class Experiment:
         self.exports = self.root / "export"
 
     def is_empty(self) -> bool:
-        """Tell whether the directory is missing or holds no more than what a start makes first."""
+        """Return whether the directory is missing, or contains only the first files of a start."""
         first = (self.lock.name, f"{self.config.name}.tmp-")
         return not self.root.is_dir() or all(
             path.name.startswith(first) for path in self.root.iterdir()
@@ -155,6 +155,6 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a directory name stands for, or None when it is no such name."""
+    """Return the step in a directory name, or None if it is not the name of a step."""
     digits = name.removeprefix("step_")
     return int(digits) if name.startswith("step_") and digits.isdecimal() else None

@@ -1,8 +1,8 @@
-"""Regular expressions that somebody else may have written: those that could run on are refused.
+"""Refuse regular expressions that could run for years; a stranger may have written them.
 
-Python's `re` tries all ways to divide a text between repetitions. If one repeats another, the
-number of ways doubles with each character, so a short name takes years; several repetitions in a
-row cost the length of the text to that power.
+Python's `re` tries all ways to divide a text between repetitions. If one repetition contains
+another, the number of ways doubles with each character. Several repetitions in a row cost the
+length of the text to the power of their number.
 """
 
 from __future__ import annotations

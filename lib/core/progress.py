@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then in a log file."""
+"""Show the progress of long work: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BAR_WITHOUT_TIMES = "{desc}: {percentage:3.0f}%|{bar}| {n}/{total}{postfix}"
 class Progress:
     """Counts work done towards a total and shows it.
 
-    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, …. done: before this
-    launch, which no speed counts. times: of the bar itself; False where `tell` gives better ones.
-    On a terminal it is a tqdm bar; elsewhere a log line at most every 15 seconds.
+    total: in `unit`s; None if unknown. unit: `B` prints as kB, MB, …. done: units finished before
+    this launch, which do not count for the speed. times: show the bar's own times; False if `show`
+    gives better ones. On a terminal it is a tqdm bar, elsewhere a log line at most every 15 s.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
     def advance(self, amount: int = 1) -> None:
-        """Note that `amount` more units are done; any thread may."""
+        """Count `amount` more units as done. Any thread may call this."""
         with self._lock:
             self.done += amount
             if self._bar is not None:
@@ -74,7 +74,7 @@ class Progress:
                 log.info(self._line())
 
     def skip(self, amount: int) -> None:
-        """Note that `amount` units were done before this launch; no speed counts them."""
+        """Count `amount` units as done before this launch, which the speed ignores."""
         with self._lock:
             self.done = self.done + amount
             self._before = self._before + amount
@@ -83,8 +83,8 @@ class Progress:
                     setattr(self._bar, name, getattr(self._bar, name) + amount)
                 self._bar.refresh()
 
-    def tell(self, text: str) -> None:
-        """Show a few words behind the bar, if there is one."""
+    def show(self, text: str) -> None:
+        """Show a short text behind the bar, if there is one."""
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             if time.monotonic() - self._last_line > _REFRESH_EVERY_S:

@@ -1,13 +1,13 @@
-"""Atomic publish: an artifact appears under its final name whole, or not at all.
+"""Publish artifacts atomically: one appears under its final name complete, or not at all.
 
     corpus.partial-1a2b3c4d/
-        .unfinished-…           the mark that makes the directory ours (unfinished.py)
-        .owner.json             who builds in it (lease.py): so leftovers can be told from work in
-                                progress, also of other machines that share the directory
-        content/                gets its manifest last, and is then renamed to `corpus`
-        replaced/               what was `corpus` until then (--overwrite), about to be deleted
+        .unfinished-…           the mark that makes the directory ours (partial_dirs.py)
+        .owner.json             the process that builds in it (lease.py), to distinguish leftovers
+                                from work in progress, also on other machines
+        content/                receives its manifest last, and is then renamed to `corpus`
+        replaced/               the previous `corpus` (--overwrite), about to be deleted
 
-No other directory beside the target is touched, whatever it is called.
+No other directory beside the target is changed, whatever its name.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, launcher, lease, log, manifest, records, unfinished, units
+from lib.core import commands, hashing, launcher, lease, log, manifest, partial_dirs, records, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
-from lib.core.identity import Difference, differences, in_lines
+from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import MANIFEST
 
-OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
+OWNER = ".owner.json"  # in a partial directory: the process that builds, or built, in it
 _REPLACED = "replaced"
-_LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
+_LEFT_AFTER_S = 600  # without a sign of life, until another machine's leftovers are deleted
 _IN_WORDS = {
     "raw": "raw files",
-    "dataset-parts": "dataset parts",  # of kinds; others are words
+    "dataset-parts": "dataset parts",  # other kinds are words already
     "tokens": "token store",
 }
 _AT_FDCWD = -100
@@ -46,14 +46,12 @@ def is_done(
     run: str = "",
     dry_run: bool = False,
 ) -> bool:
-    """Tell whether `target` already holds what would be built.
+    """Return whether `target` is already the artifact that would be built.
 
-    identity: `{"options": …, "inputs": …}`. run: what makes a damaged one whole (default: the
-    command that was typed, with --overwrite). dry_run: leave what a run has left that was killed
-    just after it had published. Returns False when it has to be built.
-    Raises UsageError when something else is there and `overwrite` is off, or when what is there
-    was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
-    sizes tell.
+    identity: `{"options": …, "inputs": …}`. run: the command that repairs a damaged artifact
+    (default: the typed one with --overwrite). dry_run: keep leftovers of a run that was killed just
+    after it had published. Raises UsageError if `target` is something else and `overwrite` is off,
+    or if another program made it (nothing replaces that), and ArtifactError if sizes show damage.
     """
     given = target
     target = target.resolve()
@@ -62,42 +60,44 @@ def is_done(
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
         )
     if found.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(
             f"{given} exists and was not made by this stage",
-            expected="a name that is free, or an artifact of this stage",
-            found=f"an artifact of kind {found}"
-            if found
-            else f"a directory without {MANIFEST} of ours"
-            if target.is_dir()
-            else "a file",
+            expected="an unused name, or an artifact of this stage",
+            found=_describe_path(target, found),
             hint="choose another name, or move it away",
         )
     there = manifest.read_if_any(target)
     if there is None:
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
+            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
         )
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
         raise UsageError(
-            f"{given} exists, made from other inputs or options",
-            found=in_lines(changes),
+            f"{given} exists, and was made from other inputs or options",
+            found=list_differences(changes),
             hint="choose another name, or replace it:",
             run=commands.as_typed("--overwrite"),
         )
-    manifest.check(given, there, in_words(kind), run=run or commands.as_typed("--overwrite"))
+    manifest.check(given, there, kind_name(kind), run=run or commands.as_typed("--overwrite"))
     if not dry_run:
         _remove_leftovers(target)
     return True
 
 
-def in_words(kind: str) -> str:
-    """Return what an artifact of a kind is called in messages."""
+def _describe_path(target: Path, kind: str) -> str:
+    if kind:
+        return f"an artifact of kind {kind}"
+    return f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file"
+
+
+def kind_name(kind: str) -> str:
+    """Return the name of an artifact of a kind, for messages."""
     name = kind.partition("/")[0]
     return f"the {_IN_WORDS.get(name, name)}"
 
@@ -111,16 +111,16 @@ class AlreadyBuilding(UsageError):
 
 
 class Build:
-    """Makes a directory that others see when it is finished.
+    """Builds a directory that appears under its name once it is finished.
 
     >>> with Build(target, "splits/1", identity, overwrite) as build:
     ...     (build.dir / "files.jsonl").write_text(…)
     ...     build.publish(stage=…, options=…, files=[…], summary=…)
 
-    Left without `publish` (an error, Ctrl-C) the partial directory is removed, unless `resumable`:
-    then the next run with the same identity finds in `dir` what this one finished.
-    Raises AlreadyBuilding when another process is at the same thing, UsageError when a directory
-    that is not ours has the name of the partial one.
+    Without `publish` (after an error or Ctrl-C) the partial directory is deleted, unless
+    `resumable`: then the next run with the same identity finds the finished files in `dir`. Raises
+    AlreadyBuilding if another process builds the same artifact, UsageError if a directory that is
+    not ours has the name of the partial one.
     """
 
     def __init__(
@@ -146,25 +146,27 @@ class Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
         try:
-            unfinished.claim(self.partial)
+            partial_dirs.claim(self.partial)
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.Held as error:
             raise AlreadyBuilding(
-                f"another process is building {self.target} now",
+                f"another process is building {self.target}",
                 hint="wait for it, or stop it",
-                found=f"{self.partial}" + f", {error.holder}" * bool(error.holder),
+                found=", ".join(filter(None, (str(self.partial), error.holder))),
             ) from None
         except FileNotFoundError:
             raise self._was_built() from None
-        except OSError:  # a full disk: nothing is left of the attempt
-            unfinished.remove_bare(self.partial)
+        except OSError:  # a full disk: leave nothing of this attempt
+            partial_dirs.remove_bare(self.partial)
             raise
         try:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
                 raise self._was_built()
-            if unfinished.has_links(self.dir):  # not of this stage: it would write behind them
-                unfinished.delete(self.dir)
+            if partial_dirs.has_links(
+                self.dir
+            ):  # not made by this stage, which would write through them
+                partial_dirs.delete(self.dir)
             self.dir.mkdir(exist_ok=True)
             manifest.remove_temporary(self.dir)
         except BaseException:
@@ -177,17 +179,17 @@ class Build:
         if not is_left:
             self._lease.stop()
             with suppress(OSError):  # the next run deletes it
-                unfinished.remove(self.partial)
+                partial_dirs.remove(self.partial)
         self._lease.release(keep=is_left)
         if (
             isinstance(value, FileNotFoundError)
             and not self.partial.exists()
             and not self.published
         ):
-            raise self._was_built() from value  # by who took over while this process was stopped
+            raise self._was_built() from value  # by another process while this one was stopped
 
     def files(self) -> list[Path]:
-        """Return what lies in the directory so far, sorted."""
+        """Return the files of the directory so far, sorted."""
         return sorted(self.dir.iterdir())
 
     def publish(
@@ -198,7 +200,7 @@ class Build:
         files: Iterable[dict[str, Any]],
         summary: dict[str, Any],
     ) -> None:
-        """Write the manifest, make everything durable, give the directory its final name."""
+        """Write the manifest, fsync everything, and give the directory its final name."""
         files = list(files)
         for entry in files:
             fsync(self._place(entry["path"]))
@@ -213,7 +215,7 @@ class Build:
         )
         for directory in {self.dir, *(self._place(entry["path"]).parent for entry in files)}:
             fsync(directory)
-        self._lease.stop()  # after a last look at whose it is
+        self._lease.stop()  # after checking its owner once more
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
                 raise AlreadyBuilding(
@@ -228,15 +230,15 @@ class Build:
         fsync(self.target.parent)
 
     def _place(self, path: str) -> Path:
-        """Return where a file lies now; `../` leads to what lies beside the target already."""
+        """Return the current path of a file. `../` means a file beside the target."""
         beside = path.removeprefix("../")
         return self.dir / path if beside == path else self.target.parent / beside
 
     def _replace(self) -> None:
-        """Put the finished directory in the place of the target, which is deleted with the partial.
+        """Replace the target by the finished directory; the old one goes with the partial one.
 
-        Linux swaps the two names in one step; where a file system cannot, a kill between the two
-        renames leaves the old one in `replaced`, from where the next run brings it back.
+        Linux swaps the two names in one step. If a file system cannot, a kill between two renames
+        leaves the old directory in `replaced`, from where the next run restores it.
         """
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if not renameat2 or renameat2(
@@ -247,66 +249,66 @@ class Build:
 
     def _was_built(self) -> AlreadyBuilding:
         return AlreadyBuilding(
-            f"{self.target} was built or brought back just now", run=commands.as_typed()
+            f"{self.target} was built or restored just now", run=commands.as_typed()
         )
 
     def _remove_leftovers(self) -> None:
-        """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
-        _bring_back(self.target, self.partial)
+        """Delete leftovers of killed runs, and restore an artifact that was being replaced."""
+        _restore(self.target, self.partial)
         _remove_leftovers(self.target, self.partial)
         if not self.resumable and self.dir.exists():
-            unfinished.delete(self.dir)
-            log.info(f"removed {self.partial.name}, left by a run that did not finish")
+            partial_dirs.delete(self.dir)
+            log.info(f"deleted {self.partial.name}, left by a run that did not finish")
 
     def _lost(self, text: str) -> None:
-        """End the process at once: two must not write the same directory."""
-        text = f"error: {text}; run the same command again to wait for that, or go on after it"
+        """End the process at once: two processes must not write the same directory."""
+        text = f"error: {text}; run the same command again to wait for it, or to continue after it"
         launcher.record_failure(AlreadyBuilding.__name__, EXIT_USAGE, text)
         os.write(2, f"{text}\n".encode())
         os._exit(EXIT_USAGE)
 
 
 def _remove_leftovers(target: Path, own: Path | None = None) -> None:
-    """Delete what killed runs left beside a target.
+    """Delete leftovers of killed runs beside a target.
 
-    own: the partial directory of this process; without one, what a process of another machine may
-    be building stays.
+    own: the partial directory of this process. Without one, directories in which a process on
+    another machine may be building stay.
     """
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for left in sorted(target.parent.iterdir()):
         if (
             not name.fullmatch(left.name)
             or left == own
-            or not (unfinished.is_ours(left) or unfinished.is_bare(left))
+            or not (partial_dirs.is_ours(left) or partial_dirs.is_bare(left))
         ):
             continue
         descriptor = lease.lock(left)
         if descriptor < 0:
             continue
         if _is_left(left, own):
-            _bring_back(target, left)
-            with suppress(OSError):  # of another user: in nobody's way
-                unfinished.remove(left)
+            _restore(target, left)
+            with suppress(OSError):  # it belongs to another user, and disturbs nobody
+                partial_dirs.remove(left)
             if not left.exists():
-                log.info(f"removed {left.name}, left by a run that did not finish")
+                log.info(f"deleted {left.name}, left by a run that did not finish")
         os.close(descriptor)
 
 
-def _bring_back(target: Path, partial: Path) -> None:
-    """Return to its place what a run had taken away and not yet replaced."""
-    aside = partial / _REPLACED
-    if aside.is_dir() and not target.exists():
-        aside.replace(target)
-    unfinished.delete(aside)
+def _restore(target: Path, partial: Path) -> None:
+    """Restore a target that a run had moved away and not yet replaced."""
+    previous = partial / _REPLACED
+    if previous.is_dir() and not target.exists():
+        previous.replace(target)
+    partial_dirs.delete(previous)
 
 
 def _is_left(directory: Path, own: Path | None) -> bool:
-    """Tell whether nobody builds in a directory, also on another machine.
+    """Return whether no process builds in a directory, on any machine.
 
-    Two times of the file server are compared, not one of it with one of this machine.
+    Both times that it compares are the file server's, not one of this machine.
     """
     record = directory / OWNER
-    found = records.mapping(record)
+    found = records.read_mapping(record)
     if not found or found.get("released"):
         return True
     if (alive := lease.is_alive(found)) is not None:
@@ -315,12 +317,12 @@ def _is_left(directory: Path, own: Path | None) -> bool:
         return False
     silent_s = (own / OWNER).stat().st_mtime - record.stat().st_mtime
     if silent_s < _LEFT_AFTER_S:
-        log.info(f"{directory} is left alone: {lease.holder(found)} may be building in it")
+        log.info(f"kept {directory}: {lease.holder(found)} may be building in it")
     return silent_s >= _LEFT_AFTER_S
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable."""
+    """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -329,11 +331,11 @@ def fsync(path: Path) -> None:
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:
-    """Raise DiskFullError when `directory`'s file system has less than `needed` bytes free."""
-    there = directory.resolve()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    """Raise DiskFullError if the file system of `directory` has fewer than `needed` bytes free."""
+    existing = directory.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise DiskFullError(
             f"not enough room for {what} under {directory}",

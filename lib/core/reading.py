@@ -1,4 +1,4 @@
-"""Reads what a disk or a network may fail to give for a moment, which is no damage; streams."""
+"""Read files with retries, since a disk or network may fail for a moment; decompress streams."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _DECODERS: dict[str, Callable[[], Any]] = {
     "bzip2": bz2.BZ2Decompressor,
     "xz": lzma.LZMADecompressor,
 }
-_PAUSES_S = (0.5, 1.0, 2.5)  # between the attempts; a mount that was lost is mostly back by then
+_PAUSES_S = (0.5, 1.0, 2.5)  # between attempts; by then a lost mount is usually back
 
 
-def patiently(read: Callable[[], Result], path: object = "") -> Result:
-    """Return what `read` returns, tried again for some seconds while a disk fails to read.
+def with_retries(read: Callable[[], Result], path: object = "") -> Result:
+    """Return the result of `read`, with retries for some seconds while a disk fails.
 
-    path: the file, for an error that does not name it.
-    Raises the OSError of a file that is not there, UsageError when it may not be read, and
-    StageError when it cannot be read to the end: what it holds is not known then.
+    path: the file, for an error that does not name it. Raises the OSError for a missing file,
+    UsageError for one without permission, and StageError if the file cannot be read to its end:
+    then its content is unknown.
     """
     for pause in (*_PAUSES_S, None):
         try:
@@ -46,32 +46,32 @@ def patiently(read: Callable[[], Result], path: object = "") -> Result:
             if pause is None:
                 raise StageError(
                     f"{error.filename or path or 'a file'} cannot be read "
-                    f"({error.strerror or error}); that does not mean that it is damaged, and "
+                    f"({error.strerror or error}); this does not mean that it is damaged, and "
                     "nothing was moved or deleted",
-                    found=f"on {platform.node()}, several times in some seconds",
-                    hint="see to the disk or the mount there (`dmesg` tells more); the same "
-                    "command then goes on",
+                    found=f"on {platform.node()}, several times within some seconds",
+                    hint="check the disk or the mount (`dmesg` may say more); then run the same "
+                    "command again to continue",
                 ) from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
 
-class PatientFile(io.FileIO):
-    """Reads a file, also where the disk fails for a moment.
+class RetryingFile(io.FileIO):
+    """Reads a file with retries if the disk fails for a moment.
 
-    Opening and reading are tried again as by `patiently`, which raises StageError in the end; other
-    errors are raised at once.
+    Opening and reading use `with_retries`, which raises StageError in the end. Other errors are
+    raised at once.
     """
 
     def __init__(self, path: str) -> None:
-        _tried(lambda: io.FileIO.__init__(self, path), path)
+        _read_again_if_failed(lambda: io.FileIO.__init__(self, path), path)
 
     def readinto(self, target: Any) -> int:
-        """Fill as much of a buffer as there is; 0 at the end."""
+        """Fill a buffer as far as possible; return the number of bytes, 0 at the end."""
         return self._read(lambda: io.FileIO.readinto(self, target))
 
     def readall(self) -> bytes:
-        """Return all that is left."""
+        """Return the rest of the file."""
         return self._read(lambda: io.FileIO.readall(self))
 
     def _read(self, read: Callable[[], Result]) -> Result:
@@ -81,11 +81,11 @@ class PatientFile(io.FileIO):
             self.seek(at)
             return read()
 
-        return _tried(retry, str(self.name))
+        return _read_again_if_failed(retry, str(self.name))
 
 
 class ChunkStream(io.RawIOBase):
-    """Reads chunks of bytes, none of them empty, one after the other."""
+    """A stream over an iterable of non-empty chunks of bytes."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class ChunkStream(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
-        """Tell io.BufferedReader that this can be read."""
+        """Return True, for io.BufferedReader."""
         return True
 
     def readinto(self, target: Any) -> int:
-        """Fill as much of a buffer as there is; 0 at the end."""
+        """Fill a buffer as far as possible; return the number of bytes, 0 at the end."""
         rest = self._rest or memoryview(next(self._chunks, b""))
         size = min(len(rest), len(target))
         target[:size] = rest[:size]
@@ -105,23 +105,24 @@ class ChunkStream(io.RawIOBase):
         return size
 
 
-def unpacked(
+def decompress(
     file: BinaryIO, kind: str, note: Callable[[str], None], zstd: Callable[[BinaryIO], BinaryIO]
 ) -> Iterator[bytes]:
-    """Yield the content of a compressed file up to the first damage, which is noted in words.
+    """Yield the content of a compressed file up to the first damage.
 
-    kind: gzip, bzip2, xz (several members in a row are one content), or what `zstd` opens.
+    kind: gzip, bzip2 or xz (members in a row are one content), or zstd, which `zstd` opens. note:
+    called with the error of the damage.
     """
     try:
         if kind == "zstd":
             yield from iter(partial(zstd(file).read, _UNPACKED_CHUNK), b"")
         else:
-            yield from _unpacked(file, _DECODERS[kind])
+            yield from _decompress_members(file, _DECODERS[kind])
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         note(str(error) or type(error).__name__)
 
 
-def _unpacked(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
+def _decompress_members(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
     member = new_member()
     packed = b""
     while True:
@@ -131,7 +132,7 @@ def _unpacked(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
                 return
             member = new_member()
         data = member.decompress(packed, _UNPACKED_CHUNK)
-        # zlib hands back what it did not look at, the others keep it.
+        # zlib returns the input that it did not use; the others keep it.
         packed = getattr(member, "unconsumed_tail", b"")
         if data:
             yield data
@@ -142,7 +143,7 @@ def _unpacked(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def skip_line(stream: BinaryIO, limit: int | None = None) -> int:
-    """Skip to the start of the next line, or past a limit; return how many bytes that were."""
+    """Skip to the start of the next line, or past a limit. Return the number of bytes skipped."""
     size = 0
     while (limit is None or size < limit) and (part := stream.readline(_LINE_PART)):
         size += len(part)
@@ -151,11 +152,11 @@ def skip_line(stream: BinaryIO, limit: int | None = None) -> int:
     return size
 
 
-def _tried(read: Callable[[], Result], path: str) -> Result:
-    """Return what `read` returns, patiently if a disk fails; path: for the error."""
+def _read_again_if_failed(read: Callable[[], Result], path: str) -> Result:
+    """Return the result of `read`, with retries if a disk fails. path: for the error."""
     try:
         return read()
     except OSError as error:
         if not is_of_disk(error):
             raise
-    return patiently(read, path)
+    return with_retries(read, path)

@@ -1,7 +1,7 @@
-"""JSON, YAML and paths that others wrote: limits hold before anything is built of them or opened.
+"""Read JSON, YAML and paths that others wrote, within limits that are checked first.
 
-A record may come from anywhere: a download, a bundle, a copy of a run. What is nested without end,
-grows by aliases, or names a path outside its directory is refused as damaged, here and for all.
+A record may come from anywhere: a download, a bundle, a copy of a run. Records that are nested too
+deeply, that grow by aliases, or that name a path outside their directory are refused as damaged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lib.core.errors import ArtifactError
 DEEPEST = 100  # levels of lists and mappings
 LARGEST_JSON = 1 << 30  # bytes
 LARGEST_YAML = 1 << 20
-MOST_NODES = 100_000  # of a YAML file, once its aliases stand for what they name
+MOST_NODES = 100_000  # of a YAML file, with its aliases expanded
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 
 
 def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
-    """Return what a JSON text holds; ValueError when it is none, or nested too deeply.
+    """Parse a JSON text. Raises ValueError if it is invalid or nested too deeply.
 
     deepest: levels of lists and mappings.
     """
@@ -54,17 +54,17 @@ def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds; OSError, or ValueError when it is no file of that kind."""
+    """Parse a JSON file. Raises OSError, or ValueError if it is no JSON file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
     if status.st_size > LARGEST_JSON:
-        raise ValueError(f"it holds {status.st_size} bytes, more than {LARGEST_JSON}")
+        raise ValueError(f"it has {status.st_size} bytes, more than {LARGEST_JSON}")
     return parse_json(path.read_text(encoding="utf-8"))
 
 
-def mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file; an empty one where there is none that can be read."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file; an empty one if the file cannot be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
@@ -72,10 +72,10 @@ def mapping(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def logged_row(line: bytes) -> dict[str, Any] | None:
-    """Return a line of a run's log, a mapping with a `step`, with NaN for null.
+def parse_log_row(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of a run's log, a mapping with a `step`. null becomes NaN.
 
-    Returns None for a line that is torn or holds no such mapping.
+    Returns None for a torn line, or one without such a mapping.
     """
     try:
         row = parse_json(line)
@@ -86,50 +86,50 @@ def logged_row(line: bytes) -> dict[str, Any] | None:
     return {key: math.nan if value is None else value for key, value in row.items()}
 
 
-def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's log, see logged_row, without lines that a crash has torn.
+def read_log_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's log, without lines that a crash has torn.
 
-    Empty when there is no such file, or when it cannot be read.
+    The result is empty if the file is missing or cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
         return []
-    return [row for row in map(logged_row, lines) if row]
+    return [row for row in map(parse_log_row, lines) if row]
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML text holds; ValueError, which repeats nothing of it, when it is none."""
+    """Parse a YAML text. Raises ValueError, without quoting the text, if it is invalid."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         if len(text.encode()) > LARGEST_YAML:
-            raise ValueError(f"it holds more than {LARGEST_YAML} bytes")
+            raise ValueError(f"it has more than {LARGEST_YAML} bytes")
         _require_small(yaml.parse(text, Loader=loader))
-        return _built(text, loader)
+        return _build(text, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         problem = _CONTENT.sub("", error.problem or "")
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(where + problem) from None
     except (yaml.YAMLError, UnicodeError):
-        raise ValueError("it holds characters that YAML does not allow") from None
+        raise ValueError("it contains characters that YAML does not allow") from None
 
 
-def _built(text: str, loader: type) -> Any:
-    """Return what a YAML text holds; ValueError for `!!int x` and `2020-13-45`."""
+def _build(text: str, loader: type) -> Any:
+    """Return the values of a YAML text. Raises ValueError for `!!int x` and `2020-13-45`."""
     import yaml
 
     try:
         _require_keys_once(yaml.compose(text, Loader=loader))
-        return yaml.load(text, Loader=loader)  # a safe one, the same in C
+        return yaml.load(text, Loader=loader)  # SafeLoader, or the same in C
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("a value is not of the type that it names or looks like") from None
 
 
 def _require_keys_once(node: Any) -> None:
-    """Raise MarkedYAMLError if a mapping at the top has a key twice: the last one would win."""
+    """Raise MarkedYAMLError if the top-level mapping repeats a key: the last one would win."""
     import yaml
 
     seen: set[str] = set()
@@ -147,7 +147,7 @@ def _require_small(events: Iterable[Any]) -> None:
     import yaml
 
     sizes: dict[str | None, int] = {}
-    begun: list[tuple[str | None, int]] = []  # anchor and nodes so far of what is not yet closed
+    begun: list[tuple[str | None, int]] = []  # anchor and nodes so far of each open collection
     for event in events:
         if isinstance(event, yaml.CollectionStartEvent):
             begun.append((event.anchor, 1))
@@ -161,7 +161,7 @@ def _require_small(events: Iterable[Any]) -> None:
             size = 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in (open_ for open_, _ in begun):
-                raise ValueError("an alias stands for what it is a part of")
+                raise ValueError("an alias stands for a collection that contains it")
             anchor = None
             size = sizes.get(event.anchor, 1)
         else:
@@ -171,11 +171,11 @@ def _require_small(events: Iterable[Any]) -> None:
         if begun:
             begun[-1] = begun[-1][0], begun[-1][1] + size
             if begun[-1][1] > MOST_NODES:
-                raise ValueError(f"it holds more than {MOST_NODES:,} values, aliases expanded")
+                raise ValueError(f"it has more than {MOST_NODES:,} values, with aliases expanded")
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds, which may be JSON; OSError or ValueError as `parse_yaml`."""
+    """Parse a YAML or JSON file. Raises OSError, or ValueError as `parse_yaml` does."""
     with path.open("rb") as file:
         head = file.read(LARGEST_YAML + 1)
         if head.lstrip()[:1] == b"{" and len(head) > LARGEST_YAML:  # the manifest of many files
@@ -184,7 +184,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def leads_out(path: object) -> bool:
-    """Tell whether a path is anything but that of a file inside a directory, by its parts."""
+    """Return whether a path, by its parts, is not that of a file inside a directory."""
     return (
         not isinstance(path, str)
         or not is_passable(path)
@@ -193,17 +193,17 @@ def leads_out(path: object) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Tell whether the system takes a text as a path or a word of a command line."""
+    """Return whether the system accepts a text as a path or a word of a command line."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
 
-def inside(root: Path, path: str) -> Path:
-    """Return the place of a file that a record names, to write or delete it.
+def safe_join(root: Path, path: str) -> Path:
+    """Return the path of a file that a record names below `root`, to write or delete it.
 
-    Raises ArtifactError when that leads out of `root`, by its parts or by links.
+    Raises ArtifactError if the path leads out of `root`, by its parts or by links.
     """
     place = root / path if not leads_out(path) else root
     if (
@@ -212,7 +212,7 @@ def inside(root: Path, path: str) -> Path:
         or not place.parent.resolve().is_relative_to(root.resolve())
     ):
         raise ArtifactError(
-            f"a record in {root} names a file that does not lie there",
+            f"a record in {root} names a file outside of it",
             found=repr(path),
             expected="a path inside that directory",
         )

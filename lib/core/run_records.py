@@ -1,7 +1,6 @@
-"""Read the files of a run for people and launchers: check types, make text harmless.
+"""Read the files of a run for people and launchers: check types, escape control characters.
 
-A run may come from anywhere, and its files are shown in a terminal. A value of the wrong type is
-ignored. Control characters are spelled out.
+A run may come from anywhere, and a terminal shows its files. Values of the wrong type are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _WHOLE = {
     "ranks",
     "pid",
 }
-_LARGEST = 1 << 62  # what is larger is no count of a run, and no number that formats take
+_LARGEST = 1 << 62  # a larger number is no count of a run, and cannot be formatted
 # Characters that change the text direction or break a line.
 _MORE_CONTROLS = {
     number: f"\\u{number:04x}"
@@ -33,31 +32,31 @@ _MORE_CONTROLS = {
 
 
 def one_line(text: object) -> str:
-    """Return a text as it can stand within a line of a terminal."""
+    """Return a text that is safe within one line of a terminal."""
     text = visible(str(text)).translate(_MORE_CONTROLS)
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
-def state(path: Path) -> dict[str, Any]:
-    """Return what state.json, or a lock, says; empty where there is none that can be read."""
-    return _checked(records.mapping(path))
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the content of state.json or a lock; empty if it cannot be read."""
+    return _check(records.read_mapping(path))
 
 
-def row(line: bytes) -> dict[str, Any] | None:
-    """Return a line of metrics.jsonl or events.jsonl; None for one that is torn or has no step."""
-    found = records.logged_row(line)
-    checked = _checked(found) if found else {}
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics.jsonl or events.jsonl; None if it is torn or has no step."""
+    row = records.parse_log_row(line)
+    checked = _check(row) if row else {}
     return checked if "step" in checked else None
 
 
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
+def _check(content: dict[str, Any]) -> dict[str, Any]:
     return {
-        one_line(name): _plain(value) for name, value in content.items() if _has_type(name, value)
+        one_line(name): _escape(value) for name, value in content.items() if _has_type(name, value)
     }
 
 
 def _has_type(name: str, value: object) -> bool:
-    """Return whether a value has the type that its name asks for; other names may have any."""
+    """Return whether a value has the type of its name. Other names may have any type."""
     if name in _TEXTS:
         return isinstance(value, str)
     if name in _WHOLE:
@@ -67,14 +66,14 @@ def _has_type(name: str, value: object) -> bool:
     return True
 
 
-def _plain(value: Any) -> Any:
-    """Return a value whose texts are harmless, and whose numbers can be formatted."""
+def _escape(value: Any) -> Any:
+    """Return a value with its texts escaped and its numbers limited, so that it can be printed."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, dict):
-        return {one_line(name): _plain(item) for name, item in value.items()}
+        return {one_line(name): _escape(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_escape(item) for item in value]
     if type(value) is int and abs(value) >= _LARGEST:
         return math.inf if value > 0 else -math.inf
     return value

@@ -1,4 +1,4 @@
-"""How a stage script starts and ends: offline first, errors in words, exit codes."""
+"""Start and end a stage script: offline guard, error messages, exit codes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _AFTER_RANK_0_S = 2.0
 def run(
     main: Callable[[list[str]], None], *, network: bool = False, only_shows: bool = False
 ) -> NoReturn:
-    """Run a stage's main with the command line and exit as errors.py says.
+    """Run a stage's main with the command line, and exit with a code of errors.py.
 
-    network: True only for stage 03 and what starts it. only_shows: True for a command that ends
-    when nobody reads it. A bug keeps its traceback (exit code 1).
+    network: True only for stage 03 and launchers of it. only_shows: True for a command that ends
+    when nobody reads its output. A bug keeps its traceback (exit code 1).
     """
     streams.outlive_readers(only_shows)
     if not network:
@@ -36,17 +36,17 @@ def run(
     except SystemExit:  # --help
         raise
     except KeyboardInterrupt:
-        if log.rank() == 0:  # Ctrl-C comes to all of them
-            print("\ninterrupted; run the same command again to go on", file=sys.stderr)
+        if log.rank() == 0:  # all ranks receive Ctrl-C
+            print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         code = 128 + signal.SIGINT
-    except BaseException as error:  # all: what DCP raises is not an Exception
+    except BaseException as error:  # DCP raises errors that are no Exception
         known = _known(error)
         code = _report(known) if known else _report_bug(error)
     _leave(code)
 
 
 def _known(error: BaseException) -> StageError | None:
-    """Return the error in words when a person can cure it, None for a bug."""
+    """Return the StageError for an error that a person can fix, None for a bug."""
     if isinstance(error, StageError):
         return error
     if isinstance(error, OSError):
@@ -60,14 +60,14 @@ def _known(error: BaseException) -> StageError | None:
 
 
 def _missing(error: OSError) -> UsageError | None:
-    """Return the error for a path of the command line that is not there; of others it is a bug."""
+    """Return the error for a missing path of the command line; for other paths it is a bug."""
     values = [word.rpartition("=")[2] for word in sys.argv[1:]]
     path = str(error.filename or "")
     if isinstance(error, FileNotFoundError) and any(
         len(value) > 1 and path and (path.startswith(value) or value.startswith(path))
         for value in values
     ):
-        return UsageError(f"there is no {path}", expected="a path whose directory is there")
+        return UsageError(f"there is no {path}", expected="a path whose directory exists")
     return None
 
 
@@ -80,10 +80,10 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process with a code that is the stage's.
+    """End the process with the stage's exit code.
 
-    Gloo's threads may abort the process while Python is torn down (torch up to 2.13), which would
-    replace the code: with torch.distributed loaded, the teardown is left out.
+    Gloo's threads may abort the process during Python's teardown (torch up to 2.13), which would
+    replace the code. So with torch.distributed loaded there is no teardown.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -102,8 +102,8 @@ def _report(error: StageError) -> int:
         return error.code
     log.error(text)
     if log.rank() > 0:
-        # Ranks mostly fail on the same input. Let rank 0 speak first: torchrun then ends the
-        # others before they repeat it. A failure of this rank alone is still printed.
+        # Ranks usually fail on the same input. Let rank 0 print first: torchrun then ends the
+        # others before they repeat the error. A failure of this rank alone is still printed.
         time.sleep(_AFTER_RANK_0_S)
         print(f"[rank={log.rank()}] {text}", file=sys.stderr, flush=True)
     else:

@@ -1,7 +1,7 @@
-"""Standard output and standard error, whose reader may leave (`| head`) before the work is done.
+"""Let standard output and standard error survive a reader that leaves early (`| head`).
 
-A run that trains, builds or exports goes on: what it would still have printed is dropped, while the
-logs, the metrics and the exit code are as ever. A command that does nothing but show ends there.
+A run that trains, builds or exports continues: further output is dropped, while logs, metrics and
+the exit code stay the same. A command that only prints ends there.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import os
 import sys
 from typing import TextIO
 
-EXIT_READER_LEFT = 141  # as of a process that SIGPIPE ends: 128 + 13
+EXIT_READER_LEFT = 141  # as for a process that SIGPIPE ends: 128 + 13
 
 
 class _Outlet(io.FileIO):
-    """Writes to a descriptor until its reader is gone. only_shows: end the process then."""
+    """Writes to a descriptor until its reader has left. only_shows: then ends the process."""
 
     def __init__(self, descriptor: int, only_shows: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._only_shows = only_shows
 
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write, or drop what nobody reads or, for more than a command that shows, has no room."""
+        """Write data. Drops it if nobody reads it, or, unless `only_shows`, if the disk is full."""
         try:
             return super().write(data)
         except OSError as error:
@@ -39,17 +39,17 @@ class _Outlet(io.FileIO):
 
 
 def outlive_readers(only_shows: bool = False) -> None:
-    """Have standard output and standard error outlive who reads them.
+    """Let standard output and standard error survive their readers.
 
-    Names of files that are not UTF-8 are printed with backslashes, whatever the locale.
-    only_shows: for a command that has no other work than to print.
+    File names that are not UTF-8 are printed with backslashes, whatever the locale. only_shows: for
+    a command that only prints.
     """
     sys.stdout = _wrapped(sys.stdout, 1, only_shows)
     sys.stderr = _wrapped(sys.stderr, 2, only_shows)
 
 
 def _wrapped(stream: TextIO, descriptor: int, only_shows: bool) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
+    if not isinstance(stream, io.TextIOWrapper):  # a test's stream, or none
         return stream
     try:
         is_usual = stream.fileno() == descriptor

@@ -1,9 +1,9 @@
-"""Artifacts hashed when they are used, and not again until their files change.
+"""Hash artifacts when they are used, and not again until their files change.
 
-What was found whole is noted with inode, size and times of each file under `<cache>/verified/`. A
-launch that finds them so need not read them once more; any write, copy or replacement shows in
-these. A fault of the disk behind the back of the file system does not: that takes `--verify` of
-stage 03, or stage 04 with --prepare-only.
+After an artifact was found intact, `<cache>/verified/` records inode, size and times of each file.
+A launch that finds the same values does not read the files again; any write, copy or replacement
+changes them. Silent disk corruption does not: `--verify` of stage 03, or stage 04 with
+--prepare-only, finds it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from lib.core import hashing, lease, log, manifest, paths, records, units
 from lib.core.progress import Progress
 
-_RACY_NS = 2_000_000_000  # so much later than a file a note must be: clocks of disks are coarse
+_RACY_NS = 2_000_000_000  # a note must be this much later than a file: clocks of disks are coarse
 _LONG_BYTES = 1 << 30
 _POLL_S = 1.0
 _NOTE = "files.json"
 _DIGESTS = "digests.json"
 
 
-def require(
+def require_intact(
     directory: Path,
     content: dict[str, Any],
     what: str,
@@ -36,11 +36,11 @@ def require(
     always: bool = False,
     **remedy: str,
 ) -> None:
-    """Raise ArtifactError unless every byte of an artifact is as its manifest says.
+    """Raise ArtifactError unless every byte of an artifact matches its manifest.
 
-    content: the manifest. workers: threads, each hashes one file at a time. always: hash also what
-    has not changed since it was found whole. remedy: `run` or `hint` of the error. Of several
-    launches and nodes that share `cache_dir` one reads the files and the others wait for it.
+    content: the manifest. workers: threads, which hash one file each at a time. always: also hash
+    files that have not changed since they were found intact. remedy: `run` or `hint` of the error.
+    Among launches and nodes that share `cache_dir`, one reads the files and the others wait.
     """
     place = _place(directory, content, cache_dir)
     if not content["files"] or (not always and _is_noted(place, directory, content)):
@@ -49,17 +49,17 @@ def require(
         if not always and not is_first and _is_noted(place, directory, content):
             return
         stamps = _stamps(directory, content)
-        if found := _hash(directory, content, what, workers, progress):
-            raise manifest.damaged(directory, what, found, **remedy)
+        if found := _find_damage(directory, content, what, workers, progress):
+            raise manifest.damage_error(directory, what, found, **remedy)
         _note(place, stamps)
 
 
-def note(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
-    """Note that an artifact was just found whole by other means."""
+def record_intact(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
+    """Record that an artifact was just found intact by other means."""
     _note(_place(directory, content, cache_dir), _stamps(directory, content))
 
 
-def digests(
+def file_digests(
     directory: Path,
     names: Iterable[str],
     cache_dir: Path,
@@ -69,9 +69,9 @@ def digests(
     progress: bool = True,
     always: bool = False,
 ) -> dict[str, str]:
-    """Return the digests of files that no manifest names, by name: hashed once until they change.
+    """Return the digests of files without a manifest, by name; hash them once until they change.
 
-    As in `require`, of several launches and nodes that share `cache_dir` one reads them.
+    As in `require_intact`, one of the launches and nodes that share `cache_dir` reads them.
     """
     files = [{"path": name, "algorithm": hashing.FAST} for name in sorted(names)]
     content: dict[str, Any] = {"files": files}
@@ -89,7 +89,7 @@ def digests(
             Progress(f"hashing {what}", total, "B", progress and total > _LONG_BYTES) as bar,
             ThreadPoolExecutor(max(1, workers)) as pool,
         ):
-            found = dict(
+            digests = dict(
                 pool.map(
                     lambda entry: (
                         entry["path"],
@@ -98,14 +98,14 @@ def digests(
                     files,
                 )
             )
-        with suppress(OSError):  # `_note` tells it
-            manifest.write_json(place / _DIGESTS, found)
+        with suppress(OSError):  # `_note` reports it
+            manifest.write_json(place / _DIGESTS, digests)
         _note(place, stamps)
-    return found
+    return digests
 
 
 def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dict[str, str]:
-    """Return the digests that were noted of files that have not been touched since, else {}."""
+    """Return the recorded digests of files that have not changed since, else {}."""
     if content["files"] and _is_noted(place, directory, content):
         with suppress(OSError, ValueError):
             noted = records.read_json(place / _DIGESTS)
@@ -117,14 +117,14 @@ def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dic
 
 
 def _place(directory: Path, content: dict[str, Any], cache_dir: Path) -> Path:
-    """Return the directory of the note about an artifact: of this content at this place."""
+    """Return the directory of the record about an artifact with this content at this place."""
     here = directory.resolve()
     key = hashing.fingerprint([str(here), content["files"]])
     return paths.verified_root(cache_dir) / f"{here.name}-{key[:12]}"
 
 
 def _stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
-    """Return inode, bytes and times of each file by its path; of one that is missing nothing."""
+    """Return inode, bytes and times of each existing file, by its path."""
     stamps = {}
     for entry in content["files"]:
         with suppress(FileNotFoundError):
@@ -134,9 +134,9 @@ def _stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
-    """Tell whether the files are those that were found whole, and have not been touched since.
+    """Return whether the files were found intact and have not changed since.
 
-    A note that was made within moments of the last change may have missed a later one.
+    A record made right after the last change does not count: it may have missed a later one.
     """
     try:
         noted = records.read_json(place / _NOTE)
@@ -155,15 +155,15 @@ def _note(place: Path, stamps: dict[str, list[int]]) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
         manifest.write_json(place / _NOTE, stamps)
-    except OSError as error:  # a cache that only others may write: hashed again next time
-        log.info(f"what was verified cannot be noted in {place}: {error.strerror}")
+    except OSError as error:  # a cache that only others may write: hash again next time
+        log.info(f"{place} cannot be written, so the next launch verifies again: {error.strerror}")
 
 
 @contextmanager
 def _alone(place: Path) -> Iterator[bool]:
-    """Wait until no other process hashes the same; tell whether none did.
+    """Wait until no other process hashes the same files. Yields whether none did.
 
-    Where nothing can be written nobody waits for anybody.
+    If the cache cannot be written, nobody waits.
     """
     is_first = True
     held = None
@@ -188,10 +188,10 @@ def _alone(place: Path) -> Iterator[bool]:
             held.release()
 
 
-def _hash(
+def _find_damage(
     directory: Path, content: dict[str, Any], what: str, workers: int, progress: bool
 ) -> list[str]:
-    """Return what is wrong with the files of an artifact, a sentence each."""
+    """Hash an artifact and return one sentence for each damaged file."""
     files = content["files"]
     total = sum(entry["bytes"] for entry in files)
     began = time.monotonic()
@@ -206,7 +206,7 @@ def _hash(
             filter(
                 None,
                 pool.map(
-                    lambda entry: manifest.damage(
+                    lambda entry: manifest.describe_damage(
                         directory / entry["path"], entry, deep=True, advance=bar.advance
                     ),
                     files,
@@ -214,5 +214,5 @@ def _hash(
             )
         )
     if is_long and not damaged:
-        log.info(f"every byte is as it was written, {units.duration(time.monotonic() - began)}")
+        log.info(f"every byte is intact, {units.duration(time.monotonic() - began)}")
     return damaged

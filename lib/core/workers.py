@@ -1,4 +1,4 @@
-"""Processes and threads that work beside this one, and end with it."""
+"""Run worker processes and threads that end with this process."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # schedulers send th
 
 
 class Worker:
-    """Answers tasks in the order in which they were sent, in a process of its own.
+    """A child process that answers tasks in the order in which they were sent.
 
-    prepare: called there with `arguments`; returns what answers a task. Send no second task before
-    the answer to the first is received: both sides could wait for the other to read.
+    prepare: called in the child with `arguments`; returns the function that answers a task. Receive
+    the answer to a task before sending the next one, or both sides could wait for the other to
+    read.
     """
 
     def __init__(
         self, name: str, prepare: Callable[..., Callable[[Any], Any]], *arguments: Any
     ) -> None:
-        # Not forked: threads and locks of this process are not copied half-way.
+        # Spawned: a fork would copy threads and locks of this process in an undefined state.
         context = multiprocessing.get_context("spawn")
         self._connection, there = context.Pipe()
         self._process = context.Process(
@@ -40,18 +41,18 @@ class Worker:
         with imports_as_here():
             self._process.start()
         there.close()
-        # Before multiprocessing would wait for what its SIGTERM does not end.
+        # Runs before multiprocessing waits for a child that ignores its SIGTERM.
         atexit.register(self.close)
 
     def send(self, task: Any) -> None:
-        """Hand over a task; StageError when the process has died."""
+        """Send a task. Raises StageError if the process has died."""
         try:
             self._connection.send(task)
         except OSError:
             raise self._died() from None
 
     def receive(self) -> Any:
-        """Return the answer to a task or raise what it raised; StageError when the process died."""
+        """Return the answer to a task or raise its error. Raises StageError if the child died."""
         try:
             error, answer = self._connection.recv()
         except (EOFError, OSError):
@@ -61,9 +62,9 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it is at; nothing the second time."""
+        """End the process at once. A second call does nothing."""
         atexit.unregister(self.close)
-        self._process.kill()  # a thread that waits for an answer sees the end of it
+        self._process.kill()  # a thread that waits for an answer sees the connection end
         self._process.join()
         self._connection.close()
 
@@ -73,7 +74,7 @@ class Worker:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return StageError(
             f"the worker process `{self._process.name}` has died ({how})",
-            expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+            expected="signal 9 usually means that memory ran out: try fewer --num-workers",
             run=commands.as_typed(),
         )
 
@@ -81,8 +82,8 @@ class Worker:
 def _serve(
     tasks: Connection, prepare: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]
 ) -> None:
-    """Answer tasks until the other side closes, or is gone."""
-    set_up(_IGNORED)
+    """Answer tasks until the parent closes the connection or is gone."""
+    set_up_worker(_IGNORED)
     handler: Callable[[Any], Any] | None = None
     answer: tuple[Exception | None, Any]
     with suppress(EOFError, OSError):
@@ -93,17 +94,17 @@ def _serve(
                 answer = None, handler(task)
             except StageError as error:
                 answer = error, None
-            except Exception:  # what others raise may not survive the way back
+            except Exception:  # other exceptions may not survive pickling
                 answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}"), None
             tasks.send(answer)
 
 
 @contextmanager
 def imports_as_here() -> Iterator[None]:
-    """Have the Python processes that start within look for modules where this one does.
+    """Let Python processes that start within the context import from the same places as this one.
 
-    Without it they look in the working directory first (and do with Python 3.10), which may be one
-    of data, with files of any name.
+    Otherwise they import from the working directory first (with Python 3.10 they still do), which
+    may contain data, with files of any name.
     """
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.pop(name, None) for name in ours}
@@ -117,8 +118,8 @@ def imports_as_here() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def set_up(ignored: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
-    """Do what every worker process does first: leave signals to its parent, and not outlive it."""
+def set_up_worker(ignored: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+    """Let a worker process leave signals to its parent, and end with it."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -131,12 +132,12 @@ def _end_with_parent() -> None:
 
 
 def thread_pool(count: int = 1, name: str = "") -> ThreadPoolExecutor:
-    """Return threads whose current GPU is that of the thread that makes them.
+    """Return a pool of threads that use the current GPU of the calling thread.
 
-    torch keeps the current GPU per thread, and a new thread has number 0: what every rank of a node
-    does there would meet on that one, on a stream that nothing else waits for.
+    torch keeps the current GPU per thread, and a new thread begins with GPU 0. All ranks of a node
+    would then meet on that GPU, on a stream that nothing else waits for.
     """
-    torch = sys.modules.get("torch")  # a stage that has not imported it has no GPU either
+    torch = sys.modules.get("torch")  # a stage without torch uses no GPU either
     if torch is None or not torch.cuda.is_initialized():
         return ThreadPoolExecutor(count, thread_name_prefix=name)
     return ThreadPoolExecutor(count, name, torch.cuda.set_device, (torch.cuda.current_device(),))

@@ -253,11 +253,11 @@ def _recall(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
     shards.restore_names(directory)
     try:
-        noted = reading.patiently(
+        noted = reading.with_retries(
             lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
         )
         if any(
-            records.inside(directory, name).stat().st_size < size
+            records.safe_join(directory, name).stat().st_size < size
             for name, size in noted["files"].items()
         ):
             noted = {}  # a power cut took what the note vouches for

@@ -75,7 +75,9 @@ class Workers:
             from lib.core import workers
 
             self._executor = ProcessPoolExecutor(
-                min(self._count, units.ceil_div(total, _CHUNK)), get_context("fork"), workers.set_up
+                min(self._count, units.ceil_div(total, _CHUNK)),
+                get_context("fork"),
+                workers.set_up_worker,
             )
         flying: deque[Future[list[Result]]] = deque()
         try:

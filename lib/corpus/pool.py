@@ -94,7 +94,7 @@ def start_server() -> BaseContext:
 
 def _prepare() -> None:
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    workers.set_up()
+    workers.set_up_worker()
 
 
 def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:

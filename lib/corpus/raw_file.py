@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from lib.core.reading import ChunkStream, PatientFile, skip_line, unpacked
+from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
@@ -53,7 +53,7 @@ class RawFile:
             stem, suffix = posixpath.splitext(path)
             inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
             self.stream = _make_stream(
-                unpacked(self._file, self.kind, self._note_damage, _open_zstd)
+                decompress(self._file, self.kind, self._note_damage, _open_zstd)
             )
             self._sniff(inner)
 
@@ -89,7 +89,7 @@ class RawFile:
     def open_seekable(self) -> Iterator[BinaryIO]:
         """Open the content so that it can be read in any order; what is compressed is unpacked."""
         if self.stream is self._file:
-            with io.BufferedReader(PatientFile(self._path)) as file:
+            with io.BufferedReader(RetryingFile(self._path)) as file:
                 yield file
             return
         with tempfile.TemporaryFile(dir=self.scratch) as file:
@@ -151,7 +151,7 @@ class RawFile:
 
 def _open(path: str) -> Stream:
     """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
-    raw = PatientFile(path)
+    raw = RetryingFile(path)
     try:
         if os.fstat(raw.fileno()).st_size > _BUFFER:
             return io.BufferedReader(raw, _BUFFER)

@@ -39,8 +39,8 @@ def is_description(root: Path, place: str) -> bool:
     if name not in _KEYS and not is_cache:
         return False
     path = root / place
-    is_saved = _KEYS[_STATE] in records.mapping(path.parent / _STATE)
-    if is_cache or _KEYS[name] not in records.mapping(path):
+    is_saved = _KEYS[_STATE] in records.read_mapping(path.parent / _STATE)
+    if is_cache or _KEYS[name] not in records.read_mapping(path):
         return is_cache and is_saved
     return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
 
@@ -76,7 +76,7 @@ def _require_one_split(
 
     Raises ArtifactError if its description does not name the splits.
     """
-    names = records.mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
+    names = records.read_mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if not splits or splits != names:
         raise ArtifactError(
@@ -105,7 +105,7 @@ def _require_one_split(
 
 def _require_text(directory: Path) -> None:
     """Raise UsageError for a dataset of tokens."""
-    features = records.mapping(directory / _INFO)["features"]
+    features = records.read_mapping(directory / _INFO)["features"]
     if not isinstance(features, dict) or _TOKENS not in features:
         return
     if not _has_strings(features):

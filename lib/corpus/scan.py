@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import manifest, unfinished
+from lib.core import manifest, partial_dirs
 from lib.core.errors import is_of_disk
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
@@ -156,7 +156,7 @@ class Scan:
     ) -> str:
         if item.name.startswith("."):
             return HIDDEN
-        if item.path == self._output or unfinished.is_ours(Path(item.path)):
+        if item.path == self._output or partial_dirs.is_ours(Path(item.path)):
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # of an earlier run: the same files once more

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, reading, records, unfinished, units
+from lib.core import commands, hashing, log, manifest, partial_dirs, reading, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import differences
 from lib.core.paths import MANIFEST
@@ -38,11 +38,11 @@ def remove(save_dir: Path, splits: Iterable[str]) -> None:
     ours = [
         path
         for path in there
-        if unfinished.is_bare(path)
+        if partial_dirs.is_bare(path)
         or (not path.is_symlink() and (manifest.read_if_any(path) or {}).get("kind") == KIND)
     ]
     for path in ours:
-        unfinished.remove(path, path / MANIFEST)  # last, so that a killed run's rest is known
+        partial_dirs.remove(path, path / MANIFEST)  # last, so that a killed run's rest is known
     if ours:
         log.info(f"removed {locate_parts(save_dir)}, which is merged")
     with suppress(OSError):  # not there, or not empty
@@ -115,7 +115,7 @@ def list_files(done: UnitResult) -> list[dict[str, Any]]:
 def _read(unit: WorkUnit) -> UnitResult | None:
     """Return what a unit gave, as it was recorded; None when no whole record is there."""
     try:
-        record = reading.patiently(
+        record = reading.with_retries(
             lambda: records.read_json(unit.part(_RECORD)), unit.part(_RECORD)
         )
         return UnitResult(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
@@ -141,7 +141,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
                 "not built"
                 + (
                     ", or not finished"
-                    if manifest.unfinished(locate_parts(save_dir) / name)
+                    if manifest.describe_leftovers(locate_parts(save_dir) / name)
                     else ""
                 )
             ]
@@ -150,7 +150,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
         else:
             found = [
                 *map(str, differences(there["identity"], identity(whole, files)))
-            ] or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
+            ] or manifest.find_damage(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))
         if found:

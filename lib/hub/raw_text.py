@@ -122,7 +122,7 @@ def remove_outdated(target: Path, before: Iterable[str]) -> None:
     """Delete the files of an earlier manifest that the present one does not name."""
     for path in set(before) - set(list_earlier(target)):
         try:
-            place = records.inside(target.parent, path)
+            place = records.safe_join(target.parent, path)
         except ArtifactError:
             log.warn(f"{target.parent / path} is left alone: it lies behind a link")
             continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
-from lib.core.identity import differences, in_lines
+from lib.core.identity import differences, list_differences
 from lib.models import scratch, tokenizer, training_text
 from lib.models.directory import CONFIG, rename_in_errors
 
@@ -73,7 +73,7 @@ class Design:
             read = ", ".join(map(str, self.train_on)) or self.copy_from
             raise UsageError(
                 f"{read} was replaced or changed while it was read; nothing was made of it",
-                found=in_lines(changed),
+                found=list_differences(changed),
                 hint="once nothing writes to it:",
                 run=commands.as_typed(),
             )

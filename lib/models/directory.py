@@ -126,7 +126,7 @@ def _check_files(directory: Path, content: dict[str, Any], remedy_: Remedy) -> P
 
 def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactError:
     """Return the error for a name that stands for nothing finished."""
-    found = [manifest.unfinished(target)]
+    found = [manifest.describe_leftovers(target)]
     if target.is_dir():
         found.append(
             f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it as it is"

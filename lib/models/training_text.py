@@ -41,7 +41,7 @@ def _fingerprint_one(corpus: Path) -> str:
     if partial or not corpus.is_dir():
         raise ArtifactError(
             f"the dataset {corpus} " + ("is not finished" if partial else "does not exist"),
-            found=manifest.unfinished(corpus),
+            found=manifest.describe_leftovers(corpus),
             **(
                 {"run": commands.script("02_build_hf_dataset.py", "--save-dir", final)}
                 if Path("splits").is_dir()
@@ -84,7 +84,7 @@ def _plain_files(corpus: Path) -> list[Path]:
     described = ("state.json", "dataset_dict.json")
     if corpus.is_dir() and any((corpus / name).exists() for name in described):
         return []
-    return arrow_files.splits(corpus).get("train", []) if corpus.exists() else []
+    return arrow_files.find_splits(corpus).get("train", []) if corpus.exists() else []
 
 
 def _find_train_split(corpus: Path) -> Path:

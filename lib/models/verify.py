@@ -117,8 +117,8 @@ def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bo
             # Patiently: what is not known to be damaged, since a disk fails to read it, is not
             # remade.
             problems = pool.map(
-                lambda entry, root=artifact.directory: reading.patiently(
-                    lambda: manifest.damage(
+                lambda entry, root=artifact.directory: reading.with_retries(
+                    lambda: manifest.describe_damage(
                         Path(os.path.normpath(root / entry["path"])),
                         entry,
                         deep=True,
@@ -157,7 +157,7 @@ def _find_remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
     if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):
         found = remedy(directory, "--overwrite")
         if content is None and "run" in found:
-            found["run"] = commands.moved_away(directory, found["run"])
+            found["run"] = commands.move_away(directory, found["run"])
         return found
     if content and made_by[:2] in ("01", "02"):
         return manifest.remedy(content, "--overwrite")

@@ -35,7 +35,7 @@ class Meeting:
 
     def __init__(self) -> None:
         """Tell the others that this process has started, and go on telling that it is alive."""
-        launcher.process()  # notes which one it is
+        launcher.parent_pid()  # notes which one it is
         shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
         self._shared = dist.PrefixStore("meeting", shared)
         self._word = uuid.uuid4().hex

@@ -1,1 +1,1 @@
-"""Memory and time, ahead of a run."""
+"""Estimates of the memory and time that a run will need."""

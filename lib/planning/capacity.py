@@ -1,4 +1,4 @@
-"""Memory as the device reports it; on a CPU, as the kernel reports it for this process."""
+"""Memory that the device reports; on a CPU, that the kernel reports for this process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def device() -> torch.device:
 
 
 def total(device: torch.device) -> int:
-    """Return the bytes of memory that this rank may count on: on a CPU, its share of the machine's
-    within the limits of the control groups around this process.
+    """Return the bytes of memory of this rank: of its GPU, or its share of the machine's memory.
+
+    On a CPU the control groups around this process limit that memory.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -33,11 +34,11 @@ def total(device: torch.device) -> int:
 
 
 def room(device: torch.device) -> int:
-    """Return the bytes that this rank can still be given: all of a GPU, or its share of the host.
+    """Return the bytes that this rank can still allocate: all of a GPU, or its share of the host.
 
-    On a CPU: what is free on the machine, and within the limits of the control groups around this
-    process (a container, a Slurm job), divided by the ranks here. Swap counts: what the kernel
-    would let run does fit.
+    On a CPU that is the free memory of the machine, within the limits of the control groups around
+    this process (a container, a Slurm job), divided by the ranks on this machine. Swap counts,
+    since the kernel would let such a run proceed.
     """
     if device.type == "cuda":
         return total(device)
@@ -46,7 +47,7 @@ def room(device: torch.device) -> int:
 
 
 def swap(device: torch.device) -> int:
-    """Return the bytes of this rank's room that are on a disk, where a step would take ages."""
+    """Return how many bytes of this rank's room are swap, in which a step would take ages."""
     if device.type == "cuda":
         return 0
     return _meminfo("SwapFree") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,9 +63,10 @@ def _own_groups() -> list[str]:
 
 
 def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield what each control group allows, and leaves free; the kernel gives caches back.
+    """Yield the bytes that each control group allows, and those still free in it.
 
-    groups: lines as in cgroups(7), of version 1 `4:memory:/path` and of version 2 `0::/path`.
+    Caches count as free, since the kernel gives them back. groups: lines as in cgroups(7), for
+    version 1 `4:memory:/path` and for version 2 `0::/path`.
     """
     for line in groups:
         _, controllers, path = line.split(":", 2)
@@ -81,19 +83,20 @@ def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
             )
         )
         inner = root / path.strip("/")
-        # The names may be those outside of a container, which sees its own group as the root.
+        # A container sees its own group as the root, yet may read the names used outside of it.
         for group in [inner, *inner.parents][: len(inner.parts) - len(root.parts) + 1]:
-            with suppress(OSError, ValueError):  # no limit: "max", or no such file at the root
+            with suppress(OSError, ValueError):  # unlimited: "max", or no such file at the root
                 most = int((group / limit).read_text())
                 stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
                 cached = sum(int(stat.get(name, 0)) for name in caches)
                 yield most, most - int((group / used).read_text()) + cached
 
 
-def usage(device: torch.device) -> dict[str, float]:
-    """Return `memory/{current,peak,reserved,total}_gib`; the peak is since the last call.
+def memory_usage(device: torch.device) -> dict[str, float]:
+    """Return `memory/{current,peak,reserved,total}_gib`.
 
-    On CUDA also `memory/alloc_retries`, how often the allocator had to give cached memory back.
+    The peak covers the time since the last call. On CUDA also `memory/alloc_retries`: how often the
+    allocator had to return cached memory.
     """
     if device.type == "cuda":
         figures = {
@@ -113,7 +116,7 @@ def usage(device: torch.device) -> dict[str, float]:
         figures = {"current": resident, "peak": peak, "reserved": resident, "total": total(device)}
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-    found = {f"memory/{name}_gib": value / _GIB for name, value in figures.items()}
+    usage = {f"memory/{name}_gib": value / _GIB for name, value in figures.items()}
     if device.type == "cuda":
-        found["memory/alloc_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    return found
+        usage["memory/alloc_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    return usage

@@ -7,37 +7,37 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lib.parallel import recompute
-from lib.planning.trace import Case
+from lib.planning.trace import StepConfig
 
 RECOMPUTE_OPTION = "--activation-checkpointing"
 GATHER_OPTION = "--keep-gathered"
 
 
-class Turn(NamedTuple):
-    """Names another setting. options: to give instead, in the order in which people turn them."""
+class Alternative(NamedTuple):
+    """A step with other settings. options: what to type instead, in the order of their cost."""
 
     options: dict[str, str]
-    case: Case
+    case: StepConfig
     more_ranks: bool = False
 
     def words(self, without: str = "") -> list[str]:
-        """Return the options as words of a command, but for one that need not be given."""
+        """Return the options as words of a command, except one that need not be typed."""
         return [word for option in self.options.items() if option[0] != without for word in option]
 
 
-def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
+def cheaper_settings(asked: StepConfig, on_gpu: bool = True) -> Iterator[Alternative]:
     """Yield other settings, the least costly first."""
     off = {GATHER_OPTION: "off"} if asked.keep_gathered else {}
     if off:
         asked = replace(asked, keep_gathered=False)
-        yield Turn(off, asked)
+        yield Alternative(off, asked)
     for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1 :]:
-        yield Turn({**off, RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
+        yield Alternative({**off, RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
     case = replace(asked, recompute="full")
     for batch in reversed(range(1, asked.batch)):
         if asked.batch % batch == 0:  # so that a global batch is still divided evenly
             case = replace(case, batch=batch, accumulates=True)
-            yield Turn({**off, "-b": str(batch), RECOMPUTE_OPTION: "full"}, case)
+            yield Alternative({**off, "-b": str(batch), RECOMPUTE_OPTION: "full"}, case)
     given = {
         **off,
         **({"-b": str(case.batch)} if asked.batch > 1 else {}),
@@ -46,17 +46,18 @@ def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
     if case.shard_size < case.ranks:
         case = replace(case, shard_size=case.ranks)
         given |= {"--shard-size": str(case.ranks)}
-        yield Turn(given, case)
+        yield Alternative(given, case)
     for doublings in range(1, 7):
         ranks = case.ranks << doublings
-        whole = {**given, "--shard-size": str(ranks)} if "--shard-size" in given else given
-        yield Turn(whole, replace(case, ranks=ranks, shard_size=ranks), more_ranks=True)
+        sharded = {**given, "--shard-size": str(ranks)} if "--shard-size" in given else given
+        yield Alternative(sharded, replace(case, ranks=ranks, shard_size=ranks), more_ranks=True)
     if case.optimizer == "adamw":
-        yield Turn({**given, "--optimizer": "adamw8bit"}, replace(case, optimizer="adamw8bit"))
+        in_8_bits = replace(case, optimizer="adamw8bit")
+        yield Alternative({**given, "--optimizer": "adamw8bit"}, in_8_bits)
     if on_gpu and not case.offload:
         given = {**given, "--cpu-offload": "on"}
         case = replace(case, offload=True)
-        yield Turn(given, case)
+        yield Alternative(given, case)
     while case.seq_length >= 512:
         case = replace(case, seq_length=case.seq_length // 2)
-        yield Turn({**given, "-s": str(case.seq_length)}, case)
+        yield Alternative({**given, "-s": str(case.seq_length)}, case)

@@ -1,8 +1,9 @@
-"""What decoder blocks keep for the backward pass when they are compiled, from torch's partitioner.
+"""Estimate the activations that compiled decoder blocks keep, with torch's own partitioner.
 
-Eagerly, autograd keeps what each operation asks for. The compiler divides the graph of a block into
-forward and backward such that little is kept, and recomputes what is cheap: 34 instead of 49 bytes
-per token and feature for a block of Llama. Here its own partitioner runs on fake tensors.
+In eager mode autograd keeps each tensor that an operation asks for. The compiler splits the graph
+of a block into forward and backward so that it keeps little, and recomputes cheap operations: a
+block of Llama keeps 34 instead of 49 bytes per token and feature. This module runs the compiler's
+partitioner on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,38 +25,40 @@ from transformers import PreTrainedModel
 from lib.core import log
 from lib.models.architecture import decoder_layers
 
-_KINDS = 4  # a model with more kinds of blocks than this counts as if it were not compiled
+_KINDS = 4  # a model with more kinds of blocks is estimated as if it were not compiled
 _MARGIN = 1.03
-_OPERATIONS = 600  # of a block; the partitioner would take minutes for those of Mamba's scan
+_OPERATIONS = 600  # in a block; Mamba's scan has so many that the partitioner would take minutes
 
 
 def kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return how much of its activations a model keeps when its blocks are compiled, 1.0 at most.
+    """Return the share of their activations that blocks keep when compiled, at most 1.0.
 
-    That is the partitioner's share and a little more. It is 1.0 for a family whose blocks cannot be
-    traced, or have so many operations that it would take minutes.
+    It is the partitioner's share plus a margin. It is 1.0 for a family whose blocks cannot be
+    traced, or have too many operations.
 
-    model: fake, not sharded, in the precision that it computes in. tokens: a batch [B, T] of the
-    same fake mode, within which this is called.
+    model: fake, not sharded, in its compute dtype. tokens: a batch [B, T] of the same fake mode,
+    which must be active.
     """
     try:
         inputs = _inputs_of_blocks(model, tokens)
         if len(inputs) > _KINDS:
             return 1.0
-        kept = [(count, *_kept_bytes(*found)) for count, *found in inputs.values()]
+        kept = [(count, *_kept_bytes(*call)) for count, *call in inputs.values()]
     except Exception as error:  # whatever torch raises, the eager count stands
-        log.info(f"what compiled blocks keep could not be estimated: {type(error).__name__}")
+        log.info(
+            f"the activations of compiled blocks could not be estimated: {type(error).__name__}"
+        )
         return 1.0
     eager = sum(count * size for count, size, _ in kept)
     return min(1.0, _MARGIN * sum(count * size for count, _, size in kept) / eager)
 
 
 def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:
-    """Return for each kind of block how many there are, one of them, and its arguments.
+    """Return for each kind of block the number of blocks, one of them, and its arguments.
 
     Blocks are of one kind if their parameters and the shapes of their arguments are alike.
     """
-    found: dict[Any, list[Any]] = {}
+    kinds: dict[Any, list[Any]] = {}
 
     def note(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         shapes = [
@@ -68,22 +71,22 @@ def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[
             *shapes,
             getattr(block, "attention_type", None),
         )
-        found.setdefault(kind, [0, block, arguments, named])[0] += 1
+        kinds.setdefault(kind, [0, block, arguments, named])[0] += 1
 
     with contextlib.ExitStack() as stack:
         for block in decoder_layers(model).values():
             stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
         with torch.no_grad():
             model(input_ids=tokens, use_cache=False)
-    return found
+    return kinds
 
 
 def _kept_bytes(
     block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[int, int]:
-    """Return the bytes that a block keeps for its backward pass: eagerly, and compiled.
+    """Return the bytes that a block keeps for its backward pass, in eager mode and compiled.
 
-    Weights and the arguments that all blocks share, such as rotary tables, do not count.
+    Weights do not count, nor do the arguments that all blocks share, such as rotary tables.
     """
     leaves, shape = tree_flatten((arguments, named))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -100,7 +103,7 @@ def _kept_bytes(
             block, dict(zip(names, weights, strict=True)), args, kwargs
         )
 
-    # Imported here, where it is needed: half a second.
+    # Imported here because it takes half a second.
     from torch._inductor.decomposition import select_decomp_table
 
     compiled = aot_function(
@@ -122,7 +125,7 @@ def _kept_bytes(
 
 
 class _Limited(TorchDispatchMode):
-    """Raises RecursionError once more operations have run than a block should have."""
+    """Raises RecursionError when a block runs too many operations."""
 
     left = _OPERATIONS
 

@@ -1,4 +1,4 @@
-"""What a run will need of each GPU's memory, for any number of them, and what it took."""
+"""Estimate the memory that a run needs on each GPU, and compare it with what the run took."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.parallel import evenly, parallelize, recompute
 from lib.planning import trace
-from lib.planning.apart import child_context, start_without_gpus
-from lib.planning.cheaper import turned
-from lib.planning.trace import Case, StepMemory
+from lib.planning.cheaper import cheaper_settings
+from lib.planning.child_process import child_context, start_without_gpus
+from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED
 
 _BATCHES = (1, 2, 4)  # times --batch-size
-USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
-_SHORT = 4  # blocks that stand for any number of them
-_NAMED = 0.005  # the share of the whole from which on a kind of memory is named
-ESTIMATED_FROM = 20e6  # parameters
-_PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
+USABLE = 0.9  # share of memory; the rest: CUDA context, NCCL buffers, fragments
+_SHORT = 4  # blocks, traced in place of any number of them
+_NAMED = 0.005  # the log leaves out kinds of memory below this share of the total
+ESTIMATED_FROM = 20e6  # parameters; libraries take more memory than a smaller model
+_PATIENCE_S = 30  # of processor time; a trace takes a few seconds
 _GIB = 1 << 30
 
 
 class Estimates:
-    """Tells the memory of a model's steps, traced where needed and remembered.
+    """Estimates the memory of a model's steps, by traces that it caches.
 
-    model: on the meta device, not sharded. Of blocks that are all alike, a few are traced.
-    progress: counts the traces, of a second or more each.
+    model: on the meta device, not sharded. If all blocks are alike, a trace covers a few of them.
+    progress: counts the traces, which take a second or more each.
     """
 
     def __init__(self, model: PreTrainedModel, progress: Progress | None = None) -> None:
@@ -48,14 +48,15 @@ class Estimates:
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = trace.makes_loss(self._models[0])
         self._sizes = [(p.shape, p.element_size(), p.requires_grad) for p in model.parameters()]
-        self._traced: dict[Case, StepMemory] = {}
-        self._shares: dict[Case, float] = {}
+        self._traced: dict[StepConfig, StepMemory] = {}
+        self._shares: dict[StepConfig, float] = {}
         self._progress = progress
 
-    def step(self, case: Case) -> StepMemory:
+    def step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards.
 
-        Compiled blocks that recompute nothing keep fewer activations, as torch's partitioner says.
+        Compiled blocks without recomputation keep fewer activations: torch's partitioner says
+        which.
         """
         step = self._eager_step(replace(case, compiled=False))
         return (
@@ -64,8 +65,8 @@ class Estimates:
             else step
         )
 
-    def kept_share(self, case: Case) -> float:
-        """Return the share of their activations that compiled blocks keep, 1.0 if not known."""
+    def kept_share(self, case: StepConfig) -> float:
+        """Return the share of their activations that compiled blocks keep; 1.0 if unknown."""
         alike = replace(
             case,
             ranks=1,
@@ -82,11 +83,11 @@ class Estimates:
             self._shares[alike] = trace.kept_when_compiled(self._models[0], alike)
         return self._shares[alike]
 
-    def _eager_step(self, case: Case) -> StepMemory:
+    def _eager_step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step whose blocks are not compiled.
 
-        Whatever the number of ranks, the same weights are gathered and the same activations kept:
-        another number than that of an earlier trace only makes other shards, which is arithmetic.
+        The number of ranks changes neither the gathered weights nor the activations. For another
+        number than that of an earlier trace only the shards differ, which is arithmetic.
         """
         replicated = case.ranks > case.shard_size
         for known, step in self._traced.items():
@@ -103,71 +104,75 @@ class Estimates:
         self._traced[case] = self._trace(case)
         return self._traced[case]
 
-    def _trace(self, case: Case) -> StepMemory:
+    def _trace(self, case: StepConfig) -> StepMemory:
         case = replace(case, chunked=self._chunked)
         if self._progress is not None:
-            self._progress.tell(f"batch {case.batch}, {case.recompute}")
+            self._progress.show(f"batch {case.batch}, {case.recompute}")
         with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
             first, *longer = [trace.trace(model, case, mesh) for model in self._models]
         if self._progress is not None:
             self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first
 
-    def _dims(self, case: Case) -> list[int]:
-        """Return by parameter along which dimension ranks share it."""
+    def _dims(self, case: StepConfig) -> list[int]:
+        """Return for each parameter the dimension along which it is sharded."""
         return [evenly.sharded_dim(shape, case.shard_size) for shape, *_ in self._sizes]
 
-    def _shards(self, case: Case) -> dict[str, float]:
-        """Return what the first rank holds, which has the largest shards, by kind.
+    def _shards(self, case: StepConfig) -> dict[str, float]:
+        """Return the size of the first rank's shards, which are the largest, by kind.
 
-        Of weights the bytes, of the rest the numbers: only what is trained has any.
+        Sizes are bytes for weights, and numbers of elements for gradients and optimizer states,
+        which only trained weights have.
         """
         weights = trained = 0.0
         for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
-            held = (
+            elements = (
                 math.prod(shape) / case.shard_size * evenly.unevenness(shape, case.shard_size, dim)
             )
-            weights += held * size
-            trained += held * is_trained
+            weights += elements * size
+            trained += elements * is_trained
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 
-def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: bool) -> None:
-    """Print what each case would need of a GPU, what fits, and the nearest that does.
+def print_memory_table(
+    model: PreTrainedModel, cases: Sequence[StepConfig], gpu_gib: float, shown: bool
+) -> None:
+    """Print the memory that each case needs on a GPU, and the nearest setting that fits.
 
-    gpu_gib: memory of one. shown: that the tracing goes on.
+    gpu_gib: memory of one GPU. shown: show progress while tracing.
     """
     usable = gpu_gib * USABLE
     first = cases[0]
+    traced_as = ", traced as bf16" if first.precision == "fp8" else ""
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
-        f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
+        f"{first.precision}{traced_as}; usable are "
         f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments"
     )
-    log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
-    # In a file the rows themselves show that it goes on.
+    log.info("  columns: the most of each kind; peak: the most of all kinds together")
+    # In a log file the rows themselves show the progress.
     with Progress("tracing steps", None, " traces", shown and sys.stderr.isatty()) as progress:
         estimates = Estimates(model, progress)
         if first.compiled and (share := estimates.kept_share(first)) < 1:
             log.info(
                 f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of what "
-                "they keep uncompiled, by torch's partitioner; --compile off plans without it"
+                "they keep uncompiled, by torch's partitioner; --compile off estimates without it"
             )
         elif first.compiled:
-            log.info("  traced as if not compiled, which needs somewhat more")
+            log.info("  traced as if not compiled, which needs slightly more")
         for case in cases:
             plain = replace(case, keep_gathered=False)
             _table(plain, estimates, usable)
             if case.keep_gathered:
                 whole = parallelize.gathered_bytes(model, case.shard_size, case.precision)
                 log.info(
-                    "    → all blocks stay gathered, since there is memory: at most "
+                    "    → all blocks stay gathered, since memory allows it: at most "
                     + units.memory(estimates.step(plain).gathered(whole).total)
                 )
 
 
-def _table(asked: Case, estimates: Estimates, usable: float) -> None:
-    """Print the memory on so many GPUs, by batch and kind of checkpointing."""
+def _table(asked: StepConfig, estimates: Estimates, usable: float) -> None:
+    """Print the memory for one number of GPUs, by batch and kind of checkpointing."""
     step = estimates.step(asked)
     ranks = asked.ranks
     held = step.largest
@@ -190,12 +195,12 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
         case = replace(asked, batch=asked.batch * times, recompute=kind)
         _row(case, estimates, usable, unit, case == asked)
     if _peak(step) > usable:
-        log.info("    → looking for the nearest setting that fits")
+        log.info("    → searching for the nearest setting that fits")
         log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 
-def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
-    """Print the memory of a case. unit: bytes of what all sizes of the table are told in."""
+def _row(case: StepConfig, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
+    """Print the memory of a case. unit: bytes of the unit that the table uses."""
     begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
     try:
         step = estimates.step(case)
@@ -210,14 +215,14 @@ def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool
     )
 
 
-def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
-    """Say which knob to turn first, or which together, so that it fits."""
-    for turn in turned(asked):
+def _nearest(estimates: Estimates, asked: StepConfig, usable: float) -> str:
+    """Return the first option, or combination of options, with which the step fits."""
+    for setting in cheaper_settings(asked):
         with suppress(RuntimeError):  # as in a row
-            if (peak := _peak(estimates.step(turn.case))) <= usable:
-                where = f" on {turn.case.ranks} GPUs" * turn.more_ranks
-                return f"fits with {' '.join(turn.words())}{where}: {peak:.3g} GiB"
-    return "nothing makes it fit: take a smaller model or larger GPUs"
+            if (peak := _peak(estimates.step(setting.case))) <= usable:
+                gpus = f" on {setting.case.ranks} GPUs" if setting.more_ranks else ""
+                return f"fits with {' '.join(setting.words())}{gpus}: {peak:.3g} GiB"
+    return "no option makes it fit: use a smaller model or larger GPUs"
 
 
 def _peak(step: StepMemory) -> float:
@@ -225,11 +230,11 @@ def _peak(step: StepMemory) -> float:
 
 
 class MemoryEstimate:
-    """Traces in a process of its own: nothing of it stays, and the run does not wait for it.
+    """Traces a run's step in a child process, for which the run does not wait.
 
-    Must be made before the process group and before the model is sharded: it may fork. It waits
-    until the ranks have agreed on what is to be traced (`begin`). On other ranks than 0, and for a
-    model so small that libraries take more memory than it does, nothing is estimated.
+    Create it before the process group and before the model is sharded, since it may fork. The child
+    waits until the ranks have agreed on the step to trace (`begin`). Only rank 0 makes an estimate,
+    and none for a model so small that libraries take more memory.
     """
 
     def __init__(self, model: PreTrainedModel, precision: str) -> None:
@@ -248,7 +253,7 @@ class MemoryEstimate:
         )
         try:
             start_without_gpus(self._child)
-        except OSError as error:  # no room for another process, but for a run there may be
+        except OSError as error:  # no memory for another process, but there may be for a run
             question.send(str(error))
         question.close()
 
@@ -258,14 +263,14 @@ class MemoryEstimate:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: StepConfig) -> None:
         """Start the trace of a run."""
         if self._is_wanted:
-            with suppress(OSError):  # of a process that is not there: `tell` has its last word
+            with suppress(OSError):  # the child is gone: `report` has its last message
                 self._answer.send(case)
 
-    def tell(self, wait_s: float = 0.0) -> None:
-        """Print the estimate as soon as it is known, once. wait_s: for it, at most."""
+    def report(self, wait_s: float = 0.0) -> None:
+        """Log the estimate once it is known. wait_s: seconds to wait for it at most."""
         if self._answer.closed or not self._answer.poll(wait_s):
             return
         try:
@@ -287,44 +292,41 @@ class MemoryEstimate:
         )
 
     def compared(self, peak: float, before: float) -> str:
-        """Return the peak of the run, GiB, beside the estimate. before: in use without the model.
+        """Return a sentence that compares the peak of the run with the estimate.
 
-        A run may end before its estimate is there, which is waited for then.
+        peak, before: GiB; `before` was in use without the model. A run may end before its estimate
+        is known; then this waits for it.
         """
-        self.tell(_PATIENCE_S)
-        what = (
-            "the most that the allocator gave out" if self._on_gpu else "the most that was resident"
-        )
+        self.report(_PATIENCE_S)
+        source = "allocated by torch" if self._on_gpu else "resident"
         own = units.memory((peak - before) * _GIB)
-        estimated = (
-            ""
-            if not self._is_wanted
-            else "; it was not estimated"
-            if self.gib is None
-            else f"; {units.memory(self.gib * _GIB)} were estimated"
-        )
+        estimated = ""
+        if self._is_wanted and self.gib is None:
+            estimated = "; it was not estimated"
+        elif self.gib is not None:
+            estimated = f"; {units.memory(self.gib * _GIB)} were estimated"
         return (
-            f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before "
+            f"peak {units.memory(peak * _GIB)} ({source}); {own} without what was in use before "
             f"the model{estimated}"
         )
 
     def close(self) -> None:
-        """Do not wait for the answer any longer."""
+        """Stop waiting for the answer."""
         if self._is_wanted and self._child.pid is not None:
             self._child.kill()
 
 
 def _trace(others: Connection, question: Connection, model: PreTrainedModel) -> None:
-    others.close()  # or this process would wait for itself when the run has ended
+    others.close()  # otherwise this process keeps its own pipe open
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
     os.nice(10)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # whoever reads the run's output must not wait for this process
+    for stream in range(3):  # a reader of the run's output must not wait for this process
         os.dup2(nowhere, stream)
     try:
         question.send(Estimates(model).step(question.recv()).peak)
-    except Exception as error:  # whatever it is, the run goes on
+    except Exception as error:  # whatever it is, the run continues
         first, *_ = str(error).splitlines() or [""]
         question.send(f"{type(error).__name__}: {first[:200]}")

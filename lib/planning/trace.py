@@ -1,7 +1,7 @@
-"""The memory of one training step, from a trace in which every tensor is fake.
+"""Trace the memory of one training step with fake tensors.
 
 The trainer's own sharding, checkpointing, loss and optimizer run on tensors without memory, in a
-process group without peers, so any model on any number of ranks is measured on a laptop.
+process group without peers. So a laptop can measure any model on any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from lib.tokens.batches import MicroBatch
 
 _ROWS_PER_DOCUMENT = 128
 
-# It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
+# It prints a traceback of each failure, which the caller of a trace reports anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
-class Case:
-    """Says what decides the memory of a step, beside the model.
+class StepConfig:
+    """The settings that decide the memory of a step, besides the model.
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
-    pass per step. keep_gathered: as in sharding, and in the passes of a step. masked: attention by
-    a mask, as packed documents have without a varlen kernel. documents: the most of a sample, where
-    that kernel computes them; 0 without it. chunked: the output layer makes the loss. optimizer:
-    its kind. on_gpu: else on a CPU, which takes smaller pieces of some things at a time. compiled:
-    whether the blocks are; a trace itself is of code that is not.
+    pass per step. keep_gathered: weights stay gathered from one pass of a step to the next. masked:
+    attention takes a mask, as it does for packed documents without a varlen kernel. documents: the
+    most documents of a sample if that kernel computes them, else 0. chunked: the output layer
+    computes the loss. optimizer: its name. on_gpu: False on a CPU, which computes some operations
+    in smaller pieces. compiled: the blocks are compiled; a trace itself runs uncompiled code.
     """
 
     ranks: int
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Holds bytes. largest: of each kind. moments: of all kinds where a phase has its peak."""
+    """Bytes by kind. largest: the most of each kind. moments: all kinds at the peak of a phase."""
 
     largest: Bytes
     moments: tuple[Bytes, ...]
@@ -82,7 +82,7 @@ class StepMemory:
 
     @property
     def peak(self) -> Bytes:
-        """Return what is on the device when there is most."""
+        """Return the bytes on the device by kind when they are most."""
         here = KINDS[3:] if self.offload else KINDS
         return max(
             ({kind: moment[kind] for kind in here} for moment in self.moments),
@@ -91,14 +91,14 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device when there is most."""
+        """Return the bytes on the device when they are most."""
         return sum(self.peak.values())
 
     def extended(self, longer: StepMemory, by: int) -> StepMemory:
-        """Return the step of a model with `by` more blocks; `longer` has one more.
+        """Return the step of a model with `by` more blocks, where `longer` has one more.
 
-        Exact where blocks are alike: at the same place, counted from the beginning or the end of a
-        pass, there is more of each kind by the same with every block.
+        This is exact if blocks are alike. Then at any moment, counted from the beginning or the end
+        of a pass, each block adds the same bytes to each kind.
         """
 
         def further(one: Bytes, other: Bytes) -> Bytes:
@@ -111,9 +111,9 @@ class StepMemory:
         )
 
     def resharded(self, factors: Mapping[str, float]) -> StepMemory:
-        """Return the step with other shards: what is gathered from them does not change.
+        """Return the step with shards of another size. The gathered weights do not change.
 
-        factors: by how much a rank has more, for each kind that is sharded.
+        factors: the ratio of the sizes of a rank's shards, for each sharded kind.
         """
 
         def other(sizes: Bytes) -> Bytes:
@@ -122,10 +122,10 @@ class StepMemory:
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
     def compiled(self, share: float, blocks: int) -> StepMemory:
-        """Return the step with compiled blocks, which keep this share of their activations.
+        """Return the step with compiled blocks, which keep `share` of their activations.
 
-        The one block that is computed counts in full: in backward it has made again by then what
-        it did not keep.
+        The block that computes at the moment counts in full: in the backward pass it has
+        recomputed the activations that it did not keep.
         """
         spare = (1 - share) * self.largest["activations"] / blocks
 
@@ -136,7 +136,7 @@ class StepMemory:
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
     def gathered(self, size: int) -> StepMemory:
-        """Return an upper bound of the step with so many bytes of weights gathered all the time."""
+        """Return an upper bound of the step if `size` bytes of weights stay gathered throughout."""
 
         def other(sizes: Bytes) -> Bytes:
             return sizes | {"gathered": sizes["gathered"] + size}
@@ -146,7 +146,7 @@ class StepMemory:
 
 @contextlib.contextmanager
 def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
-    """Join a process group of `ranks` of which this process is the only one, for the while."""
+    """Join a fake process group of `ranks`, of which this process is the only member."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield make_mesh("cpu", ranks, ranks // shard_size)
@@ -154,8 +154,8 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
-    """Return the memory of a step of a model on the meta device, which stays as it is."""
+def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
+    """Return the memory of a step of a model on the meta device, without changing the model."""
     model = copy.deepcopy(model)
     parallelize.parallelize(
         model,
@@ -171,16 +171,16 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _attention(model, case),
-        mock.patch.dict(adamw8bit.AT_ONCE, clear=True),
-    ):  # as on a GPU, not many small pieces
+        mock.patch.dict(adamw8bit.AT_ONCE, clear=True),  # large pieces, as on a GPU
+    ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
             return record(model, case, tracker)
 
 
-def record(model: PreTrainedModel, case: Case, tracker: Tracker) -> StepMemory:
-    """Run a step of a sharded model, fake or real, and return what was counted."""
+def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
+    """Run a step of a sharded model, fake or real, and return the memory that it took."""
     adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
     batch = _batch(case)
@@ -194,24 +194,24 @@ def record(model: PreTrainedModel, case: Case, tracker: Tracker) -> StepMemory:
         del total
     passes = tracker.phases
     tracker.restart("workspace")
-    # Not fp16's guard, which looks at the norm: there is none to look at.
+    # Not fp16's guard: it reads the norm, which fake tensors do not have.
     StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
     tracker.making = "optimizer"
     registry.named_states(model, adamw)
     tracker.making = "workspace"
     adamw.step()
-    for moment in passes:  # in the first step there are no states until now, in others there are
+    for moment in passes:  # later steps have states from their beginning
         moment["optimizer"] = tracker.largest["optimizer"]
     forward = passes[:half]
     backward = passes[half:]
-    # The output layer and the loss come last in forward and first in backward; between the others
-    # there are blocks alike, where memory rises or falls steadily.
+    # The output layer and the loss come last in the forward pass and first in the backward pass.
+    # Between the other moments run blocks that are alike, where memory rises or falls steadily.
     moments = (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:], *tracker.phases)
     return StepMemory(tracker.largest, moments, case.offload)
 
 
 def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
-    """Return a copy with the first `layers` blocks, None where blocks are not all alike."""
+    """Return a copy with the first `layers` blocks, or None if blocks are not all alike."""
     found = decoder_layers(model)
     parents = {name.rpartition(".")[0] for name in found}
     kinds = {
@@ -233,10 +233,10 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
         return copy.deepcopy(model)
 
 
-def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
-    """Return the share of their activations that blocks keep when they are compiled.
+def kept_when_compiled(model: PreTrainedModel, case: StepConfig) -> float:
+    """Return the share of their activations that blocks keep when compiled; 1.0 for fp8.
 
-    model: on the meta device, which stays as it is. It is 1.0 for fp8, whose casts are not traced.
+    The casts of fp8 cannot be traced. model: on the meta device; it is not changed.
     """
     if case.precision == "fp8":
         return 1.0
@@ -247,9 +247,9 @@ def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
 
 
 def makes_loss(model: PreTrainedModel) -> bool:
-    """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
-    model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
-    case = Case(1, 1, 1, 16, "bf16", "none")
+    """Return whether a model passes on its output layer's result, so that it can be the loss."""
+    model = copy.deepcopy(model).to(torch.bfloat16)  # the only dtype of grouped products
+    case = StepConfig(1, 1, 1, 16, "bf16", "none")
     head = model.get_output_embeddings()
     returned = []
     head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
@@ -258,15 +258,15 @@ def makes_loss(model: PreTrainedModel) -> bool:
         model.to_empty(device="cpu")
         try:
             return loss.token_loss_sum(model, _batch(case)) is returned[0]
-        except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
+        except (RuntimeError, TypeError, IndexError):  # code after the layer needs logits
             return False
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
-    """Let attention do what it does with real tokens.
+def _attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
+    """Let attention take the code path of real tokens.
 
-    transformers takes all fake positions for packed ones and would make a mask.
+    transformers mistakes fake positions for those of packed documents, and would build a mask.
     """
     if model.config._attn_implementation != "eager":
         model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
@@ -290,11 +290,11 @@ def _as_by_kernel(
     scaling: float | None,
     window: int,
 ) -> Tensor:
-    """Take the memory of the kernel for packed documents. query, key, value: [tokens, H, D].
+    """Allocate what the kernel for packed documents allocates. query, key, value: [tokens, H, D].
 
-    It keeps what sdpa keeps without a mask, and only that runs on fake tensors. In backward it sums
-    the gradient of the queries in float32, with 128 rows more for each document (mha_varlen_bwd in
-    torch's flash_api.cpp).
+    The kernel keeps the same tensors as sdpa without a mask, and only sdpa runs on fake tensors.
+    Its backward pass sums the gradient of the queries in float32, with 128 more rows for each
+    document (mha_varlen_bwd in torch's flash_api.cpp).
     """
     parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
     out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
@@ -302,7 +302,7 @@ def _as_by_kernel(
     summed = len(query) + _ROWS_PER_DOCUMENT * (len(boundaries) - 1), *query.shape[1:]
 
     def backward(_: Tensor) -> None:
-        """Make all at once what the kernel has at the same time; sdpa makes its own after it."""
+        """Allocate together the tensors that the kernel holds at the same time, before sdpa's."""
         [torch.empty(shape, dtype=dtype) for shape, dtype in (*shapes, (summed, torch.float32))]
 
     if out.requires_grad:
@@ -310,7 +310,7 @@ def _as_by_kernel(
     return out[0].transpose(0, 1)
 
 
-def _batch(case: Case) -> MicroBatch:
+def _batch(case: StepConfig) -> MicroBatch:
     tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
     is_packed = case.masked or case.documents
     ends = (
@@ -320,12 +320,12 @@ def _batch(case: Case) -> MicroBatch:
 
 
 def _mark(model: nn.Module, tracker: Tracker) -> None:
-    """Tell the tracker where blocks end, what the loss makes, and what FSDP gathers and reduces."""
+    """Tell the tracker where blocks end, and which tensors the loss makes and FSDP gathers."""
 
     def done(_: nn.Module, __: Any, out: Any) -> None:
         tracker.next_phase()
         hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
-        if hidden.requires_grad:  # not before the first adapter, where all is frozen
+        if hidden.requires_grad:  # false before the first adapter, where all weights are frozen
             hidden.register_hook(lambda _: tracker.next_phase())
 
     def gathered(module: nn.Module, _: Any) -> None:

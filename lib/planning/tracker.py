@@ -1,4 +1,4 @@
-"""Which tensors live, by kind: bytes counted as PyTorch makes and frees storages."""
+"""Count the bytes of live tensors by kind, as PyTorch allocates and frees storages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lib.models.sharded import local_tensor
 
 Bytes = dict[str, int]  # by kind
 
-SHARDED = ("parameters", "gradients", "optimizer")  # these lie in host memory with offload
+SHARDED = ("parameters", "gradients", "optimizer")  # in host memory with --cpu-offload
 KINDS = (*SHARDED, "activations", "loss", "gathered", "workspace")
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by kind, and what there were in each phase at most.
+    """Counts the bytes of live storages by kind, and their peak in each phase.
 
-    making: the kind of what is created now. host: kinds that do not count for a phase's peak.
-    Works on real tensors as on fake ones.
+    making: the kind of tensors that are created now. host: kinds that do not count for a phase's
+    peak. Both real and fake tensors work.
     """
 
     def __init__(self, host: tuple[str, ...] = ()) -> None:
@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):
         def tracked(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if id(storage) in self._known:
-                self._put(storage, "gathered")  # only FSDP does so
+                self._put(storage, "gathered")  # only FSDP resizes storages
 
         def unseen(*arguments: Any) -> Any:
             self._paused = True
@@ -58,8 +58,8 @@ class Tracker(TorchDispatchMode):
             finally:
                 self._paused = False
 
-        # Dispatch does not see the first, and takes the second, which works out the shape of a
-        # whole DTensor, for real work. The second is private (torch 2.13).
+        # Dispatch does not see the first. It would count the second as real work, although that
+        # only computes the shape of an unsharded DTensor; it is private (torch 2.13).
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", tracked))
         self._patches.enter_context(
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
@@ -71,26 +71,26 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*error)
 
     def restart(self, making: str) -> None:
-        """Forget the phases so far."""
+        """Discard the phases so far and begin another."""
         self.phases = []
         self.next_phase(making)
 
     def next_phase(self, making: str = "") -> None:
-        """Begin to record another peak."""
+        """Begin another phase, with a peak of its own."""
         self.making = making or self.making
         self.phases.append(dict(self._now))
         self._peak = 0
         self._record()
 
     def put(self, tensors: Any, kind: str) -> None:
-        """Say what tensors are, once that is known."""
+        """Assign a kind to tensors, once it is known."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._put(local_tensor(tensor).untyped_storage(), kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes back as operations on shards
+            return NotImplemented  # dispatch returns with the operations on its shards
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
             0,
         )
         if before in SHARDED:
-            kind = before  # part of an exchange, and itself still
+            kind = before  # it takes part in a collective, and keeps its kind
         self._now[before] -= size
         self._known[key] = (reference, kind, storage.nbytes())
         self._now[kind] += storage.nbytes()

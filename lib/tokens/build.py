@@ -50,14 +50,16 @@ def prepare(
 
     def build() -> None:
         _build(dataset, encoder(), target, identity, num_workers, progress, chat)
-        verified.note(target, manifest.read(target, store.KIND, "the token store"), cache_dir)
+        verified.record_intact(
+            target, manifest.read(target, store.KIND, "the token store"), cache_dir
+        )
 
     once(
         target,
         store.KIND,
         identity,
         build,
-        lambda content: verified.require(
+        lambda content: verified.require_intact(
             target,
             content,
             "the token store",
@@ -65,7 +67,7 @@ def prepare(
             workers=num_workers,
             progress=progress,
             always=verify,
-            run=commands.remade(target),
+            run=commands.delete_and_rerun(target),
         ),
     )
     if verify:
@@ -89,11 +91,14 @@ def once(
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
         raise ArtifactError(
-            f"{target} is damaged (no readable manifest.json)", run=commands.remade(target)
+            f"{target} is damaged (no readable manifest.json)",
+            run=commands.delete_and_rerun(target),
         )
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
-    while not publish.is_done(target, kind, identity, overwrite=False, run=commands.remade(target)):
+    while not publish.is_done(
+        target, kind, identity, overwrite=False, run=commands.delete_and_rerun(target)
+    ):
         if is_builder:
             try:
                 build()
@@ -105,7 +110,7 @@ def once(
             waited = True
         time.sleep(_POLL_S)
     if is_builder:
-        verify(manifest.read(target, kind, publish.in_words(kind)))
+        verify(manifest.read(target, kind, publish.kind_name(kind)))
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:

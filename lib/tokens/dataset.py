@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import log, manifest, paths, stamps
+from lib.core import file_identity, log, manifest, paths
 from lib.core.conversation import Conversation, Place
 from lib.tokens import columns, dataset_files, lacking
 from lib.tokens.chat import table_rows
@@ -39,12 +39,14 @@ class Dataset:
     fingerprint: str
     splits: dict[str, list[Path]]
     ours: bool
-    stamps: stamps.Stamps = field(default_factory=dict, compare=False)
+    stamps: file_identity.Identities = field(default_factory=dict, compare=False)
     format: str = TEXT
 
     def require_same(self) -> None:
         """Raise UsageError when the dataset is not the one any more that was fingerprinted."""
-        stamps.require_same(self.stamps, f"the dataset {self.path}", "its tokens were prepared")
+        file_identity.require_same(
+            self.stamps, f"the dataset {self.path}", "its tokens were prepared"
+        )
 
     def check_content(self) -> None:
         """Hash every shard of a dataset of stage 02; ArtifactError names what is damaged."""
@@ -175,7 +177,7 @@ def open_dataset(path: Path) -> Dataset:
     if not path.is_file() and not (path.is_dir() and any(path.iterdir())):
         raise lacking.missing(path)
     # Before anything is read that it is identified by.
-    seen = stamps.take(dataset_files.list_files(path))
+    seen = file_identity.read_identities(dataset_files.list_files(path))
     content = dataset_files.require_dataset(path)
     homes = dataset_files.find_homes(path)
     splits = dataset_files.find_splits(path, homes)

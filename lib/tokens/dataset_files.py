@@ -78,7 +78,7 @@ def find_homes(path: Path) -> dict[str, Path]:
         return {name: path / name for name in SPLITS if name in named}
     if (path / "state.json").exists() and (path / "dataset_info.json").exists():
         return {"train": path}
-    if not (path / "state.json").exists() and arrow_files.splits(path):
+    if not (path / "state.json").exists() and arrow_files.find_splits(path):
         return {}
     there = sorted(p.name for p in path.iterdir())
     found = ", ".join(there[:4]) + ", …" * bool(there[4:])
@@ -129,7 +129,7 @@ def require_chat_columns(path: Path, splits: dict[str, list[Path]]) -> None:
 
 def _plain_splits(path: Path) -> dict[str, list[Path]]:
     """Return the Arrow files of each split; UsageError where there is none to train on."""
-    found = arrow_files.splits(path)
+    found = arrow_files.find_splits(path)
     if "train" not in found:
         raise UsageError(
             f"{path} has no file of a split `train`",
@@ -185,7 +185,7 @@ def _malformed(path: Path) -> ArtifactError:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = reading.patiently(lambda: records.read_json(path), path)
+        content = reading.with_retries(lambda: records.read_json(path), path)
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"dataset {path.parent} is damaged", found=f"no readable {path.name} ({error})"

@@ -24,7 +24,7 @@ _OF_FILES = {".arrow", ".parquet", ".json", ".jsonl", ".gz", ".txt", ".csv"}
 def missing(path: Path) -> ArtifactError:
     """Return the error for a dataset that is not there, with what makes it of what is there."""
     there = sorted(p.name for p in DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
-    left = manifest.unfinished(path)
+    left = manifest.describe_leftovers(path)
     if not left and _is_of_the_hub(path):
         return _not_prepared(path.as_posix())
     remedy: manifest.Remedy = (

@@ -123,8 +123,8 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
         KIND,
         identity,
         lambda: _build(tokens, seq_length, target, identity),
-        lambda content: verified.require(
-            target, content, "the packs", cache_dir, run=commands.remade(target)
+        lambda content: verified.require_intact(
+            target, content, "the packs", cache_dir, run=commands.delete_and_rerun(target)
         ),
     )
     summary = manifest.read(target, KIND, "the packs")["summary"]
@@ -142,7 +142,7 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(
             f"{target / MANIFEST} is damaged",
-            run=commands.remade(target),
+            run=commands.delete_and_rerun(target),
             expected="the manifest that finished packs have",
         ) from None
     return packs

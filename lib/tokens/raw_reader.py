@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from lib.core import log, units
-from lib.core.reading import ChunkStream, PatientFile, skip_line, unpacked
+from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
 from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
@@ -63,11 +63,11 @@ def read(
         yield from _rows(path, span, place or 0, text_field)
         return
     compression = COMPRESSIONS.get(path.suffix.lower())
-    with io.BufferedReader(PatientFile(str(path))) as plain:
+    with io.BufferedReader(RetryingFile(str(path))) as plain:
         damage: list[str] = []
         file = (
             io.BufferedReader(
-                ChunkStream(unpacked(plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES
+                ChunkStream(decompress(plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES
             )
             if compression
             else plain
@@ -143,7 +143,7 @@ def _open_zstd(file: BinaryIO) -> Any:
 def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
     from pyarrow.parquet import ParquetFile
 
-    with io.BufferedReader(PatientFile(str(path))) as file, ParquetFile(file) as parquet:
+    with io.BufferedReader(RetryingFile(str(path))) as file, ParquetFile(file) as parquet:
         if text_field not in (names := parquet.schema_arrow.names):
             raise NoColumn(f"no column `{text_field}`, it has {', '.join(names)}")
         first = 0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.core import commands, hashing, log, manifest, reading, records, stamps, units
+from lib.core import commands, file_identity, hashing, log, manifest, reading, records, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.tokens.dataset import Dataset
@@ -40,7 +40,7 @@ class SplitWriter:
         self._dataset = dataset
         self._dtype = np.dtype(dtype).newbyteorder("<")
         # Of a dataset made elsewhere the fingerprint knows only both ends of each shard.
-        self._text = "" if dataset.ours else stamps.fingerprint(dataset.stamps)
+        self._text = "" if dataset.ours else file_identity.fingerprint(dataset.stamps)
         self._earlier = _read_progress(self._progress)
         if self._earlier.get("text", "") != self._text or not self.is_sound(self._earlier):
             self._earlier = {}
@@ -145,7 +145,7 @@ class Sink:
             "bytes": self.bytes,
             "digest": hashing.digest(self._hasher),
         }
-        if found := manifest.damage(self.path, entry, deep=True):
+        if found := manifest.describe_damage(self.path, entry, deep=True):
             raise ArtifactError(
                 f"{self.path} does not read back as it was written",
                 found=found,
@@ -158,7 +158,7 @@ class Sink:
 
 def _read_progress(path: Path) -> dict[str, Any]:
     try:
-        noted = reading.patiently(lambda: records.read_json(path), path)
+        noted = reading.with_retries(lambda: records.read_json(path), path)
     except (OSError, ValueError):  # of one that is not there, or is torn
         return {}
     return noted if isinstance(noted, dict) else {}

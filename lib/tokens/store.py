@@ -208,14 +208,14 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     reads: `mmap`, or `pread` for file systems on which that is better.
     """
     content = manifest.read(path, KIND, "the token store")
-    manifest.check(path, content, "the token store", run=commands.remade(path))
+    manifest.check(path, content, "the token store", run=commands.delete_and_rerun(path))
     summary = content["summary"]
     if summary.get("label_mask") not in (None, LABEL_MASK):
         raise ArtifactError(
             f"{path} has a label mask, which this version cannot read",
             found=str(summary["label_mask"]),
             hint="update the code, or make the store anew:",
-            run=commands.remade(path),
+            run=commands.delete_and_rerun(path),
         )
     is_chat = summary.get("label_mask") == LABEL_MASK
     try:
@@ -227,7 +227,7 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     if not sound:
         raise ArtifactError(
             f"{path / paths.MANIFEST} is damaged",
-            run=commands.remade(path),
+            run=commands.delete_and_rerun(path),
             expected="the manifest that a finished token store has",
         )
     splits = {

@@ -10,7 +10,7 @@ from lib.train.config import Config
 
 def add_options(parser: options.Parser) -> None:
     """Add all options of stage 04."""
-    declared.add(parser, Config)
+    declared.add_options(parser, Config)
     speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
     speed.add_argument(
         "--use-flash-attn",
@@ -25,5 +25,5 @@ def add_options(parser: options.Parser) -> None:
 def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
     """Return what was typed or stands in --config; UsageError tells what is wrong."""
     opts = parser.parse(argv)
-    paths.settle(opts)
-    return declared.read(Config, opts)
+    paths.expand_save_dir(opts)
+    return declared.read_options(Config, opts)

@@ -267,7 +267,7 @@ class Config(LoraOptions):
     plan_gpus: list[int] | None = option(
         None,
         role=LOCAL,
-        parse=options.counts,
+        parse=options.parse_counts,
         metavar="N,N,…",
         help="print the memory per GPU on so many GPUs, for each kind of activation checkpointing "
         "and several batch sizes (default: only the bytes of its states on the ranks of this "
@@ -441,7 +441,7 @@ class Config(LoraOptions):
         """Return the values of the fields that have one of these roles."""
         return {
             each.name: getattr(self, each.name)
-            for each in declared.fields(Config)
+            for each in declared.list_fields(Config)
             if each.metadata["role"] in roles
         }
 
@@ -458,7 +458,7 @@ class Config(LoraOptions):
             )
             if name in self.why
         }
-        return options.resolved(options.Options(**self.having(*Role) | again))
+        return options.to_plain_values(options.Options(**self.having(*Role) | again))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
         """Return what decides the result of a run, as lib/core/identity.py compares it.
@@ -467,7 +467,7 @@ class Config(LoraOptions):
         """
         quiet = {
             each.name
-            for each in declared.fields(Config)
+            for each in declared.list_fields(Config)
             if each.metadata["quiet"] and getattr(self, each.name) == each.default
         }
         decisive = {name: value for name, value in self.having(RESULT).items() if name not in quiet}

@@ -13,7 +13,7 @@ from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, declared, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.identity import Difference, differences, in_lines
+from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import directory, prepared
 from lib.train import chats, journal, lora_from
@@ -41,7 +41,7 @@ _OF_TENSORS = {
 }
 # What decides which sample bears which number: inputs, and options that are declared so.
 _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
-    field.name for field in declared.fields(Config) if field.metadata["renumbers"]
+    field.name for field in declared.list_fields(Config) if field.metadata["renumbers"]
 }
 
 
@@ -112,7 +112,7 @@ def require_same(
         what = " and ".join(sorted({_OF_TENSORS[each.name] for each in other}))
         raise UsageError(
             f"{where} holds {what}, which this run cannot take over",
-            found=in_lines(other),
+            found=list_differences(other),
             hint="keep these options, or begin another run from an export of this one",
         )
     if changed and not with_changes:
@@ -127,7 +127,7 @@ def require_same(
         ways = [way for way in ways if way != last] + ([last] if last else [])
         raise UsageError(
             f"{where} was begun with other settings",
-            found=in_lines(changed),
+            found=list_differences(changed),
             hint=f"use {', '.join(ways[:-1])}, or {ways[-1]}{':' if run else ''}",
             run=run,
         )
@@ -157,7 +157,7 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
         is_alone = len(changed) == 1
         return (
             "the adapter that its checkpoints hold, which needs no --lora-from",
-            commands.moved_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
+            commands.move_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
         )
     if any(each.name in _OF_TENSORS for each in changed) or (config.adapts and "model" in replaced):
         name = f"{where.name}-2"
@@ -179,13 +179,13 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
         run = commands.with_options("--config", where / "config.yaml", *own)
         return UsageError(
             f"{where} was begun with other settings",
-            found=in_lines(changed),
+            found=list_differences(changed),
             hint=f"{ways}, or the settings that it has:",
             run=run,
         )
     return UsageError(
         f"{where} was begun with other settings",
-        found=in_lines(changed),
+        found=list_differences(changed),
         hint=f"{ways}, or the template that it has:",
         run=commands.as_typed(*own, drop=own[:1]),
     )

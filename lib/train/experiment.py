@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.core import hashing, launcher, log, manifest, stamps
+from lib.core import file_identity, hashing, launcher, log, manifest
 from lib.core.errors import EXIT_BUG, Preempted, UsageError
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
@@ -84,7 +84,7 @@ def _describe(
 ) -> str:
     """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
     old = inputs.stop_request  # one that has come since is meant for this launch
-    if not launch.has_begun and old and old == stamps.take(old):
+    if not launch.has_begun and old and old == file_identity.read_identities(old):
         log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"

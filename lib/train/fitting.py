@@ -1,7 +1,7 @@
-"""What fits: a run at all, and where that is open its batch and how much it computes again.
+"""Check that a run fits in memory, and fill in the options left at `auto`.
 
-`lib/planning/choice.py` says what is taken. Here are the options that it is taken for, what is said
-of it, and the rest: what the data has, and a batch that leaves a GPU waiting for memory.
+`lib/planning/memory_check.py` makes the choice. This module applies it to the options, and reports
+it. It also handles the limits of the data, and a batch that leaves a GPU waiting for its memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lib.parallel import recompute
 from lib.parallel.degrees import Degrees
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout, gather
-from lib.planning import capacity, choice
-from lib.planning.apart import NoAnswer
-from lib.planning.fit import Fit
+from lib.planning import capacity
+from lib.planning.child_process import NoAnswer
 from lib.planning.memory import USABLE
-from lib.planning.trace import Case
+from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
+from lib.planning.trace import StepConfig
 from lib.train import plan
 from lib.train.config import AUTO, Config
 from lib.train.inputs import KEPT, Inputs, keep_global_batch
@@ -62,14 +62,14 @@ def default_batch(config: Config, inputs: Inputs) -> Config:
     return config
 
 
-def settle(config: Config, inputs: Inputs, model: PreTrainedModel) -> tuple[Config, Fit]:
+def settle(config: Config, inputs: Inputs, model: PreTrainedModel) -> tuple[Config, MemoryCheck]:
     """Return the options with what fits this rank's device in the place of `auto`, and the rest.
 
     A run that goes on computes no less again than before, so that it goes on as it was. Ranks may
     find different values: `agree` takes what fits all of them. Raises UsageError where no batch
     goes with the other options; whether a run fits in memory at all is asked by `require`.
     """
-    fit = Fit.here(model)
+    fit = MemoryCheck.here(model)
     if config.plan_gpus or config.prepare_only:
         return config, fit
     config, said = _chosen(config, fit, plan.launched_size(), _gpus_here(), inputs.recomputed)
@@ -84,14 +84,14 @@ def planned(config: Config, inputs: Inputs, model: PreTrainedModel) -> dict[int,
     asked = {}
     for ranks in config.plan_gpus or ():
         has = config.plan_gpu_memory * _GIB
-        fit = Fit(model, has, float("inf"), on_gpu=True)
+        fit = MemoryCheck(model, has, float("inf"), on_gpu=True)
         asked[ranks], said = _chosen(config, fit, ranks, _GPUS_PER_NODE, inputs.recomputed)
         for line in said:
             log.info(f"on {units.counted(ranks, 'GPU')}, {line}")
     return asked
 
 
-def require(config: Config, inputs: Inputs, fit: Fit) -> None:
+def require(config: Config, inputs: Inputs, fit: MemoryCheck) -> None:
     """Raise UsageError, with the nearest setting that fits, when a run cannot fit on this rank.
 
     Every rank finds out for itself, before there is a process group that could wait. With
@@ -105,7 +105,7 @@ def require(config: Config, inputs: Inputs, fit: Fit) -> None:
     _tell_copies(config, fit)
 
 
-def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
+def warn(config: Config, inputs: Inputs, fit: MemoryCheck) -> None:
     """Say in a dry run that the run itself would be refused on this machine."""
     if config.plan_gpus:
         return
@@ -114,15 +114,17 @@ def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
     _tell_copies(config, fit)
 
 
-def case_here(config: Config, model: PreTrainedModel, most_documents: int | None = None) -> Case:
-    """Return what decides the memory of this run on this rank's device; see plan.memory_case."""
-    return plan.memory_case(
+def step_config_here(
+    config: Config, model: PreTrainedModel, most_documents: int | None = None
+) -> StepConfig:
+    """Return what decides the memory of this run on this rank's device; see plan.step_config."""
+    return plan.step_config(
         config, model, plan.launched_size(), capacity.device().type == "cuda", most_documents
     )
 
 
-def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
-    case = case_here(config, fit.model)
+def _refusal(config: Config, inputs: Inputs, fit: MemoryCheck) -> UsageError | None:
+    case = step_config_here(config, fit.model)
     if not (needed := fit.excess(case)):
         return None
     whole = plan.divide(config, 0, plan.launched_size()).global_batch
@@ -131,12 +133,12 @@ def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
     )
 
 
-def _tell_copies(config: Config, fit: Fit) -> None:
+def _tell_copies(config: Config, fit: MemoryCheck) -> None:
     """Say ahead of the first save that host memory has no room for copies of what is saved.
 
     That is what is trained.
     """
-    case = case_here(config, fit.model)
+    case = step_config_here(config, fit.model)
     each = (_MASTER + OPTIMIZERS[config.optimizer].state_bytes) / case.shard_size
     copies = each * fit.model.num_parameters(only_trainable=True)
     taken = sum(fit.states(case).values()) * (case.offload or not fit.on_gpu)
@@ -220,10 +222,10 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     return config.settled("samples of an epoch", batch_size=batch)
 
 
-def advise(config: Config, fit: Fit, has_begun: bool) -> None:
+def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
     """Say once that a pass has too few tokens for a GPU, and which batch fits; on rank 0."""
     tokens = config.batch_size * config.seq_length
-    if config.chose_batch or tokens >= choice.FEW[fit.on_gpu] or log.rank() != 0:
+    if config.chose_batch or tokens >= FEW[fit.on_gpu] or log.rank() != 0:
         return
     ranks = plan.launched_size()
     kept = config
@@ -247,7 +249,7 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
 
 
 def _chosen(
-    config: Config, fit: Fit, ranks: int, per_node: int, kept: str = ""
+    config: Config, fit: MemoryCheck, ranks: int, per_node: int, kept: str = ""
 ) -> tuple[Config, list[str]]:
     """Return the options with what fits in the place of `auto`, and why it is that.
 
@@ -257,13 +259,13 @@ def _chosen(
     if kinds == [AUTO]:
         kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0 :]
     batches = (
-        _candidates(config, ranks, choice.ENOUGH[fit.on_gpu])
+        _candidates(config, ranks, ENOUGH[fit.on_gpu])
         if config.batch_size == AUTO
         else [config.batch_size]
     )
     rows = [
         [
-            plan.memory_case(
+            plan.step_config(
                 replace(config, batch_size=batch, activation_checkpointing=kind),
                 fit.model,
                 ranks,
@@ -304,8 +306,10 @@ def _chosen(
     return config, said
 
 
-def _choose(config: Config, fit: Fit, rows: Sequence[Sequence[Case]], node: int) -> Case:
-    """Return the case to take, see choice.choose; NoAnswer where that takes traces that fail.
+def _choose(
+    config: Config, fit: MemoryCheck, rows: Sequence[Sequence[StepConfig]], node: int
+) -> StepConfig:
+    """Return the case to take, see choose_step. Raises NoAnswer if a trace that it needs fails.
 
     Traces are made where something is open, and does not fit beyond doubt.
     """
@@ -316,10 +320,10 @@ def _choose(config: Config, fit: Fit, rows: Sequence[Sequence[Case]], node: int)
     )
     if fit.is_easy(wanted) or [[wanted]] == rows:
         return wanted
-    return fit.apart(choice.choose, rows, node, gathers)
+    return fit.in_child(choose_step, rows, node, gathers)
 
 
-def _node(config: Config, fit: Fit, ranks: int, per_node: int) -> int:
+def _node(config: Config, fit: MemoryCheck, ranks: int, per_node: int) -> int:
     """Return the ranks of a node if they may share a replica of the model, else 0."""
     block = OPTIMIZERS[config.optimizer].block
     is_open = config.shard_size is None and fit.on_gpu and not config.cpu_offload
@@ -337,9 +341,9 @@ def _gpus_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -> str:
+def _why(config: Config, fit: MemoryCheck, ranks: int, batches: list[int], batch: int) -> str:
     """Say why --batch-size auto is that batch."""
-    enough = choice.ENOUGH[fit.on_gpu]
+    enough = ENOUGH[fit.on_gpu]
     whole = config.global_batch_size
     of_step = (
         f"divides the {units.counted(whole, 'sample')} of a step over "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import manifest, stamps, verified
+from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import Experiment
 from lib.models import directory
@@ -19,11 +19,11 @@ class Frozen(NamedTuple):
     """The directory of a frozen model. stamps: of its files, from before it was looked at."""
 
     directory: Path
-    stamps: stamps.Stamps
+    stamps: file_identity.Identities
 
     def require_unchanged(self) -> None:
         """Raise UsageError when the files are not those any more that were found."""
-        stamps.require_same(self.stamps, f"the model {self.directory}", "it was exported")
+        file_identity.require_same(self.stamps, f"the model {self.directory}", "it was exported")
 
 
 def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Frozen:
@@ -48,7 +48,7 @@ def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Fr
                 hint=_HINT,
             )
     found = directory.find(name, cache_dir(experiment))
-    before = stamps.take(directory.list_files(found))
+    before = file_identity.read_identities(directory.list_files(found))
     if (now := directory.fingerprint(found)) != identity["inputs"]["model"]:
         raise UsageError(
             f"{found} is not the model that the adapters were trained beside",
@@ -91,7 +91,7 @@ def require_whole(
         else {"hint": f"copy it again from where it came from; {_HINT}"}
     )
     if cache_dir(experiment).is_dir():
-        verified.require(
+        verified.require_intact(
             base, {"files": files}, "the base", cache_dir(experiment), progress=progress, **remedy
         )
     else:

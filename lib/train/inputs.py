@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, hashing, log, manifest, paths, publish, stamps, units
+from lib.core import commands, file_identity, hashing, log, manifest, paths, publish, units
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
@@ -55,8 +55,8 @@ class Inputs:
     named: Checkpoint | None
     scratch: bool
     shards: RawShards | None = None
-    model_stamps: stamps.Stamps = field(default_factory=dict)
-    stop_request: stamps.Stamps = field(default_factory=dict)
+    model_stamps: file_identity.Identities = field(default_factory=dict)
+    stop_request: file_identity.Identities = field(default_factory=dict)
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
     adapter: PeftAdapter | None = None
@@ -81,7 +81,9 @@ class Inputs:
 
     def require_unchanged(self) -> None:
         """Raise UsageError when the model is not the one any more that the run was planned with."""
-        stamps.require_same(self.model_stamps, f"the model {self.model_dir}", "the run started")
+        file_identity.require_same(
+            self.model_stamps, f"the model {self.model_dir}", "the run started"
+        )
 
 
 def find_inputs(
@@ -92,7 +94,9 @@ def find_inputs(
     made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
     with. begun: see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
-    stop_request = stamps.take([experiment.stop_file] * experiment.stop_file.exists())
+    stop_request = file_identity.read_identities(
+        [experiment.stop_file] * experiment.stop_file.exists()
+    )
     problems = Problems()
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
@@ -106,7 +110,7 @@ def find_inputs(
     adapter = problems.collect(lambda: lora_from.find(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
-    model_stamps = stamps.take(directory.list_files(model_dir))
+    model_stamps = file_identity.read_identities(directory.list_files(model_dir))
     if faults := chat_files.find_faults(model_dir):
         raise ArtifactError(
             f"the model {model_dir} is damaged",
@@ -359,7 +363,7 @@ def model_from_scratch(
         content,
         lambda: _make(design, target, content, config),
         lambda made: manifest.check(
-            target, made, "the model from scratch", deep=True, run=commands.remade(target)
+            target, made, "the model from scratch", deep=True, run=commands.delete_and_rerun(target)
         ),
     )
     yield target

@@ -15,7 +15,7 @@ import yaml
 
 from lib.checkpoints import commit
 from lib.core import commands, log, manifest, records
-from lib.core.appended import AppendedFile
+from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.paths import Experiment
 
@@ -29,7 +29,7 @@ class Journal:
     def __init__(self, experiment: Experiment, rank: int) -> None:
         self.experiment = experiment
         self._active = rank == 0
-        self._events = AppendedFile(experiment.events)
+        self._events = AppendOnlyFile(experiment.events)
         self._lock = Lock()
         self._is_over = False
         self._event_may_fail = log.Tolerated(experiment.events.name)
@@ -61,7 +61,7 @@ class Journal:
             "settled": settled,
             "model_dir": str(model_dir),
             "identity": identity,
-            "versions": manifest.versions(),
+            "versions": manifest.package_versions(),
             "argv": commands.redacted_argv(sys.argv),
             "git_commit": git_commit(),
         }
@@ -127,7 +127,7 @@ def _progress(facts: dict[str, Any]) -> dict[str, Any]:
 
 def read_state(experiment: Experiment) -> dict[str, Any]:
     """Return state.json, or an empty dict when it is missing or torn."""
-    return records.mapping(experiment.state)
+    return records.read_mapping(experiment.state)
 
 
 def read_config(experiment: Experiment) -> dict[str, Any]:

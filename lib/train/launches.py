@@ -35,7 +35,7 @@ def join(config: Config, experiment: Experiment, layout: ParallelLayout) -> tupl
     """
     from lib.parallel.layout import gather
 
-    own = launcher.marks() + launcher.job_marks()
+    own = launcher.launch_marks() + launcher.job_marks()
     known = _known(experiment)
     found = gather((_is_of(known), own, known), layout.control)
     again = any(begun for begun, _, _ in found)
@@ -62,7 +62,7 @@ def act_once(config: Config) -> Config:
 
 def _is_of(known: list[str]) -> bool:
     """Tell whether these are the marks of the launch that this process belongs to."""
-    own = launcher.marks() + (launcher.job_marks() if launcher.is_requeued() else [])
+    own = launcher.launch_marks() + (launcher.job_marks() if launcher.is_requeued() else [])
     return not set(own).isdisjoint(known)
 
 

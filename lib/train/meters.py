@@ -325,6 +325,6 @@ class Meters:
 
     def memory(self) -> dict[str, float]:
         """Return what is in use, `memory/…_gib`; the peak is that of the launch."""
-        in_use = capacity.usage(self._layout.device)
+        in_use = capacity.memory_usage(self._layout.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
         return in_use | {"memory/peak_gib": self.memory_peak}

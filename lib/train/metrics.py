@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log, manifest, records
-from lib.core.appended import AppendedFile
+from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.train import journal
 from lib.train.console import mean_loss
@@ -31,7 +31,7 @@ class Metrics:
         self._experiment = experiment
         self.curve = Curve()
         if self._active:
-            self._rows = AppendedFile(experiment.metrics)
+            self._rows = AppendOnlyFile(experiment.metrics)
             self._rows_may_fail = log.Tolerated(experiment.metrics.name)
             self._board_may_fail = log.Tolerated("TensorBoard's file", Exception)
             self._wandb_may_fail = log.Tolerated("wandb", Exception, done="used")
@@ -111,7 +111,7 @@ class Board:
         self._session = event_pb2.SessionLog
         # Files are read in the order of their names, as TensorBoard's own writer gives them.
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
-        self._file = AppendedFile(directory / name, is_text=False)
+        self._file = AppendOnlyFile(directory / name, is_text=False)
         self._records = RecordWriter(self._file)
         self._next: list[Any] = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
 
@@ -184,7 +184,7 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         end += len(line)
-        if row := records.logged_row(line):
+        if row := records.parse_log_row(line):
             rows.append(row)
             if row["step"] <= step:
                 kept.append(row)

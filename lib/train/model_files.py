@@ -42,7 +42,7 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
     if reads_weights and not files and not config.lora_rank:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
     remedy = _remedy(inputs.model_dir, content)
-    verified.require(
+    verified.require_intact(
         inputs.model_dir,
         content | {"files": files},
         "the model",
@@ -67,7 +67,7 @@ def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     if kind.startswith("export/"):
         return manifest.remedy(content, "--overwrite", out=model_dir)
     if kind:
-        return {"run": commands.remade(model_dir)}
+        return {"run": commands.delete_and_rerun(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):
         return {
             "hint": "on a machine with a network, fetch it anew:",
@@ -88,7 +88,7 @@ def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[s
     known = {entry["path"]: entry["digest"] for entry in content["files"]}
     names = directory.weight_files(model_dir)
     if unknown := [name for name in names if name not in known]:
-        known |= verified.digests(
+        known |= verified.file_digests(
             model_dir,
             unknown,
             config.cache_dir,

@@ -230,10 +230,10 @@ def _plan_memory(
     try:
         has = config.plan_gpu_memory
         cases = [
-            plans.memory_case(given, model, ranks, True, most_documents)
+            plans.step_config(given, model, ranks, True, most_documents)
             for ranks, given in asked.items()
         ]
-        memory.tell(model, cases, has, not config.no_progress)
+        memory.print_memory_table(model, cases, has, not config.no_progress)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imports torch
     from transformers import PreTrainedModel
 
     from lib.parallel.layout import ParallelLayout
-    from lib.planning.trace import Case
+    from lib.planning.trace import StepConfig
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Plan:
                 raise UsageError(
                     f"ranks {rank} and {layout.rank} were not started alike",
                     found="\n".join(
-                        each.in_words(f"on rank {rank}", f"on rank {layout.rank}") for each in found
+                        each.describe(f"on rank {rank}", f"on rank {layout.rank}") for each in found
                     ),
                     expected="the same command, dataset and model on every node",
                 )
@@ -205,13 +205,13 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
     return min(limits)
 
 
-def memory_case(
+def step_config(
     config: Config,
     model: PreTrainedModel,
     ranks: int,
     on_gpu: bool,
     most_documents: int | None = None,
-) -> Case:
+) -> StepConfig:
     """Return what decides the memory of a run on `ranks` devices.
 
     most_documents: in a sample, where they are packed, with its padding. None: as many as packs
@@ -221,7 +221,7 @@ def memory_case(
     import torch
 
     from lib.parallel import attention, compiling
-    from lib.planning.trace import Case
+    from lib.planning.trace import StepConfig
 
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
@@ -248,7 +248,7 @@ def memory_case(
     )
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
     is_compiled = compiling.is_wanted(config.compile, torch.device("cuda" if on_gpu else "cpu"))
-    return Case(
+    return StepConfig(
         ranks,
         shard_size,
         batch,

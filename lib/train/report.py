@@ -80,7 +80,7 @@ class Report:
 
     def __enter__(self) -> Report:
         self.note_state("running")
-        self._estimate.tell()
+        self._estimate.report()
         log.show_times(True)
         return self
 
@@ -154,7 +154,7 @@ class Report:
         config = self._plan.config
         step = figures["step"]
         state.figures = figures
-        self._estimate.tell()
+        self._estimate.report()
         self._row(figures, ended)
         symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:
@@ -223,7 +223,7 @@ class Report:
     def validating(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches of a validation and count them behind the bar."""
         for number, batch in enumerate(batches, 1):
-            self._bar.tell(f"validation, batch {number:,}")
+            self._bar.show(f"validation, batch {number:,}")
             yield batch
 
     def validated(self, step: int, loss: float, began: float) -> None:
@@ -305,11 +305,13 @@ class Report:
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""
-        return [row for row in records.logged_rows(self._experiment.metrics) if "train/loss" in row]
+        return [
+            row for row in records.read_log_rows(self._experiment.metrics) if "train/loss" in row
+        ]
 
     def _tell_bar(self, **said: str) -> None:
         """Show the last words of each kind behind the bar."""
         self._said |= said
-        self._bar.tell(
+        self._bar.show(
             ", ".join(f"{kind} {self._said[kind]}" for kind in _ON_BAR if kind in self._said)
         )

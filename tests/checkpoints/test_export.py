@@ -139,7 +139,7 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     assert {entry["path"] for entry in whole["files"]} | {"manifest.json"} == {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert manifest.damages(tmp_path / "out", whole, deep=True) == []
+    assert manifest.find_damage(tmp_path / "out", whole, deep=True) == []
     assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
 
 

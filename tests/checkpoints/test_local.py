@@ -48,7 +48,7 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
 
     told: list[str] = []
     monkeypatch.setattr(reading, "_PAUSES_S", ())
-    for module, name in ((manifest, "damages"), (hashing, "matches")):
+    for module, name in ((manifest, "find_damage"), (hashing, "matches")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             assert tier.newest_valid({"options": {}}, 0, lambda step, why: told.append(why)) is None

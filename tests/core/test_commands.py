@@ -147,12 +147,12 @@ def test_for_several_ranks_here_the_launcher_is_named(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHON", sys.executable)
     typed("04_train_fsdp.py")
-    assert commands._launched(torchrun) == (
+    assert commands._as_launcher_command(torchrun) == (
         ["launch/single_node.sh", "--nproc-per-node", expected, "--", "-e", "x"] if expected else []
     )
     monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # which the launcher would take
     if expected:
-        assert commands._launched(torchrun)[:2] == ["env", f"PYTHON={sys.executable}"]
+        assert commands._as_launcher_command(torchrun)[:2] == ["env", f"PYTHON={sys.executable}"]
 
 
 def test_training_on_several_gpus_goes_through_the_launcher(typed, monkeypatch) -> None:

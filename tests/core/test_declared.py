@@ -26,10 +26,10 @@ class Wanted(Base):
 
 def parsed(*argv: str) -> Wanted:
     parser = options.Parser("Test.")
-    declared.add(parser, Wanted, kind="another kind")
+    declared.add_options(parser, Wanted, kind="another kind")
     assert [group.title for group in parser._action_groups[2:]] == ["where", "what"]
     assert "another kind (default: a)" in parser.format_help()
-    return declared.read(Wanted, parser.parse(argv))
+    return declared.read_options(Wanted, parser.parse(argv))
 
 
 def test_fields_are_options_and_what_is_parsed_is_the_object() -> None:
@@ -43,9 +43,9 @@ def test_fields_are_options_and_what_is_parsed_is_the_object() -> None:
 
 
 def test_a_program_is_told_what_a_command_line_would_be_told() -> None:
-    assert declared.made(Wanted, job_name="x", nodes=3, follow=False).nodes == 3
+    assert declared.from_values(Wanted, job_name="x", nodes=3, follow=False).nodes == 3
     with pytest.raises(UsageError) as caught:
-        declared.made(Wanted, job_name="x", nodes=0, kind="c")
+        declared.from_values(Wanted, job_name="x", nodes=0, kind="c")
     assert len(caught.value.several) == 2
     assert "--nodes: expected a whole number above 0" in str(caught.value)
     assert "--kind: there is no 'c'" in str(caught.value)

@@ -54,8 +54,8 @@ def test_a_whole_artifact_has_no_damage_wherever_it_lies(artifact: Path) -> None
 def test_damages_are_told_all_at_once(artifact: Path) -> None:
     (artifact / "a.bin").write_bytes(b"axa")
     (artifact / "sub/b.bin").write_bytes(b"bb")
-    shallow = manifest.damages(artifact, read(artifact), deep=False)
-    assert len(shallow) == 1 and "b.bin holds 2 bytes instead of 4" in shallow[0]
+    shallow = manifest.find_damage(artifact, read(artifact), deep=False)
+    assert len(shallow) == 1 and "b.bin has 2 bytes instead of 4" in shallow[0]
     (artifact / "sub/b.bin").unlink()
     with pytest.raises(ArtifactError) as caught:
         manifest.check(artifact, read(artifact), "the thing", run="python 00.py", deep=True)
@@ -85,8 +85,8 @@ def test_missing_and_unfinished_name_the_leftover_and_the_command(tmp_path: Path
 
 
 def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
-    assert manifest.unfinished(tmp_path / "corpus") == ""
-    assert manifest.unfinished(tmp_path / "no/such/parent") == ""
+    assert manifest.describe_leftovers(tmp_path / "corpus") == ""
+    assert manifest.describe_leftovers(tmp_path / "no/such/parent") == ""
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '"kind"'])
@@ -98,7 +98,7 @@ def test_a_damaged_manifest_is_told(artifact: Path, text: str) -> None:
 
 
 def test_another_kind_is_refused(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match="holds no splits") as caught:
+    with pytest.raises(ArtifactError, match="contains no splits") as caught:
         manifest.read(artifact, "splits/1", "the splits")
     assert (caught.value.expected, caught.value.found) == ("kind splits/1", "kind thing/1")
 

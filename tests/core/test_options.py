@@ -179,7 +179,7 @@ def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> 
             "2:4",
         ]
     )
-    content = {"launch": "1", "options": options.resolved(given), "versions": {}, "argv": []}
+    content = {"launch": "1", "options": options.to_plain_values(given), "versions": {}, "argv": []}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     again = parser.parse(["--config", str(tmp_path / "config.yaml"), "-e", "two"])
     assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == (
@@ -201,7 +201,7 @@ def test_options_that_are_no_more_are_left_out_of_a_record(
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert parser.parse(["--config", str(tmp_path / "manifest.json")]).lr == 0.5
     assert (
-        "manifest.json holds also_gone, gone, which this version has no more"
+        "manifest.json contains also_gone, gone, which this version does not know"
         in capsys.readouterr().out
     )
     (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a person's own typo is told
@@ -222,14 +222,14 @@ def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(
         (["-e", "a/b", "--save-dir", "a"], ("a", "b")),
     ):
         opts = parser.parse([*config, *argv])
-        paths.settle(opts)
+        paths.expand_save_dir(opts)
         assert (str(opts.save_dir), opts.experiment_name) == where
 
 
 def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py"])
     (tmp_path / "manifest.json").write_text('{"stage": "02.py", "options": {}, "versions": {}}')
-    with pytest.raises(UsageError, match=r"holds options of 02\.py, not of 04"):
+    with pytest.raises(UsageError, match=r"contains options of 02\.py, not of 04"):
         parser.parse(["--config", str(tmp_path / "manifest.json")])
 
 
@@ -245,7 +245,7 @@ def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, m
         ("keep_source: 3", "takes true or false"),
         ("mode: teleport", "run.yaml: --mode: invalid choice: 'teleport'"),
         ("config: other.yaml", "takes a plain value"),
-        ("- a\n- b", "must hold `key: value` lines"),
+        ("- a\n- b", "must contain `key: value` lines"),
         ("a: [1", "is not valid YAML"),
     ],
 )
@@ -346,9 +346,9 @@ def test_a_secret_in_a_bad_config_is_not_repeated(with_yaml, text: str) -> None:
 def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
     given = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
     assert given.token == "hf_secret"
-    kept = options.resolved(given)
+    kept = options.to_plain_values(given)
     assert kept["token"] == "[redacted]" and kept["src_dir"] == "a"
-    assert options.resolved(parser.parse([]))["token"] is None
+    assert options.to_plain_values(parser.parse([]))["token"] is None
     argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
     assert commands.redacted_argv(argv) == [
         "s.py",

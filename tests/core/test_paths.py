@@ -30,7 +30,7 @@ def test_a_name_lies_in_outputs_and_a_path_is_itself(
     text: str, save_dir: str | None, root: str
 ) -> None:
     opts = Namespace(experiment_name=text, save_dir=save_dir and Path(save_dir))
-    paths.settle(opts)
+    paths.expand_save_dir(opts)
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.experiment_name == "exp"
 
 
@@ -51,13 +51,15 @@ def test_a_directory_of_checkpoints_is_that_of_the_run_or_of_all_runs(
         experiment_name=given.get("experiment_name"),
         checkpoint_dir=Path(given["checkpoint_dir"]),
     )
-    paths.settle(opts)
+    paths.expand_save_dir(opts)
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.checkpoint_dir is None
 
 
 def test_two_places_for_the_same_are_refused() -> None:
     with pytest.raises(UsageError, match="give --save-dir or --checkpoint-dir, not both"):
-        paths.settle(Namespace(save_dir=Path("a"), checkpoint_dir=Path("b"), experiment_name="x"))
+        paths.expand_save_dir(
+            Namespace(save_dir=Path("a"), checkpoint_dir=Path("b"), experiment_name="x")
+        )
 
 
 def test_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

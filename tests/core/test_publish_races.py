@@ -52,7 +52,7 @@ def test_a_killed_build_does_not_exist_and_is_cleaned_up(
         killed.stdout.readline()
         python(BUILDER, target, "late", 0, expect=1)  # its lock is held
         killed.send_signal(signal.SIGKILL)
-    assert not target.exists() and "corpus.partial-" in manifest.unfinished(target)
+    assert not target.exists() and "corpus.partial-" in manifest.describe_leftovers(target)
     done = python(BUILDER, target, "whole", 0)
     assert "left by a run that did not finish" in done.stdout
     assert (target / "f").read_text() == "whole"

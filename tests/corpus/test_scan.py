@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.core import unfinished
+from lib.core import partial_dirs
 from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
 from lib.corpus.scan import MADE, Rules, Scan, escape, identify, scan, select_taken
@@ -94,7 +94,7 @@ def test_the_output_of_the_stage_is_not_scanned(tmp_path):
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
-    unfinished.mark_of(tmp_path / "splits.partial-1").touch()
+    partial_dirs.mark_path(tmp_path / "splits.partial-1").touch()
     found = verdicts(tmp_path, tmp_path / "splits")
     assert [path for path, why in found.items() if not why] == [
         "a.txt",

@@ -26,7 +26,7 @@ def eight_ranks(place: Place) -> None:
     from lib.tokens.batches import MicroBatch
 
     directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
-    case = trace.Case(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
+    case = trace.StepConfig(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
     estimated = Estimates(architecture.build_on_meta(directory, "sdpa")).step(case).total
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     device = torch.device(place.device)

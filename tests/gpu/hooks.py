@@ -47,10 +47,10 @@ def measure() -> None:
 def trace_nothing() -> None:
     """Skip the check that a run fits: tracing a large model takes longer than its steps."""
     from lib.planning import memory
-    from lib.planning.fit import Fit
+    from lib.planning.memory_check import MemoryCheck
 
-    _replace(Fit, "excess", lambda *_, **__: {})
-    _replace(Fit, "is_easy", lambda *_, **__: True)
+    _replace(MemoryCheck, "excess", lambda *_, **__: {})
+    _replace(MemoryCheck, "is_easy", lambda *_, **__: True)
     _replace(memory, "ESTIMATED_FROM", float("inf"))
 
 

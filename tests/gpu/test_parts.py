@@ -90,13 +90,13 @@ sys.path.insert(0, "{ROOT}")
 from tests.gpu import hooks
 
 def spy():
-    from lib.planning import fit
+    from lib.planning import memory_check
     start = process.BaseProcess.start
     def told(self):
         print("started", self._target.__module__, self._target.__name__, flush=True)
         start(self)
     process.BaseProcess.start = told
-    fit._DOUBT = 10**6  # no run is clear without a trace
+    memory_check._DOUBT = 10**6  # no run is clear without a trace
 
 hooks.spy = spy
 hooks.main(*sys.argv[1:])
@@ -141,7 +141,7 @@ def test_speed_items_start_no_process_that_traces_memory(place: Place, tmp_path:
         ).stdout
         started[hook] = [line for line in printed.splitlines() if line.startswith("started")]
     assert {line.split()[1] for line in started["save_nothing"]} == {
-        "lib.planning.apart",
+        "lib.planning.child_process",
         "lib.planning.memory",
     }
     assert not started["measure"]

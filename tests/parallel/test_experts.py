@@ -25,7 +25,7 @@ from transformers.integrations import moe
 from lib.models.lora import Lora
 from lib.parallel import compiling, experts, experts_trial, loss, parallelize
 from lib.planning.memory import Estimates
-from lib.planning.trace import Case
+from lib.planning.trace import StepConfig
 from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
 from tests.models.families import FAMILIES
@@ -477,7 +477,7 @@ def test_the_memory_plan_traces_it(family: str) -> None:
     """Without recomputation nothing more is kept than transformers' own function keeps."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
-    case = Case(2, 2, 2, 64, "bf16", "none")
+    case = StepConfig(2, 2, 2, 64, "bf16", "none")
     theirs = Estimates(model).step(case).total
     experts.use_own_function(model)
     assert Estimates(model).step(case).total <= 1.01 * theirs

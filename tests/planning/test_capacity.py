@@ -8,7 +8,7 @@ from lib.planning import capacity
 
 
 def test_figures_of_this_process() -> None:
-    figures = capacity.usage(torch.device("cpu"))
+    figures = capacity.memory_usage(torch.device("cpu"))
     assert (
         0
         < figures["memory/current_gib"]
@@ -18,7 +18,7 @@ def test_figures_of_this_process() -> None:
 
 
 def test_the_peak_is_that_since_the_last_look() -> None:
-    capacity.usage(torch.device("cpu"))
+    capacity.memory_usage(torch.device("cpu"))
     torch.ones(1 << 27).sum()  # half a gigabyte, for a moment
-    high, after = (capacity.usage(torch.device("cpu"))["memory/peak_gib"] for _ in range(2))
+    high, after = (capacity.memory_usage(torch.device("cpu"))["memory/peak_gib"] for _ in range(2))
     assert high - after > 0.4

@@ -28,7 +28,7 @@ from lib.parallel import parallelize
 from lib.parallel.compiling import Compiler
 from lib.planning import compiled, trace
 from lib.planning.memory import Estimates
-from lib.planning.trace import Case
+from lib.planning.trace import StepConfig
 
 SHAPE = {
     "vocab_size": 64,
@@ -78,8 +78,8 @@ def saved_bytes(model: PreTrainedModel) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
 
-def case(**changes: Any) -> Case:
-    return replace(Case(1, 1, 1, TOKENS, "fp32", "none"), **changes)
+def case(**changes: Any) -> StepConfig:
+    return replace(StepConfig(1, 1, 1, TOKENS, "fp32", "none"), **changes)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from lib.models.sharded import Placement, local_tensor
 from lib.parallel import loss, parallelize
 from lib.planning import memory, trace
 from lib.planning.memory import Estimates
-from lib.planning.trace import Case
+from lib.planning.trace import StepConfig
 from lib.planning.tracker import Tracker
 from lib.train import plan
 from lib.train.config import Config
@@ -60,9 +60,9 @@ def on_meta(config: PretrainedConfig | None = None, lora: Lora | None = None) ->
     return model
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> StepConfig:
     ranks = changes.get("ranks", 8)
-    return Case(
+    return StepConfig(
         **{
             "ranks": ranks,
             "shard_size": ranks,
@@ -75,7 +75,7 @@ def case(**changes: Any) -> Case:
     )
 
 
-def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
+def traced(model: PreTrainedModel, wanted: StepConfig) -> trace.StepMemory:
     with trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
         return trace.trace(model, wanted, mesh)
 
@@ -176,21 +176,21 @@ def test_which_attention_is_planned(
     options: dict[str, Any], precision: str, on_gpu: bool, told: tuple[bool, int]
 ) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
-    planned = plan.memory_case(given, on_meta(), 1, on_gpu, 65)
+    planned = plan.step_config(given, on_meta(), 1, on_gpu, 65)
     assert (planned.masked, planned.documents) == told
 
 
 def test_documents_are_planned_before_packs_are_made() -> None:
     """As many as a pack holds without being divided, and its padding."""
     given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
-    assert plan.memory_case(given, on_meta(), 1, True).documents == 8192 // 32 + 1
+    assert plan.step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
 
 
 def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() -> None:
     given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
-        planned = plan.memory_case(given, model, 8, True)
+        planned = plan.step_config(given, model, 8, True)
         assert planned.masked and not planned.documents
 
 
@@ -324,12 +324,12 @@ def test_an_estimate_that_fails_is_one_line(
     monkeypatch.setattr(memory.log, "info", lines.append)
     model = on_meta()
     small = memory.MemoryEstimate(model, "fp32")
-    small.begin(plan.memory_case(ASKED, model, 1, False))
+    small.begin(plan.step_config(ASKED, model, 1, False))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     told = memory.MemoryEstimate(model, "fp32")
-    told.begin(plan.memory_case(ASKED, model, 1, False))
+    told.begin(plan.step_config(ASKED, model, 1, False))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -347,12 +347,12 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory.MemoryEstimate(model, "fp32")
-        told.begin(plan.memory_case(ASKED, model, 1, False))
+        told.begin(plan.step_config(ASKED, model, 1, False))
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
         assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
-        told.tell(300.0)
+        told.report(300.0)
         found.append(told.gib)
         told.close()
     assert found[0] and found[0] == found[1]
@@ -405,7 +405,7 @@ def test_dry_run_plans_memory(project: Path) -> None:
         ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
         ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
         ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
-        ({}, 0.001, "nothing makes it fit"),
+        ({}, 0.001, "no option makes it fit"),
     ],
     ids=str,
 )
@@ -417,7 +417,7 @@ def test_the_nearest_that_fits(
 
         def __init__(self, *_: object) -> None: ...
 
-        def step(self, case: Case) -> trace.StepMemory:
+        def step(self, case: StepConfig) -> trace.StepMemory:
             each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
             held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks,
@@ -431,7 +431,9 @@ def test_the_nearest_that_fits(
     monkeypatch.setattr(memory.log, "info", lines.append)
     given = replace(ASKED, seq_length=1024, compile=False, **options)
     gib = usable_gib / 0.9
-    memory.tell(on_meta(), [plan.memory_case(given, on_meta(), 8, True)], gib, shown=False)
+    memory.print_memory_table(
+        on_meta(), [plan.step_config(given, on_meta(), 8, True)], gib, shown=False
+    )
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 

@@ -335,7 +335,7 @@ def test_two_nodes_without_common_locks_build_one_store(
     wait_for(printed, "writing")
     killed.kill()
     late, printed = start(of_stage_02, tokenizer, cache, 0, "b")
-    assert f"is gone: {path}.partial-" in printed.read() and late.wait() == [0]
+    assert f"is gone: taking over {path}.partial-" in printed.read() and late.wait() == [0]
     assert [(path / name).read_bytes() for name in FILES] == [
         (whole / name).read_bytes() for name in FILES
     ]
@@ -454,10 +454,10 @@ def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
     """Its sizes are right. What has not been touched since it was found whole is not hashed."""
     monkeypatch.setattr(build.verified, "_RACY_NS", -(10**18))
     hashed: list[str] = []
-    damage = build.verified.manifest.damage
+    damage = build.verified.manifest.describe_damage
     monkeypatch.setattr(
         build.verified.manifest,
-        "damage",
+        "describe_damage",
         lambda path, entry, deep, **how: (
             hashed.append(path.name) if deep else None,
             damage(path, entry, deep, **how),

@@ -16,13 +16,13 @@ import torch
 
 from lib.core import units
 from lib.core.errors import UsageError
-from lib.planning import capacity, choice, fit
-from lib.planning.fit import Fit
+from lib.planning import capacity, memory_check
+from lib.planning.memory_check import MemoryCheck
 from lib.train import fitting, plan
 from lib.train.inputs import Inputs, settle
 from tests.conftest import run_stage
-from tests.planning.test_fit import MIB, Known
 from tests.planning.test_memory import ASKED, on_meta
+from tests.planning.test_memory_check import MIB, Known
 
 STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
@@ -33,9 +33,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(fitting.log, "info", lines.append)
     monkeypatch.setattr(fitting.log, "warn", lines.append)
-    monkeypatch.setattr(fit, "Estimates", Known)
+    monkeypatch.setattr(memory_check, "Estimates", Known)
     monkeypatch.setattr(capacity, "swap", lambda device: 0)
-    monkeypatch.setitem(fit._USABLE, False, (0.9, 0))  # no library takes more than these models
+    monkeypatch.setitem(
+        memory_check._USABLE, False, (0.9, 0)
+    )  # no library takes more than these models
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     return lines
 
@@ -240,7 +242,7 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
             },
         )
         config, found = fitting.settle(given, Namespace(recomputed=""), model)
-        case = fitting.case_here(config, model)
+        case = fitting.step_config_here(config, model)
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
         return config.keep_gathered
 
@@ -248,7 +250,7 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
     assert kept(1 + (whole + 0.1) / 8) and kept(1 + (whole - 0.1) / 8) is None
     assert kept(1000, cpu_offload=True) is None
     assert kept(1000, keep_gathered=False) is False and kept(1.1, keep_gathered=True)
-    monkeypatch.setattr(fit, "KEPT_SHARE", 0.05)  # it fits, and would be too large a part
+    monkeypatch.setattr(memory_check, "KEPT_SHARE", 0.05)  # it fits, and would be too large a part
     assert kept(1 + (whole + 0.1) / 8) is None
 
 
@@ -329,16 +331,18 @@ def test_with_changes_the_batch_on_a_gpu_is_open(monkeypatch: pytest.MonkeyPatch
 
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 12, gpu=True)
-    monkeypatch.setattr(fit, "Estimates", lambda model: 1 / 0)
+    monkeypatch.setattr(memory_check, "Estimates", lambda model: 1 / 0)
     assert chosen() == 1
 
 
 def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
-    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
-    asked = pickle.loads(pickle.dumps((found, choice.choose, Fit.traced, Fit.nearest)))
-    assert asked[1:] == (choice.choose, Fit.traced, Fit.nearest)
-    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True)
+    found = MemoryCheck(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
+    asked = pickle.loads(
+        pickle.dumps((found, memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest))
+    )
+    assert asked[1:] == (memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest)
+    case = plan.step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
     known = {case: Known(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
@@ -391,7 +395,7 @@ def test_too_few_tokens_are_told_with_what_fits(
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
         given = given.settled("memory plan", batch_size=1) if auto else given
-        fitting.advise(given, Fit.here(on_meta()), has_begun)
+        fitting.advise(given, MemoryCheck.here(on_meta()), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

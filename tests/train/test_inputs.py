@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.core import manifest, stamps, verified
+from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory
 from lib.train import model, model_files
@@ -45,7 +45,7 @@ def of(model_dir: Path, **more: object) -> Inputs:
         "begun": {},
         "named": None,
         "scratch": False,
-        "model_stamps": stamps.take(directory.list_files(model_dir)),
+        "model_stamps": file_identity.read_identities(directory.list_files(model_dir)),
     }
     return Inputs(model_dir, [], {}, **facts | more)
 

@@ -39,12 +39,12 @@ def write(experiment: Experiment, begin: int, steps: range, rank: int = 0, **mor
 
 
 def steps_of(experiment: Experiment) -> list[int]:
-    return [row["step"] for row in records.logged_rows(experiment.metrics)]
+    return [row["step"] for row in records.read_log_rows(experiment.metrics)]
 
 
 def test_figures_come_back_as_they_were(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 4), **{"train/learning_rate": 1e-17 / 3})
-    rows = records.logged_rows(experiment.metrics)
+    rows = records.read_log_rows(experiment.metrics)
     assert [row["train/loss"] for row in rows] == [1 / 4, 1 / 5, 1 / 6]
     assert rows[0]["train/learning_rate"] == 1e-17 / 3
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time"]) for row in rows)
@@ -93,12 +93,12 @@ def test_a_line_torn_by_a_crash_is_left_out(experiment: Experiment, torn: bytes)
 
 
 def test_nothing_logged_yet(experiment: Experiment) -> None:
-    assert records.logged_rows(experiment.metrics) == []
+    assert records.read_log_rows(experiment.metrics) == []
 
 
 def test_a_loss_that_is_no_number_is_kept(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 2), **{"eval/loss": math.nan})
-    assert math.isnan(records.logged_rows(experiment.metrics)[0]["eval/loss"])
+    assert math.isnan(records.read_log_rows(experiment.metrics)[0]["eval/loss"])
 
 
 def test_only_rank_0_writes(experiment: Experiment) -> None:
@@ -133,7 +133,7 @@ def test_what_finds_no_room_waits_and_is_told_once(
     room(-1)
     sink.write({"step": 4, "train/loss": 4.0})
     sink.close()
-    rows = records.logged_rows(experiment.metrics)
+    rows = records.read_log_rows(experiment.metrics)
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 1), (3, 3), (4, 4)]
     told = [text for text in caplog.messages if "metrics.jsonl" in text]
     assert len(told) == 2 and "metrics.jsonl cannot be written: No space" in told[0]

@@ -83,7 +83,7 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
             model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
         )
         journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
-        estimate = SimpleNamespace(tell=lambda: None)
+        estimate = SimpleNamespace(report=lambda: None)
         with (
             pytest.raises(RuntimeError),
             Report(Experiment(root, "e"), journal, state, None, None, estimate) as told,

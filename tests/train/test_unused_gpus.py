@@ -24,8 +24,8 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
     def say(*typed: str, ranks: int = 1, launched_as: str = "", device: str = "auto") -> str:
         monkeypatch.setattr(sys, "argv", [STAGE, "-e", "x", "-d", "a b"])
-        monkeypatch.setattr(commands, "_torchrun_above", lambda: list(typed))
-        monkeypatch.setattr(commands, "_launched", lambda words: [])
+        monkeypatch.setattr(commands, "_find_torchrun", lambda: list(typed))
+        monkeypatch.setattr(commands, "_as_launcher_command", lambda words: [])
         monkeypatch.delenv(commands.LAUNCHED_AS, raising=False)
         if launched_as:
             monkeypatch.setenv(commands.LAUNCHED_AS, launched_as)

@@ -1,15 +1,21 @@
-"""Options of other systems by their names there: those that are taken here, and what to type else.
+"""Option names of other trainers, and the messages about unknown options.
 
-Where a name means what an option of ours means, every command and every YAML file takes it. Where
-it does not, the error for an unknown option says what to type, before it looks for a similar name.
-`python -m lib.core.elsewhere` prints the table into docs/coming-from.md.
+Every command and every YAML file accepts a name that means the same as an option of ours. For other
+names the error says what to type instead. Only then does it suggest an option with a similar name.
+`python -m lib.core.aliases` writes the table into docs/coming-from.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import difflib
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from lib.core.errors import UsageError
+
+SIMILAR = 0.75  # the lowest ratio of difflib for a suggestion: below, names share only some letters
 
 SYSTEMS = {
     "offline": "an offline fine-tuning pipeline",
@@ -22,7 +28,7 @@ SYSTEMS = {
     "titan": "torchtitan",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
-BEGIN = "<!-- table: python -m lib.core.elsewhere -->\n"
+BEGIN = "<!-- table: python -m lib.core.aliases -->\n"
 END = "<!-- end of the table -->"
 
 
@@ -466,10 +472,10 @@ ROWS = (
 )
 
 
-def taken(name: str, ours: Collection[str]) -> str:
-    """Return the option that a name of another system means as it is; empty where there is none.
+def find_option(name: str, ours: Collection[str]) -> str:
+    """Return our option for an alias with the same meaning; empty if there is none.
 
-    name: as it is typed, or without dashes in front. ours: the options of the parser.
+    name: as typed, or without leading dashes. ours: the options of the parser.
     """
     wanted = _plain(name)
     return next(
@@ -483,9 +489,9 @@ def taken(name: str, ours: Collection[str]) -> str:
 
 
 def advice(name: str, ours: Collection[str]) -> str:
-    """Return what to type for the option of another system, empty for a name of none.
+    """Return what to type instead of another trainer's option; empty for an unknown name.
 
-    name, ours: as in `taken`.
+    name, ours: as in `find_option`.
     """
     wanted = _plain(name)
     for row in ROWS:
@@ -496,14 +502,14 @@ def advice(name: str, ours: Collection[str]) -> str:
 
 
 def spellings(options: Collection[str]) -> list[str]:
-    """Return some options of ours under all names that commands take for them, the given first."""
+    """Return all names under which commands accept some of our options, ours first."""
     names = [name for row in ROWS if not row.text and row.option in options for name in _names(row)]
     long = [*(option[2:] for option in options if option.startswith("--")), *names]
     both = [f"--{name.replace(*way)}" for name in long for way in (("_", "-"), ("-", "_"))]
     return list(dict.fromkeys([*options, *both]))
 
 
-def table() -> str:
+def make_table() -> str:
     """Return all rows as a table in Markdown."""
     lines = ["| here | what to do with the names there | names there |", "|---|---|---|"]
     lines += [
@@ -526,6 +532,39 @@ def _plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
+def suggest_option(flag: str, ours: Collection[str]) -> tuple[str, str]:
+    """Return the end of the sentence `unknown option FLAG`, and the hint. Either may be empty.
+
+    ours: the options of the parser.
+    """
+    if text := advice(flag, ours):
+        return "", text
+    options = {option.lstrip("-"): option for option in ours if option.startswith("--")}
+    words = set(flag.lstrip("-").split("-"))
+    near = [name for name in options if words <= set(name.split("-"))]  # --epochs
+    if len(near) != 1:
+        near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
+    if not near:  # it may be similar to an alias
+        options = {name.lstrip("-"): name for name in spellings(ours)}
+        near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
+    return f"; the nearest is {options[near[0]]}" if near else "", ""
+
+
+def unknown_option_errors(words: Sequence[str], ours: Collection[str]) -> Iterator[UsageError]:
+    """Yield an error for each option among the words that a parser did not know.
+
+    If the first word is not an option, the only error is about that word.
+    """
+    if not words[0].startswith("-"):
+        yield UsageError(f"unexpected argument {words[0]!r}")
+        return
+    for flag in dict.fromkeys(
+        word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)
+    ):
+        near, hint = suggest_option(flag, ours)
+        yield UsageError(f"unknown option {flag}{near}", hint=hint)
+
+
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
+    PAGE.write_text(before + BEGIN + make_table() + END + rest.partition(END)[2], encoding="utf-8")

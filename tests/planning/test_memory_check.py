@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
 from lib.models.lora import Lora
-from lib.planning import capacity, fit
-from lib.planning.trace import Case, StepMemory
+from lib.planning import capacity, memory_check
+from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import KINDS
 from lib.train import fitting
 from tests.conftest import run_stage
@@ -31,7 +31,7 @@ class Known:
     def __init__(self, model: PreTrainedModel) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
 
-    def step(self, case: Case) -> StepMemory:
+    def step(self, case: StepConfig) -> StepMemory:
         each = {"none": 8, "selective": 6, "full": 2}[case.recompute] * MIB
         share = self.parameters / case.shard_size
         held = dict.fromkeys(KINDS, 0) | {
@@ -53,9 +53,11 @@ def refused(
     **changes: Any,
 ) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
-    monkeypatch.setattr(fit, "Estimates", Known)
+    monkeypatch.setattr(memory_check, "Estimates", Known)
     monkeypatch.setattr(capacity, "swap", lambda device: 0)
-    monkeypatch.setitem(fit._USABLE, False, (0.9, 0))  # no library takes more than these models
+    monkeypatch.setitem(
+        memory_check._USABLE, False, (0.9, 0)
+    )  # no library takes more than these models
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rooms = {"cpu": round(room_mib * MIB), "cuda": round(gpu_mib * MIB)}
@@ -81,12 +83,14 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(fit.log, "warn", warned.append)
+    monkeypatch.setattr(memory_check.log, "warn", warned.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     need = states + 2 * 8  # two samples
     assert refused(monkeypatch, 100 * need) is None
     assert refused(monkeypatch, need / 0.89) is None and not warned
-    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False, swap=2 * need * MIB)
+    on_disk = memory_check.MemoryCheck(
+        on_meta(), 3 * need * MIB, 0, on_gpu=False, swap=2 * need * MIB
+    )
     assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
     assert "memory will be short: a rank needs about" in warned.pop()
@@ -114,8 +118,8 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
 def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan says that steps wait for checkpoints if host memory cannot hold a second copy."""
     told: list[str] = []
-    monkeypatch.setattr(fit.log, "warn", told.append)
-    monkeypatch.setattr(fit.log, "info", told.append)
+    monkeypatch.setattr(memory_check.log, "warn", told.append)
+    monkeypatch.setattr(memory_check.log, "info", told.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     assert refused(monkeypatch, states + 2, plan_only_warn=True) is None
     assert "this run does not fit: a rank needs" in told[0] and "--activation-" in told[0]
@@ -133,7 +137,7 @@ def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch
     """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
     warned = []
     here = os.getpid()
-    monkeypatch.setattr(fit.log, "warn", warned.append)
+    monkeypatch.setattr(memory_check.log, "warn", warned.append)
     monkeypatch.setattr(
         Known,
         "step",
@@ -166,7 +170,7 @@ def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.Monke
         sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
         for is_trained in (False, True)
     )
-    fitted = fit.Fit(model, 0.1 * base, float("inf"), on_gpu=True)
+    fitted = memory_check.MemoryCheck(model, 0.1 * base, float("inf"), on_gpu=True)
     assert fitted.states(case(ranks=2)) == {
         "parameters": base + 2 * trained,
         "gradients": 2 * trained,
@@ -176,8 +180,8 @@ def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.Monke
     error = fitted.refusal(case(ranks=2), fitted.states(case(ranks=2)), 4, False, False)
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
     told: list[str] = []
-    monkeypatch.setattr(fit.log, "info", told.append)
-    monkeypatch.setattr(fitting, "case_here", lambda config, model: case(ranks=1))
+    monkeypatch.setattr(memory_check.log, "info", told.append)
+    monkeypatch.setattr(fitting, "step_config_here", lambda config, model: case(ranks=1))
     for copies in (11.9, 13.5):  # of which a tenth stays free
         fitted.host = copies * trained
         fitting._tell_copies(ASKED, fitted)

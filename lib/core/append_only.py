@@ -1,4 +1,4 @@
-"""A file that grows by pieces, each there whole or not at all, whatever the disk does."""
+"""A file to which whole pieces are appended: a failing disk leaves no part of a piece."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 _MOST_WAITING = 16 << 20  # bytes
 
 
-class AppendedFile:
-    """Pieces go to the file at once; those that find no room wait in memory for the next one.
+class AppendOnlyFile:
+    """Writes each piece at once. Pieces that cannot be written wait in memory for the next one.
 
-    Beyond 16 MiB the oldest that wait are dropped. is_text: pieces are lines, and what a crash left
-    of a line keeps one to itself. Any thread may write.
+    If more than 16 MiB wait, the oldest are dropped. is_text: pieces are lines, and a line that a
+    crash has torn stays on a line of its own. Any thread may write.
     """
 
     def __init__(self, path: Path, is_text: bool = True) -> None:
         self._path = path
         self._is_text = is_text
         self._file: FileIO | None = None
-        self._size = -1  # up to here the file holds whole pieces of ours, once it was opened
+        self._size = -1  # up to here the file contains whole pieces of ours, once it is open
         self._torn = False  # whether the file ends within a line
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
 
     def write(self, piece: bytes) -> None:
-        """Append a piece after those that wait; OSError when it has to wait as well."""
+        """Append a piece after those that wait. Raises OSError if it has to wait as well."""
         with self._lock:
             self._waiting.append(piece)
             while sum(map(len, self._waiting)) > _MOST_WAITING:
@@ -38,31 +38,31 @@ class AppendedFile:
             self._append()
 
     def take_back(self) -> list[bytes]:
-        """Return what waits, which waits no more."""
+        """Return the pieces that wait, and forget them."""
         with self._lock:
             pieces = list(self._waiting)
             self._waiting.clear()
             return pieces
 
     def close(self) -> None:
-        """Write what waits, if that is possible now, and close; OSError when something is lost."""
+        """Write the pieces that wait and close the file. Raises OSError if any are lost."""
         with self._lock:
             try:
                 if self._waiting:
                     self._append()
             finally:
-                self._let_go()
+                self._close_file()
 
     def _append(self) -> None:
         file = self._file or self._open()
-        data = b"\n" * self._torn + b"".join(self._waiting)
+        data = (b"\n" if self._torn else b"") + b"".join(self._waiting)
         try:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError:
             with suppress(OSError):
                 file.truncate(self._size)
-            self._let_go()
+            self._close_file()
             raise
         self._size = self._size + len(data)
         self._torn = False
@@ -87,7 +87,7 @@ class AppendedFile:
         self._size = size
         return file
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

@@ -1,4 +1,4 @@
-"""Traces in a process of their own, which may take so long and no longer."""
+"""Run a tracing function in a child process, for a limited time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import torch
 from lib.core import log
 
 Result = TypeVar("Result")
-_TELL_AFTER_S = 15.0
+_REPORT_AFTER_S = 15.0
 
 
 class NoAnswer(Exception):
-    """Says why there is no estimate."""
+    """The child process gave no result; the message says why."""
 
 
-def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -> Result:
-    """Return what a function returns that traces, worked out by a process of its own.
+def in_child_process(function: Callable[..., Result], *arguments: Any, patience_s: float) -> Result:
+    """Run a tracing function in a child process and return its result.
 
-    A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
-    equal whichever rank asks: in a process that trains, others would take rank 0's for theirs.
-    Raises NoAnswer when that fails, when the system has no room for the process or ends it, and
-    when it takes too long: a family that goes through a sample token by token, as Mamba without its
-    kernels, takes minutes.
+    A trace plays rank 0 of a fake process group, and torch caches shards by mesh, which compares
+    equal on every rank: in a process that trains, other ranks would take rank 0's shards for
+    theirs. Raises NoAnswer if the function fails, if the system cannot start the child or kills it,
+    and after `patience_s` seconds: a family that computes a sample token by token, such as Mamba
+    without its kernels, takes minutes.
     """
     context = child_context()
     ours, theirs = context.Pipe(duplex=False)
@@ -41,15 +41,15 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
     )
     try:
         start_without_gpus(child)
-    except OSError as error:  # no room for another process, but for a run there may be
+    except OSError as error:  # no memory for another process, but there may be for a run
         ours.close()
         raise NoAnswer(str(error)) from error
     finally:
         theirs.close()
     try:
-        if not ours.poll(min(_TELL_AFTER_S, patience_s)) and log.rank() == 0:
-            log.info(f"estimating memory still goes on, for at most {patience_s:g} s")
-        if not ours.poll(max(0.0, patience_s - _TELL_AFTER_S)):
+        if not ours.poll(min(_REPORT_AFTER_S, patience_s)) and log.rank() == 0:
+            log.info(f"still estimating memory, for at most {patience_s:g} s")
+        if not ours.poll(max(0.0, patience_s - _REPORT_AFTER_S)):
             raise NoAnswer(f"it takes longer than {patience_s:g} s")
         failure, result = ours.recv()
     except EOFError:
@@ -64,10 +64,10 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
 
 
 def child_context() -> SpawnContext | ForkContext:
-    """Return how to start a process that traces.
+    """Return the way to start a child process that traces.
 
-    A fork spares importing everything again. But one of a process that uses a GPU could not
-    compute (torch ends it in autograd), so there the child is a new interpreter.
+    A fork need not import everything again. A fork of a process that uses a GPU cannot compute
+    (torch ends it in autograd), so that process starts a new interpreter.
     """
     if torch.cuda.is_initialized():
         return multiprocessing.get_context("spawn")
@@ -75,14 +75,16 @@ def child_context() -> SpawnContext | ForkContext:
 
 
 def start_without_gpus(child: BaseProcess) -> None:
-    """Start a process that sees no GPU.
+    """Start a child process that sees no GPU.
 
-    It would take memory of one for nothing, and could not start where GPUs allow one process only.
+    With one it would take GPU memory for nothing, and could not start if the GPUs allow a single
+    process.
     """
     with (
         mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
         warnings.catch_warnings(),
-    ):  # of threads, which the child does not use
+    ):
+        # torch warns of threads at a fork; the child does not use them.
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
 
@@ -94,9 +96,9 @@ def _work(
     arguments: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 2 * patience_s)  # when nobody is left to end it
+    signal.setitimer(signal.ITIMER_REAL, 2 * patience_s)  # in case the parent process is gone
     try:
         answer.send(("", function(*arguments)))
-    except Exception as error:  # whatever it is, a run may go on
+    except Exception as error:  # whatever it is, the run may continue
         first, *_ = str(error).splitlines() or [""]
         answer.send((f"{type(error).__name__}: {first[:200]}".removesuffix(": "), None))

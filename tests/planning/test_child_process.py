@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from lib.planning import advice, capacity, fit
-from lib.planning.apart import NoAnswer, apart
-from lib.planning.trace import Case
+from lib.planning import advice, capacity, memory_check
+from lib.planning.child_process import NoAnswer, in_child_process
+from lib.planning.trace import StepConfig
 from lib.train import fitting
 from tests.planning.test_memory import ASKED, on_meta
 
@@ -36,7 +36,7 @@ class Endless:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def step(self, case: Case) -> None:
+    def step(self, case: StepConfig) -> None:
         time.sleep(60)
 
 
@@ -57,10 +57,10 @@ def end() -> None:
     ],
 )
 def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> None:
-    assert apart(sum, (1, 2), patience_s=30) == 3
+    assert in_child_process(sum, (1, 2), patience_s=30) == 3
     began = time.monotonic()
     with pytest.raises(NoAnswer) as error:
-        apart(function, patience_s=1)
+        in_child_process(function, patience_s=1)
     assert str(error.value) == why and time.monotonic() - began < 10
 
 
@@ -80,8 +80,8 @@ def test_stage_04_takes_the_safest_and_asks_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
-    monkeypatch.setattr(fit, "Estimates", Endless)
-    monkeypatch.setattr(fit, "_PATIENCE_S", 1)
+    monkeypatch.setattr(memory_check, "Estimates", Endless)
+    monkeypatch.setattr(memory_check, "_PATIENCE_S", 1)
     model = on_meta()
     states = 16 * model.num_parameters()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -93,7 +93,7 @@ def test_stage_04_takes_the_safest_and_asks_once(
     began = time.monotonic()
     config, found = fitting.settle(given, Namespace(recomputed=""), model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
-    assert found.excess(fitting.case_here(config, model)) == {}
+    assert found.excess(fitting.step_config_here(config, model)) == {}
     assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 
@@ -103,7 +103,7 @@ def test_a_process_that_traces_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, in_u
     """Neither a fork nor, beside a GPU in use, another interpreter."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    assert apart(os.getenv, "CUDA_VISIBLE_DEVICES", patience_s=60) == ""
+    assert in_child_process(os.getenv, "CUDA_VISIBLE_DEVICES", patience_s=60) == ""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
@@ -113,4 +113,4 @@ def test_no_room_for_another_process_is_no_answer(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "fork", full)
     with pytest.raises(NoAnswer, match="Cannot allocate memory"):
-        apart(refuse, patience_s=5.0)
+        in_child_process(refuse, patience_s=5.0)

@@ -1,0 +1,81 @@
+"""Identify files without reading them, to notice whether one was replaced or written to.
+
+A run decides something by the content of files at one moment and reads them at another. Identities
+taken before the first and compared after the last show whether the content was the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from lib.core import commands, hashing
+from lib.core.errors import UsageError
+
+
+class FileIdentity(NamedTuple):
+    """Changes with a file's content: a replacement has another inode, a write another time.
+
+    For a link it identifies the target. bytes: size of the file.
+    """
+
+    device: int
+    inode: int
+    bytes: int
+    mtime_ns: int
+
+
+Identities = dict[Path, FileIdentity | None]  # None: the file does not exist
+
+
+def read_identities(paths: Iterable[Path]) -> Identities:
+    """Return the identities of files."""
+    return {path: _read_identity(path) for path in paths}
+
+
+def fingerprint(identities: Identities) -> str:
+    """Identify the content of files by their names, sizes and times, wherever the files lie."""
+    return hashing.fingerprint(
+        [[path.name, file.bytes, file.mtime_ns] for path, file in identities.items() if file]
+    )
+
+
+def require_same(before: Identities, subject: str, doing: str) -> None:
+    """Raise UsageError if a file has changed.
+
+    subject, doing: words of the error, for what the files are and what a stage did meanwhile.
+    """
+    changes = [text for path, file in before.items() if (text := _describe_change(path, file))]
+    if changes:
+        more = f" (and {len(changes) - 1} more)" if changes[1:] else ""
+        raise UsageError(
+            f"{subject} was replaced or changed while {doing}; nothing was made of it",
+            found=changes[0] + more,
+            hint="once nothing writes to it:",
+            run=commands.as_typed(),
+        )
+
+
+def _read_identity(path: Path) -> FileIdentity | None:
+    try:
+        info = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return FileIdentity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def _describe_change(path: Path, before: FileIdentity | None) -> str:
+    """Return a sentence about the change of a file; empty if it is the same."""
+    now = _read_identity(path)
+    if now == before:
+        return ""
+    if now is None:
+        return f"{path} is gone"
+    if before is None:
+        return f"{path} was not there"
+    if now[:2] != before[:2]:
+        return f"{path} is another file now"
+    if now.bytes != before.bytes:
+        return f"{path} has {now.bytes} bytes instead of {before.bytes}"
+    return f"{path} was written to"
