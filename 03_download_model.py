@@ -301,7 +301,7 @@ def fetch_dataset(opts: options.Options) -> None:
         opts,
         {
             "fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
-            "files": " or ".join(opts.include) + ", with those there" * is_more,
+            "files": " or ".join(opts.include) + (", with those there" if is_more else ""),
             "into": target.parent,
         },
     )

@@ -55,7 +55,9 @@ class AppendedFile:
 
     def _append(self) -> None:
         file = self._file or self._open()
-        data = b"\n" * self._torn + b"".join(self._waiting)
+        data = b"".join(self._waiting)
+        if self._torn:
+            data = b"\n" + data
         try:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))

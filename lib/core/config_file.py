@@ -90,7 +90,13 @@ def as_arguments(
     values = value if isinstance(value, list) else [value]
     if not all(records.is_passable(str(v)) for v in values):
         raise UsageError(f"{where} holds characters that no command line can hold")
-    return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
+    return [f"{flag}={_in_words(v)}" for v in values]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 def values(action: argparse.Action, words: Sequence[str]) -> list[Any]:

@@ -65,14 +65,11 @@ def is_done(
             f"{given / MANIFEST} is damaged", run=commands.moved_away(target, commands.as_typed())
         )
     if found.partition("/")[0] != kind.partition("/")[0]:
+        what = f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file"
         raise UsageError(
             f"{given} exists and was not made by this stage",
             expected="a name that is free, or an artifact of this stage",
-            found=f"an artifact of kind {found}"
-            if found
-            else f"a directory without {MANIFEST} of ours"
-            if target.is_dir()
-            else "a file",
+            found=f"an artifact of kind {found}" if found else what,
             hint="choose another name, or move it away",
         )
     there = manifest.read_if_any(target)
@@ -152,7 +149,7 @@ class Build:
             raise AlreadyBuilding(
                 f"another process is building {self.target} now",
                 hint="wait for it, or stop it",
-                found=f"{self.partial}" + f", {error.holder}" * bool(error.holder),
+                found=f"{self.partial}" + (f", {error.holder}" if error.holder else ""),
             ) from None
         except FileNotFoundError:
             raise self._was_built() from None

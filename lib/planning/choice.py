@@ -56,8 +56,8 @@ def _largest(fit: Fit, cases: Sequence[Case]) -> Case | None:
     """Return the case with the largest batch that fits, with as few checks as possible, or None."""
     if fit.fits(cases[-1]):
         return cases[-1]
-    low = -1  # what fits, and what does not
-    high = len(cases) - 1
+    low = -1  # fits
+    high = len(cases) - 1  # does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fit.fits(cases[middle]) else (low, middle)

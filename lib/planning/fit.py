@@ -95,8 +95,8 @@ class Fit:
         )
         if case.keep_gathered:
             gathered += self.gathered(case)
-        masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
-        on_device = states * (not case.offload)
+        masks = _PER_MASKED * case.batch * case.seq_length**2 if case.masked else 0
+        on_device = 0 if case.offload else states
         return (
             states <= USABLE * self.place(case)
             and self.model.config._attn_implementation != "eager"
@@ -230,7 +230,7 @@ class Fit:
             f"have {units.memory(place)} of {where}",
             found=f"{parts}, for {size_of(self.model)}, over "
             f"{units.counted(case.shard_size, 'rank')}"
-            f"{without * ('activations' not in needed)}",
+            f"{'' if 'activations' in needed else without}",
             hint="\n".join(hints),
             run=_command(near, case, whole, auto) if near else "",
         )

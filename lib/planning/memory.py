@@ -122,13 +122,14 @@ class Estimates:
 
         Of weights the bytes, of the rest the numbers: only what is trained has any.
         """
-        weights = trained = 0.0
+        weights = 0.0
+        trained = 0.0
         for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
             held = (
                 math.prod(shape) / case.shard_size * evenly.unevenness(shape, case.shard_size, dim)
             )
             weights += held * size
-            trained += held * is_trained
+            trained += held if is_trained else 0.0
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 
@@ -139,9 +140,10 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: b
     """
     usable = gpu_gib * USABLE
     first = cases[0]
+    substitute = ", traced as bf16" if first.precision == "fp8" else ""
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
-        f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
+        f"{first.precision}{substitute}; usable are "
         f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments"
     )
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
@@ -215,7 +217,7 @@ def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     for turn in turned(asked):
         with suppress(RuntimeError):  # as in a row
             if (peak := _peak(estimates.step(turn.case))) <= usable:
-                where = f" on {turn.case.ranks} GPUs" * turn.more_ranks
+                where = f" on {turn.case.ranks} GPUs" if turn.more_ranks else ""
                 return f"fits with {' '.join(turn.words())}{where}: {peak:.3g} GiB"
     return "nothing makes it fit: take a smaller model or larger GPUs"
 
@@ -296,13 +298,12 @@ class MemoryEstimate:
             "the most that the allocator gave out" if self._on_gpu else "the most that was resident"
         )
         own = units.memory((peak - before) * _GIB)
-        estimated = (
-            ""
-            if not self._is_wanted
-            else "; it was not estimated"
-            if self.gib is None
-            else f"; {units.memory(self.gib * _GIB)} were estimated"
-        )
+        if not self._is_wanted:
+            estimated = ""
+        elif self.gib is None:
+            estimated = "; it was not estimated"
+        else:
+            estimated = f"; {units.memory(self.gib * _GIB)} were estimated"
         return (
             f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before "
             f"the model{estimated}"

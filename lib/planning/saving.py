@@ -52,7 +52,8 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
 
     At least what a save in the background takes: before that none can follow.
     """
-    low = 0.0  # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above
+    # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above.
+    low = 0.0
     high = mtbf
     while high - low > 1e-9 * mtbf:
         middle = (low + high) / 2

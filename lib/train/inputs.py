@@ -92,7 +92,7 @@ def find_inputs(
     made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
     with. begun: see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
-    stop_request = stamps.take([experiment.stop_file] * experiment.stop_file.exists())
+    stop_request = stamps.take([experiment.stop_file] if experiment.stop_file.exists() else [])
     problems = Problems()
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
