@@ -47,8 +47,8 @@ PACKAGES = {
     "preflights": {"common"},
     "supervision": {"common"},
 }
-# Tables of data: the options of stages 03 and 04, and those of other trainers.
-TABLES = {"lib/core/elsewhere.py", "lib/train/config.py", "03_download_model.py"}
+# Tables of data: the options of stage 04, and those of other trainers.
+TABLES = {"lib/core/elsewhere.py", "lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
