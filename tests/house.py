@@ -134,17 +134,32 @@ def _spread(lines: Sequence[int]) -> str:
 
 def _untested(root: Path) -> Iterator[str]:
     """Yield the modules of lib/ that no file of tests/ imports or names by path."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py"))
-    named = {*re.findall(r"lib(?:[./]\w+)+", text)}
-    named = {name.removesuffix(".py").replace("/", ".") for name in named}
-    for package, names in re.findall(r"from (lib[\w.]*) import (\([^)]*\)|[^\n]*)", text):
-        for name in re.findall(r"\w+", re.sub(r"\bas \w+", "", names)):
-            named.add(f"{package}.{name}")
-    prefixes = {".".join(name.split(".")[:count]) for name in named for count in range(2, 6)}
+    named = {name for path in (root / "tests").rglob("*.py") for name in _named(path)}
     for path in sorted((root / "lib").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
-        if path.name != "__init__.py" and module not in prefixes:
+        if path.name != "__init__.py" and module not in named:
             yield module
+
+
+def tests_of(root: Path, module: Path) -> list[Path]:
+    """Return the files of tests that import a module or name it by its path below the root."""
+    name = ".".join(module.with_suffix("").parts)
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [path.relative_to(root) for path in files if name in _named(path)]
+
+
+def _named(path: Path) -> set[str]:
+    """Return the dotted names below lib and launch in a file, and all that they begin with."""
+    text = path.read_text(encoding="utf-8")
+    named = {
+        name.removesuffix(".py").replace("/", ".")
+        for name in re.findall(r"\b(?:lib|launch)(?:[./]\w+)+", text)
+    }
+    imports = r"from ((?:lib|launch)[\w.]*) import (\([^)]*\)|[^\n]*)"
+    for package, names in re.findall(imports, text):
+        for name in re.findall(r"\w+", re.sub(r"\bas \w+", "", names)):
+            named.add(f"{package}.{name}")
+    return {".".join(name.split(".")[:count]) for name in named for count in range(2, 6)}
 
 
 def main() -> None:
@@ -171,7 +186,17 @@ def main() -> None:
     parser.add_argument(
         "--untested", action="store_true", help="name the modules of lib/ that no test names"
     )
+    parser.add_argument(
+        "--tests-of",
+        type=Path,
+        metavar="MODULE",
+        help="name the files of tests that name a module, such as lib/optim/guard.py "
+        "(default: measure)",
+    )
     args = parser.parse_args()
+    if args.tests_of:
+        print("\n".join(map(str, tests_of(ROOT, args.tests_of))))
+        return
     if args.untested:
         print("\n".join(_untested(ROOT)))
         return

@@ -68,6 +68,10 @@ def test_figures_of_a_tree(tree: Path) -> None:
     assert rows["modules that no test names"] == "2"
     assert [*house._untested(tree)] == ["lib.core.second", "lib.train.fourth"]
     assert rows["lines of README.md"] == "3"
+    tests = [Path("tests/test_all.py")]
+    assert house.tests_of(tree, Path("lib/core/first.py")) == tests
+    assert house.tests_of(tree, Path("lib/train/third.py")) == tests
+    assert house.tests_of(tree, Path("lib/core/second.py")) == []
 
 
 def test_the_table_has_a_column_per_tree(
