@@ -186,17 +186,17 @@ def check_options(opts: options.Options) -> None:
 def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, needed: int) -> None:
     """Print what will be made."""
     total = sum(file.bytes for file in files)
+    if opts.format == CHAT:
+        rows = "one per conversation"
+    else:
+        rows = "one per document" if opts.strings == "joined" else "one per string"
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
     log.table(
         {
             "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
             f"in {units.counted(count, 'unit')} by "
             f"{units.counted(min(opts.num_workers, count), 'worker')}",
-            "rows": "one per conversation"
-            if opts.format == CHAT
-            else "one per document"
-            if opts.strings == "joined"
-            else "one per string",
+            "rows": rows,
             **(
                 {}
                 if opts.format == CHAT

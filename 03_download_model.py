@@ -152,14 +152,10 @@ def parse(argv: Sequence[str]) -> options.Options:
 
 def choose_mode(opts: options.Options) -> str:
     """Return the option that says what to do."""
-    return next(
-        (
-            mode
-            for mode in ("--verify", "--from-scratch", "--dataset-name")
-            if getattr(opts, mode[2:].replace("-", "_"))
-        ),
-        "--model-name",
-    )
+    for mode in ("--verify", "--from-scratch", "--dataset-name"):
+        if getattr(opts, mode[2:].replace("-", "_")):
+            return mode
+    return "--model-name"
 
 
 def check_combination(opts: options.Options) -> None:
@@ -301,7 +297,7 @@ def fetch_dataset(opts: options.Options) -> None:
         opts,
         {
             "fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
-            "files": " or ".join(opts.include) + ", with those there" * is_more,
+            "files": " or ".join(opts.include) + (", with those there" if is_more else ""),
             "into": target.parent,
         },
     )
@@ -389,16 +385,12 @@ def make_from_scratch(opts: options.Options) -> None:
         design.require_same(identity, name)
         training = Advice.of(build.dir)
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
+        origin = {"source": "scratch", "commit": None}
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
             files=files,
-            summary={
-                **facts.summary(),
-                "memory": training.summary(),
-                "source": "scratch",
-                "commit": None,
-            },
+            summary={**facts.summary(), "memory": training.summary(), **origin},
         )
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
@@ -444,12 +436,7 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
-    there = [
-        path.parent
-        for path in Path("hf_datasets").glob("*/manifest.json")
-        if path.parent.name not in prepared.TRIAL_NAMES
-    ]
-    dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
+    dataset = opts.train_tokenizer or prepared.guess_dataset()
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too
     return commands.train(

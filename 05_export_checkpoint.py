@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
     has_adapters = require_kind(opts, checkpoint)
     opts.dtype = opts.dtype or ("float32" if opts.adapter else "bfloat16")
     out = opts.out or experiment.exports / (
-        paths.step_name(checkpoint.step) + "-adapter" * opts.adapter
+        paths.step_name(checkpoint.step) + ("-adapter" if opts.adapter else "")
     )
     identity = {
         "options": {
@@ -229,10 +229,11 @@ def write(
 def require_kind(opts: Options, checkpoint: commit.Checkpoint) -> bool:
     """Tell whether a run has adapters; UsageError for an option that only such a run can have."""
     has_adapters = bool(checkpoint.commit().get("identity", {}).get("options", {}).get("lora_rank"))
-    given = ["--adapter"] * opts.adapter + ["--model-name"] * bool(opts.model_name)
+    given = (["--adapter"] if opts.adapter else []) + (["--model-name"] if opts.model_name else [])
     if given and not has_adapters:
         raise UsageError(
-            f"{' and '.join(given)} belong{'s' * (len(given) == 1)} to a run with LoRA adapters",
+            f"{' and '.join(given)} {'belongs' if len(given) == 1 else 'belong'} to a run with "
+            "LoRA adapters",
             found=f"{checkpoint.path.parents[1]} trains the whole model",
             run=commands.as_typed(drop=["--adapter", "-m", "--model-name"]),
         )

@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.train import launch, llama, make_data, make_model, size
+from lib.core import units
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def launches(args: argparse.Namespace) -> None:
         args.work = Path(folder)
         make_model(args, args.vocab)
         make_data(args, args.vocab, args.seq_length)
-        ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+        ranks = units.counted(args.ranks, "rank")
         print(
             f"| {size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | forward, "
             "backward, update | memory |\n|---|---|---|---|---|---|",

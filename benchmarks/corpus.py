@@ -73,7 +73,8 @@ def make_lines(root: Path, megabytes: int) -> None:
     draw = random.Random(1)
     root.mkdir(parents=True)
     texts = [words(draw, draw.randint(1000, 4000)) for _ in range(5000)]
-    written = number = 0
+    written = 0
+    number = 0
     while written < megabytes * _MB:
         with (root / f"{number:03d}.jsonl").open("w") as file:
             while file.tell() < 250 * _MB and written + file.tell() < megabytes * _MB:
@@ -240,7 +241,8 @@ def compare(
         f"{seconds:.2f} s ({name})",
         f"{seconds / mine:.2f}",
     )
-    least["the stage's own CPU ÷ cores"] = scaled = limits.own_cpu(source, work, args.workers)
+    scaled = limits.own_cpu(source, work, args.workers)
+    least["the stage's own CPU ÷ cores"] = scaled
     NOTES.append(
         f"{what}: "
         + ", ".join(f"{k} {v:.2f} s" for k, v in least.items())

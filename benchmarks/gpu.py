@@ -155,7 +155,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"{', '.join(unknown)} is none of {', '.join(COMMANDS)}")
     args.commands = args.commands or list(COMMANDS)
     args.deadline = args.deadline or (_CALL_DEADLINE_S if args.call else float("inf"))
-    args.kit, args.out = args.kit.resolve(), args.out.resolve()
+    args.kit = args.kit.resolve()
+    args.out = args.out.resolve()
     if not (args.kit / "models").is_dir():
         parser.error(
             f"{args.kit} is not there: `make gpu-kit` makes it, on a machine with a network"

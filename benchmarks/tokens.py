@@ -140,7 +140,7 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             said = [
                 Conversation(
                     [
-                        {"role": ("user", "assistant")[n % 2], "content": part}
+                        {"role": "assistant" if n % 2 else "user", "content": part}
                         for n, part in enumerate(parts[at : at + turns])
                     ]
                 )

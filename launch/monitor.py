@@ -309,10 +309,11 @@ def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
         0 if not math.isfinite(x) else 1 + round((x - low) / ((high - low) or 1) * (levels - 1))
         for x in means
     ]
+    labels = {_CURVE_ROWS - 1: f"{high:.4f}", 0: f"{low:.4f}"}
     lines = []
     for row in range(_CURVE_ROWS - 1, -1, -1):
         cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)
-        label = f"{high:.4f}" if row == _CURVE_ROWS - 1 else f"{low:.4f}" if row == 0 else ""
+        label = labels.get(row, "")
         lines.append(f"{label:>{_LABEL}} " + "".join(blocks[c - 1] if c else " " for c in cells))
     first = f"step {steps[0]:,}"
     last = f"{steps[1]:,}"

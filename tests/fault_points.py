@@ -141,8 +141,11 @@ class Fault:
     def _written_at(self, descriptor: int, data: Any, offset: int) -> int:
         if self._wrote(descriptor):
             half = memoryview(data).cast("B")
-            half = half[: len(half) // 2 // _PAGE * _PAGE or len(half) // 2]  # past the page cache
-            _pwrite(descriptor, half, offset)  # only whole pages are written
+            pages = (
+                len(half) // 2 // _PAGE * _PAGE
+            )  # past the page cache only whole pages are written
+            half = half[: pages or len(half) // 2]
+            _pwrite(descriptor, half, offset)
             self.die()
         return _pwrite(descriptor, data, offset)
 

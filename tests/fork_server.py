@@ -112,7 +112,8 @@ class Server:
 
     def _fork(self, report: int) -> int:
         if pid := os.fork():
-            self._running[pid] = pidfd, _ = os.pidfd_open(pid), os.dup(report)
+            pidfd = os.pidfd_open(pid)
+            self._running[pid] = (pidfd, os.dup(report))
             self._selector.register(pidfd, selectors.EVENT_READ, pid)
         else:
             self._selector.close()

@@ -631,7 +631,7 @@ def test_a_build_without_code_for_blackwell_is_told(
     assert told == {
         "version": f"2.11.0{Torch('2.11.0', cuda).local}",
         "cuda": cuda,
-        "driver": "" if not cuda else "580" if cuda == "13.0" else "525",
+        "driver": {"": "", "13.0": "580"}.get(cuda, "525"),
     }
     assert ("Blackwell GPUs (B200, RTX 50), which --cuda cu128" in caplog.text) == (cuda == "12.6")
 

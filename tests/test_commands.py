@@ -136,7 +136,7 @@ def imported(path: Path) -> set[Path]:
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("lib", "launch"):
                 for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
                     file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-                    left += [file] * file.is_file()
+                    left += [file] if file.is_file() else []
     return seen
 
 

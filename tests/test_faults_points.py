@@ -106,7 +106,7 @@ def test_a_run_killed_at_its_files(
     for number in random.Random(asynchronous).sample(range(1, total), 14):
         outputs = tmp_path / f"killed_{number:04d}" / "outputs"
         shutil.copytree(first, outputs)
-        act = ("kill", "power")[number % 2]
+        act = "power" if number % 2 else "kill"
         server.run(
             *run_options(outputs, *options),
             expect=-9,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,11 @@ VALUES = [
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Yield where a value stands in a record, of lists the first two."""
     yield path
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value[:2])
-        if isinstance(value, list)
-        else ()
-    )
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value[:2])
     for key, child in children:
         yield from places(child, (*path, key))
 

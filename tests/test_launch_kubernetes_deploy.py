@@ -135,7 +135,12 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
         kube.following.add(names[0])
     said = launch("status", *how).stdout
     assert "exp is active: Running" in said and names[1] in said and "cause" not in said
-    later(kube, 0.8, lambda: (kube.logs[names[0]].append("step 2"), kube.following.clear()))
+
+    def end_the_log() -> None:
+        kube.logs[names[0]].append("step 2")
+        kube.following.clear()
+
+    later(kube, 0.8, end_the_log)
     assert launch("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
     assert launch("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
     assert "the job has 2 pods" in launch("logs", *how, "--node-rank", 2, expect=2).stderr
@@ -396,15 +401,12 @@ def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
 @pytest.mark.long
 def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
+        def stop() -> None:
+            cluster.objects.pop(("pytorchjobs", "default", "exp"))
+            cluster.delete_job("exp")
+
         complete(cluster, item, 60)
-        later(
-            cluster,
-            1.0,
-            lambda: (
-                cluster.objects.pop(("pytorchjobs", "default", "exp")),
-                cluster.delete_job("exp"),
-            ),
-        )
+        later(cluster, 1.0, stop)
 
     kube.on_create = operator
     done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)

@@ -18,12 +18,14 @@ from types import ModuleType
 import pytest
 
 from lib.core import aliases, options
+from tests import form
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
 LIB = sorted((ROOT / "lib").rglob("*.py"))
 CODE = [*LIB, *STAGES, *sorted((ROOT / "launch").rglob("*.py"))]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
     "corpus": {"core"},
@@ -45,8 +47,8 @@ PACKAGES = {
     "preflights": {"common"},
     "supervision": {"common"},
 }
-# Tables of data: the options of stages 03 and 04, and those of other trainers.
-TABLES = {"lib/core/aliases.py", "lib/train/config.py", "03_download_model.py"}
+# Tables of data: the options of stage 04, and those of other trainers.
+TABLES = {"lib/core/aliases.py", "lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
@@ -170,6 +172,41 @@ def test_lines_are_at_most_100_characters() -> None:
         if len(line) > 100
     ]
     assert not long
+
+
+def test_no_code_breaks_a_rule_of_form() -> None:
+    assert not [
+        f"{name_of(path)}:{line}: {rule}"
+        for path in [*CODE, *BENCHMARKS, *TESTS]
+        for rule, line in form.violations(path.read_text(encoding="utf-8"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken", "kept"),
+    [
+        ("assignments of unrelated values", "a, b = 1, 2", "a, b = b, a"),
+        ("assignments of unrelated values", "a = b = 0", "a, b = pair = (1, 2)"),
+        ("assignments of unrelated values", "a, b = f(a), f(b)", "x.a, x.b = 1, x.a + x.b"),
+        ("assignments of unrelated values", "a[0], b = 1, 2", "a, *b = 1, *c"),
+        ("nested conditional expressions", "a if b else c if d else e", "a if b else f(c)"),
+        ("nested conditional expressions", "(a if b else c) if d else e", "f(a if b else c)"),
+        ("literals with an index", "('off', 'on')[value]", "pairs[value]"),
+        ("literals with an index", "'AB'[part == 'A']", "[*first, *then][0]"),
+        ("literals with an index", "x[: 3 if y else 1]", "x[: min(3, y)]"),
+        ("products with truth values", "'s' * (number != 1)", "'-' * len(title)"),
+        ("products with truth values", "f'{a} b' * flag", "f'{a} b' * (n + 1)"),
+        ("products with truth values", "[a] * bool(b)", "[a] * count"),
+        ("products with truth values", "a * (not b)", "a * (b or 1)"),
+        ("products with truth values", "a * b.is_trained", "a * b"),
+        ("lambdas with effects", "lambda a: (b.append(a), c(a))", "lambda a: (b(a), c(a))"),
+        ("lambdas with effects", "lambda a: b.append(a) or 0", "lambda a: b.append(a)"),
+        ("backslashes", "a = 1 + \\\n  2", 'a = """1\\\n2"""'),
+    ],
+)
+def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, kept: str) -> None:
+    assert [*form.violations(broken)] == [(rule, 1)]
+    assert not [*form.violations(kept)]
 
 
 @pytest.mark.parametrize("path", CODE, ids=name_of)
@@ -298,6 +335,7 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
         "--capture-range-end",
     }
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
+    launchers.append(ROOT / "tests/house.py")
     for text in (path.read_text(encoding="utf-8") for path in launchers):
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
         known |= {

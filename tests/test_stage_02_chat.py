@@ -27,7 +27,8 @@ def records(style: str, count: int) -> list[dict]:
     made = []
     for number in range(count):
         asked = f"{style} {count} {number}?"
-        answer = f"answer {draw.random()} é" * (number % 9 != 0)
+        drawn = draw.random()
+        answer = f"answer {drawn} é" if number % 9 != 0 else ""
         made.append(
             {
                 "messages": {

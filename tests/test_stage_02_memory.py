@@ -79,7 +79,8 @@ def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
     path = tmp_path / "data" / name
     path.parent.mkdir()
     with path.open("w") as file:
-        file.write("" if name == "a.txt" else '{"a": "' if "json" in name else 'a: "')
+        if name != "a.txt":
+            file.write('{"a": "' if "json" in name else 'a: "')
         for _ in range(1200):
             file.write("some text " * (MEGABYTE // 10))
         file.write('"}\n"after"\n' if "json" in name else '"\n')
@@ -98,7 +99,7 @@ def test_a_json_list_of_a_gigabyte(tmp_path):
     with source.open("rb") as file, (tmp_path / "data/a.json").open("wb") as target:
         target.write(b"[")
         for number, line in enumerate(file):
-            target.write(b",\n" * bool(number) + line)
+            target.write(b",\n" + line if number else line)
         target.write(b"]")
     source.unlink()
     assert peak_of_run(tmp_path / "data") < GIGABYTE

@@ -171,13 +171,9 @@ def test_damage_in_a_base_with_digests_is_found_in_each_launch(
     said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in said and "damaged" in said
     assert "resumed from" not in said
-    command = (
-        "03_download_model.py --model-name org/base"
-        if kind == "cached"
-        else "it was made by"
-        if "it was made by" in said
-        else "03_download_model.py"
-    )
+    command = "it was made by" if "it was made by" in said else "03_download_model.py"
+    if kind == "cached":
+        command = "03_download_model.py --model-name org/base"
     assert command in said.partition("damaged")[2]
 
 

@@ -19,8 +19,8 @@ from tests.conftest import run_stage
 from tests.train.test_no_waiting import WAITING
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
-STEPS = 7  # samples of a step
-SAMPLES = 6
+STEPS = 7
+SAMPLES = 6  # of a step
 RUN = (
     "-e",
     "run",
@@ -37,8 +37,8 @@ RUN = (
     "--eval-batches",
     1,
 )
-STOPPED_AT = 4  # the step in which a signal comes, or an error
-FAILS_AT = 4
+STOPPED_AT = 4  # the step in which a signal comes
+FAILS_AT = 4  # the step in which an error comes
 NEVER = 1000
 # FSDP calls others for the weights.
 EXCHANGES = (
@@ -270,7 +270,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     late: list[int] = []
     for step in steps:
         expected += [("reading", step, row) for row in late]
-        late = [step] * (step in due)
+        late = [step] if step in due else []
         if not step % save or not step % evaluate or step == STEPS:
             expected += [("reading", step, row) for row in late]
             late = []

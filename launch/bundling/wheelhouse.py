@@ -111,7 +111,8 @@ def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
     if found := torch_builds.candidates(pin, driver, cuda):
         return sorted(found, key=lambda build: build != pin)  # which every index has
     wanted = " and ".join(
-        [f"is built for CUDA {cuda}"] * bool(cuda) + [f"runs with driver {driver}"] * bool(driver)
+        ([f"is built for CUDA {cuda}"] if cuda else [])
+        + ([f"runs with driver {driver}"] if driver else [])
     )
     known = sorted(
         {number for build in torch_builds.candidates(pin) for number in [build.cuda]}, key=float
@@ -138,7 +139,7 @@ def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: lis
                 log.warn(f"{error.problem}; an older build is tried")
             else:
                 raise UsageError(
-                    error.problem + ", and no other that does" * bool(asked[1:]),
+                    error.problem + (", and no other that does" if asked[1:] else ""),
                     expected=f"torch {' or '.join(map(str, asked))}",
                     hint=error.hint,
                 ) from None

@@ -71,4 +71,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _ranks(ranks: set[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {units.first_of(ranks)}"
+    return f"{units.plural(len(ranks), 'rank')} {units.first_of(ranks)}"

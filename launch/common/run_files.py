@@ -111,10 +111,8 @@ class RunFiles:
 
     def __init__(self, root: Path) -> None:
         self.experiment = Experiment(root.parent, root.name)
-        self._metrics, self._events = (
-            JsonLines(self.experiment.metrics),
-            JsonLines(self.experiment.events),
-        )
+        self._metrics = JsonLines(self.experiment.metrics)
+        self._events = JsonLines(self.experiment.events)
         self._seen: dict[Path, tuple[int, list[str]]] = {}
         self.state: Row = {}
         self.rows: list[Row] = []

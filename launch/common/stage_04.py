@@ -63,7 +63,9 @@ def words_of(given: Mapping[str, Any]) -> list[str]:
 
 
 def _typed(value: Any) -> str:
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 def completed(words: Sequence[str]) -> list[str]:

@@ -251,7 +251,7 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
         return fitting
     problems.add(
         problem,
-        hint="update the driver" + ", or:" * bool(fitting),
+        hint="update the driver" + (", or:" if fitting else ""),
         run=commands.as_typed("--cuda", fitting.cuda) if fitting else "",
     )
     return torch

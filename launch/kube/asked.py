@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
-from lib.core import aliases, commands, config_file, options
+from lib.core import aliases, commands, config_file, options, units
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
@@ -220,13 +220,16 @@ class JobOptions(JobNeeds):
         """Note all that no cluster takes: names, sizes, places."""
         self.check_names(problems)
         self.check_type(problems)
-        for name, key, what in (("gpus_per_node", "gpus", "GPU"), ("efa_per_node", "efa", "EFA")):
+        for name, key, what in (
+            ("gpus_per_node", "gpus", "GPU"),
+            ("efa_per_node", "efa", "EFA adapter"),
+        ):
             asked = getattr(self, name)
             has = self.node.get(key)
             if has is not None and asked is not None and asked > has:
                 problems.add(
-                    f"{flag(name)} {asked}: a node of type {self.bare_type} has {has} "
-                    f"{what}{' adapter' * (what == 'EFA')}{'s' * (has != 1)}"
+                    f"{flag(name)} {asked}: a node of type {self.bare_type} has "
+                    f"{units.counted(has, what)}"
                 )
         if self.min_nodes > self.nodes:
             problems.add(f"--min-nodes {self.min_nodes} is above --nodes {self.nodes}")

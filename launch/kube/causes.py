@@ -319,13 +319,10 @@ def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
     evidence = f"exit code {code}: {error.strip() or ended.get('message', '')}"[:1500]
     if code in _CODES:
         return Cause(_CODES[code], _name(pod), evidence, code)
-    name = (
-        "stopped"
-        if code in (EXIT_PREEMPTED, _SIGNALLED + 15)
-        else "crash loop"
-        if is_looping(pod)
-        else "crashed"
-    )
+    if code in (EXIT_PREEMPTED, _SIGNALLED + 15):
+        name = "stopped"
+    else:
+        name = "crash loop" if is_looping(pod) else "crashed"
     return Cause(name, _name(pod), evidence, code if code < _SIGNALLED else EXIT_BUG)
 
 

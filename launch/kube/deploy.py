@@ -284,7 +284,8 @@ class _Watch:
         self._monitor = monitor
         self._log: subprocess.Popen[bytes] | None = None
         self._logged = ""
-        self._shown = self._shown_cause = ""
+        self._shown = ""
+        self._shown_cause = ""
         self._silent = 0
         self._pending_since = time.monotonic()
 

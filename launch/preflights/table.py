@@ -110,7 +110,9 @@ def _pairs(nodes: list[int], pairs: dict[str, dict[str, Any]]) -> None:
 
 
 def _cell(pair: dict[str, Any] | None, kind: str) -> str:
-    return "-" if pair is None else f"{pair[kind]:.3g}" if kind in pair else "failed"
+    if pair is None:
+        return "-"
+    return f"{pair[kind]:.3g}" if kind in pair else "failed"
 
 
 def _print(rows: list[list[str]], marks: Sequence[str] = ()) -> None:

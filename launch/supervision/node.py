@@ -22,7 +22,8 @@ OTHERS_LEAVE_WITHIN_S = 30.0
 _TICK_S = 1.0
 _TICK_ALONE_S = 0.2
 _LOOKS = 4
-_TRAINING = ("run", "running")  # phases, of the head and of others
+# Phases: of the head, and of the other nodes.
+_TRAINING = ("run", "running")
 _ENDING = ("end", "ended")
 
 
@@ -162,7 +163,9 @@ class Follower(NodeLauncher):
 
     def _train(self, head: dict[str, Any]) -> None:
         """Take part in a round, and report how it ended here until the head goes on."""
-        me, self.round = self._trained = head["me"], head["round"]
+        me = head["me"]
+        self.round = head["round"]
+        self._trained = (me, self.round)
         self.attempt = attempt = Attempt(self.command, self.board.node)
         while not attempt.tick():
             self.turn(range(1), "running")

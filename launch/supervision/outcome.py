@@ -190,13 +190,9 @@ def _retry(
 ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
-    why = (
-        f"node {lost[0]} is lost"
-        if lost
-        else str(first)
-        if first
-        else "a rank ended without a word (what is known stands above)"
-    )
+    why = str(first) if first else "a rank ended without a word (what is known stands above)"
+    if lost:
+        why = f"node {lost[0]} is lost"
     code = first.code if first else EXIT_BUG
     if bug:
         step = state.get("step")

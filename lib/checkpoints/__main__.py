@@ -100,7 +100,7 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
         _figure(facts.get("tokens"), ","),
         _figure(facts.get("loss")),
         _figure(facts.get("eval_loss")),
-        problems[0] if problems else "valid" if deep else "whole",
+        next(iter(problems), "valid" if deep else "whole"),
     )
 
 

@@ -81,7 +81,8 @@ class ModelExport(Export):
     ) -> None:
         super().__init__(model, checkpoint, adapted, dtype)
         self._plan = export.plan(model, dtype, max_shard_bytes)
-        self.bytes, self.tensors = self._plan.bytes, len(self._plan.entries)
+        self.bytes = self._plan.bytes
+        self.tensors = len(self._plan.entries)
         self.files = len(self._plan.files)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -107,7 +108,8 @@ class AdapterExport(Export):
         super().__init__(model, adapted.checkpoint, adapted, dtype)
         self._adapted = adapted
         self._plan = adapter_files.plan(adapted, dtype)
-        self.bytes, self.tensors = sum(entry.bytes for entry in self._plan), len(self._plan)
+        self.bytes = sum(entry.bytes for entry in self._plan)
+        self.tensors = len(self._plan)
         self.adapter_of = adapter_files.name_of(adapted.base)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:

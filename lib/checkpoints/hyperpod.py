@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
 CLUSTER = "auto"  # instead of an address: the service of the cluster that the run is in
 _KEEP = 2  # the service drops the oldest when a third arrives, which leaves one that is whole
 _LISTED = 100  # steps; more than are ever there
-_ANSWER_S = 10.0  # without a sign from the service, for small requests and parts
+# How long the service may be silent, during a small request and during a part of a checkpoint.
+_ANSWER_S = 10.0
 _PART_S = 60.0
 _LONGEST_TEXT = 160  # characters of a service error, which may be logged at each save
 _OF_SYSTEM = re.compile(r"\[Errno -?\d+\] [\w ]+")

@@ -33,7 +33,8 @@ from lib.parallel import attention, probe
 
 # Of each optimizer its second moments, by their name, as far as whether they are zero.
 _SECOND_MOMENTS = ("exp_avg_sq", "exp_avg_root")
-_FEWEST_LOST = 8  # rows of B
+# So many neighbouring rows of B, and such a share of all, are not without gradients by chance.
+_FEWEST_LOST = 8
 _LOST_SHARE = 0.25
 PASSES = 3  # over the tensors of a model, to compute what it computes
 # Rounding in each block is independent of that in others, so it grows with the root of their
@@ -109,7 +110,8 @@ def _suspicious(rows: int) -> int:
 
 def _longest_run(marked: Tensor) -> int:
     """Return how many neighbours are marked at most. marked: bool [rows]."""
-    longest = run = 0
+    longest = 0
+    run = 0
     for mark in marked.tolist():
         run = run + 1 if mark else 0
         longest = max(longest, run)

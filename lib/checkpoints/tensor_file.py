@@ -56,7 +56,9 @@ class TensorFile:
         self._pieces = [mmap.mmap(-1, _PIECE) for _ in range(3)]  # mapped: aligned, as it must be
         self._converted = torch.empty(_PIECE, dtype=torch.uint8)
         self._busy: list[list[Future[Any]]] = [[] for _ in self._pieces]
-        self._turn = self._filled = self._offset = 0
+        self._turn = 0
+        self._filled = 0
+        self._offset = 0
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -75,7 +75,8 @@ def with_options(*words: object) -> str:
     ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or [
         i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
     ]
-    return _join([*given[: ends[0] + 1 if ends else len(_program())], *map(str, words)])
+    end = ends[0] + 1 if ends else len(_program())
+    return _join([*given[:end], *map(str, words)])
 
 
 def script(name: str, *words: object) -> str:
@@ -249,7 +250,7 @@ def _drop_options(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
 def _program() -> list[str]:
     """Return the interpreter and the script or module that runs."""
     is_module = sys.argv[0].startswith("lib.")  # as lib/checkpoints/__main__.py calls itself
-    return [_python(), *["-m"] * is_module, sys.argv[0]]
+    return [_python(), *(["-m"] if is_module else []), sys.argv[0]]
 
 
 def _python() -> str:
@@ -266,11 +267,9 @@ def _as_launcher_command(torchrun: Sequence[str]) -> list[str]:
     at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
     ranks = "1"
     follows = False
-    for word in torchrun[
-        torchrun.index("torch.distributed.run") + 1
-        if "torch.distributed.run" in torchrun[:at]
-        else 1 : at
-    ]:
+    is_module = "torch.distributed.run" in torchrun[:at]
+    start = torchrun.index("torch.distributed.run") + 1 if is_module else 1
+    for word in torchrun[start:at]:
         found = _RANKS.fullmatch(word)
         if follows:
             ranks = word
@@ -296,7 +295,7 @@ def _launcher() -> list[str]:
         else shutil.which("python3") or ""
     )
     is_same = Path(chosen).absolute().parent == Path(sys.executable).parent
-    return [*["env", f"PYTHON={sys.executable}"] * (not is_same), path_of(_LAUNCHER)]
+    return [*(["env", f"PYTHON={sys.executable}"] if not is_same else []), path_of(_LAUNCHER)]
 
 
 def _is_found(program: str) -> bool:

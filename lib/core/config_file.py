@@ -90,7 +90,13 @@ def as_arguments(
     values = value if isinstance(value, list) else [value]
     if not all(records.is_passable(str(v)) for v in values):
         raise UsageError(f"{where} contains characters that a command line cannot contain")
-    return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
+    return [f"{flag}={_as_word(v)}" for v in values]
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 def parse_values(action: argparse.Action, words: Sequence[str]) -> list[Any]:

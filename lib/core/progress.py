@@ -36,7 +36,8 @@ class Progress:
         self.done = done
         self._before = done
         self._lock = threading.Lock()
-        self._began = self._last_line = time.monotonic()
+        self._began = time.monotonic()
+        self._last_line = self._began
         self._enabled = enabled and log.rank() == 0
         self._bar = None
         if self._enabled and sys.stderr.isatty():

@@ -19,7 +19,7 @@ from lib.core.errors import ArtifactError
 
 DEEPEST = 100  # levels of lists and mappings
 LARGEST_JSON = 1 << 30  # bytes
-LARGEST_YAML = 1 << 20
+LARGEST_YAML = 1 << 20  # bytes
 MOST_NODES = 100_000  # of a YAML file, with its aliases expanded
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 

@@ -35,17 +35,19 @@ def memory(count: float) -> str:
 def first_of(numbers: Iterable[int]) -> str:
     """Return some numbers in order, and no more than the first eight of many: `0, 1, 2, …`."""
     ordered = sorted(numbers)
-    return ", ".join(map(str, ordered[:8])) + ", …" * (len(ordered) > 8)
+    return ", ".join(map(str, ordered[:8])) + (", …" if len(ordered) > 8 else "")
 
 
 def join_lines(lines: Sequence[str], most: int) -> str:
     """Return some lines as one text, of many the first and `… and 3 more`."""
-    return "\n".join([*lines[:most], *[f"… and {len(lines) - most} more"] * (len(lines) > most)])
+    return "\n".join(
+        [*lines[:most], *([f"… and {len(lines) - most} more"] if len(lines) > most else [])]
+    )
 
 
 def join_names(names: Sequence[str], most: int) -> str:
     """Return some names as one text, of many the first: `a, b and 3 more`."""
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def shortened(text: str) -> str:
@@ -91,4 +93,11 @@ def duration(seconds: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a count of things: `1 file`, `2,034 files`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {plural(number, noun)}"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a noun as it follows a number: `file` after 1, `files` after others."""
+    if number == 1:
+        return noun
+    return noun + ("es" if noun.endswith("s") else "s")

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 ROLE, CONTENT, *_OTHERS = *TEXTS, CALLS
 _FIRST_OF_CHARACTER = -64  # the least int8 that begins a character of UTF-8
-_ROW_OVERHEAD = 200  # bytes that they take in memory besides their texts
+# Bytes that a row and a turn take in memory besides their texts.
+_ROW_OVERHEAD = 200
 _TURN_OVERHEAD = 80
 
 
@@ -122,7 +123,8 @@ class _Columns:
     """
 
     def __init__(self) -> None:
-        self.rows = self.size = 0
+        self.rows = 0
+        self.size = 0
         self.contents: list[bytes] = []
         self._roles: list[str] = []
         self._ends = [0]  # turns up to the end of each row

@@ -12,8 +12,8 @@ from lib.core.errors import UsageError
 from lib.corpus import conversations
 from lib.corpus.scan import escape
 
-_NAMED = 3  # files of a format on the console, and in the manifest
-_LISTED = 1000
+_NAMED = 3  # files of a format on the console
+_LISTED = 1000  # files of a format in the manifest
 _MOST_OTHERS = 3
 _MOST_MIXED = 20
 Found = tuple[str, "int | None"]  # a format, and the line of its first conversation

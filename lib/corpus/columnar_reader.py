@@ -65,7 +65,8 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
                 rows = sum(reader.get_batch(i).num_rows for i in range(raw.start))
                 batches = (reader.get_batch(i) for i in range(raw.start, stop))
             else:
-                batches = reader = pa.ipc.open_stream(source)
+                reader = pa.ipc.open_stream(source)
+                batches = reader
             _hand_on(batches, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
             _note(documents, error, "Arrow", DROPPED_REST)

@@ -57,8 +57,8 @@ KINDS = (
     "weights",
     "no conversation",
 )
-_MOST_KEYS = 8  # of a record that are told
-_LONGEST_KEY = 40
+_MOST_KEYS = 8  # of a record in a message
+_LONGEST_KEY = 40  # characters of each
 
 Record = dict[str, Any]
 
@@ -110,7 +110,8 @@ def describe(record: Any) -> str:
         return in_words(record)
     keys = [str(key)[:_LONGEST_KEY] for key in record]
     return (
-        f"an object with the keys {', '.join(keys[:_MOST_KEYS])}" + ", …" * (len(keys) > _MOST_KEYS)
+        f"an object with the keys {', '.join(keys[:_MOST_KEYS])}"
+        + (", …" if len(keys) > _MOST_KEYS else "")
         if keys
         else "an object without keys"
     )

@@ -47,14 +47,18 @@ class Documents(ABC):
         self._errors = errors
         self._validation_below = int(shape.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below) or shape.dedup != "none"
-        self._path = self._source = ""
-        self._replaced_before = self._heard_before = self._short_before = 0
+        self._path = ""
+        self._source = ""
+        self._replaced_before = 0
+        self._heard_before = 0
+        self._short_before = 0
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
         self._path = path
         self._source = escape(source)
-        self._replaced_before, self._heard_before = self.tally.replaced, self._count_heard()
+        self._replaced_before = self.tally.replaced
+        self._heard_before = self._count_heard()
         self._short_before = self.tally.short
 
     def end(self, whole: bool) -> None:

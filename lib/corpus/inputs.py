@@ -126,7 +126,7 @@ def _is_splits(folder: Path) -> bool:
         folder,
         SPLITS_KIND,
         "the splits",
-        run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,
+        run=commands.script("01_organize_data.py", "--dst-root", folder) if is_usual else "",
         hint="" if is_usual else "make them by stage 01, or give any directory of files",
     )
     return True

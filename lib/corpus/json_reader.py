@@ -15,8 +15,8 @@ from lib.corpus.kinds import UTF8_BOM
 from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _ELEMENTS = 64  # of a list, taken at once
-_SOME = 1 << 17  # characters of a large list taken at once, and up to a first key's end
-_KEY = 200
+_SOME = 1 << 17  # characters of a large list taken at once
+_KEY = 200  # characters up to the end of a first key
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 # Text needs no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)

@@ -27,7 +27,7 @@ def make_schema(keep_source: bool) -> pa.Schema:
     """Return the columns of a dataset: `text`, and `source` if it is kept."""
     import pyarrow as pa
 
-    columns = [("text", pa.large_string())] + [("source", pa.string())] * keep_source
+    columns = [("text", pa.large_string())] + ([("source", pa.string())] if keep_source else [])
     return pa.schema(columns)
 
 
@@ -38,7 +38,8 @@ class Part(ABC):
     """
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, digests: BinaryIO | None) -> None:
-        self._written = self.text_bytes = 0
+        self._written = 0
+        self.text_bytes = 0
         self._file = file
         self._schema = schema
         self._digests = digests

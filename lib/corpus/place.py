@@ -202,8 +202,8 @@ def place_all(
                 raise UsageError(
                     f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
                     "was organised",
-                    expected=f"{entry.bytes} bytes" * resized,
-                    found=f"{size} bytes" * resized,
+                    expected=f"{entry.bytes} bytes" if resized else "",
+                    found=f"{size} bytes" if resized else "",
                     hint="once nothing writes to the source:",
                     run=commands.as_typed(),
                 )

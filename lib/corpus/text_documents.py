@@ -13,8 +13,8 @@ from lib.corpus.documents import SKIPPED, Documents
 from lib.corpus.parts import PartWriter
 from lib.corpus.tally import TRAIN, Shape
 
-_FIELDS_COUNTED = 1000  # documents, of a unit and of a file
-_LOOKED_AT = 10
+_FIELDS_COUNTED = 1000  # documents of a unit
+_LOOKED_AT = 10  # documents of a file
 _MOST_KEYS = 500
 _DEEPEST_KEY = 8
 

@@ -25,9 +25,10 @@ UNIT_BYTES = 16_000_000
 _FREE = "free"  # a directory beside the parts
 _FILE_OVERHEAD = 16_000  # opening a file costs about as much as reading this many bytes
 
-_INFLATED = 4  # estimates of how much is written
-_ARROW_OVERHEAD = 1.05
-_IN_FLIGHT = 64_000_000
+# Estimates of how much is written.
+_INFLATED = 4  # times the bytes of a compressed file
+_ARROW_OVERHEAD = 1.05  # times the bytes of the text
+_IN_FLIGHT = 64_000_000  # bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Hub:
         )
         headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
         if (start, end) != (0, file.size):
-            headers["Range"] = f"bytes={start}-" + (str(end - 1) * (end < file.size))
+            headers["Range"] = f"bytes={start}-" + (str(end - 1) if end < file.size else "")
         with get_session().stream(
             "GET",
             url,
@@ -237,7 +237,7 @@ class Hub:
         from huggingface_hub import errors
 
         endpoint = redact(self.endpoint)
-        page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
+        page = f"{endpoint}/datasets/{name}" if kind == "dataset" else f"{endpoint}/{name}"
         try:
             yield
         except errors.OfflineModeIsEnabled:
@@ -354,15 +354,15 @@ def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageErro
     busy = status in _PASSING
     return UsageError(
         f"the Hub at {endpoint} refused to serve {name}",
-        found=f"HTTP status {status}" + f", {_RETRIES + 1} times" * busy,
-        hint="later; finished files are kept:" * busy,
-        run=commands.as_typed() * busy,
+        found=f"HTTP status {status}" + (f", {_RETRIES + 1} times" if busy else ""),
+        hint="later; finished files are kept:" if busy else "",
+        run=commands.as_typed() if busy else "",
     )
 
 
 def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
     """Return the error for a request that got no answer."""
-    found = type(error).__name__ + f": {redact(str(error))}" * ("Bearer" not in str(error))
+    found = type(error).__name__ + (f": {redact(str(error))}" if "Bearer" not in str(error) else "")
     if _is_certificate(error):
         return OutOfReachError(
             f"the certificate of {endpoint} is not trusted here",
@@ -378,7 +378,8 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
             "in its address if it asks for them; or this host in no_proxy",
         )
     return OutOfReachError(
-        f"the Hub at {endpoint} is out of reach" + f" through the proxy in {proxy}" * bool(proxy),
+        f"the Hub at {endpoint} is out of reach"
+        + (f" through the proxy in {proxy}" if proxy else ""),
         found=found,
         expected="a connection, or a copy of .cache/ from a connected machine",
         hint="finished files are kept:",

@@ -107,7 +107,8 @@ class PartialFile:
             difference = self._digest.compare()
             if difference:
                 self._part.unlink()
-                self._counts, self._digest = [0] * self.pieces, Digest(self.file)
+                self._counts = [0] * self.pieces
+                self._digest = Digest(self.file)
                 self.refused = self.refused + 1
                 self._is_claimed = False
             else:

@@ -232,9 +232,10 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
     only = "only pickles, which can run code when loaded:" if pickles else "none"
     return UsageError(
         f"{repository} has no safetensors weights",
-        expected=f"{WEIGHTS} or {INDEX}" + (f", {PICKLE} or {PICKLE_INDEX}" * allow_pickle),
+        expected=f"{WEIGHTS} or {INDEX}"
+        + (f", {PICKLE} or {PICKLE_INDEX}" if allow_pickle else ""),
         found=f"{only} {', '.join(pickles[:5])}".strip(),
         hint="choose a repository or a --revision that has them (conversions are often offered as "
-        "refs/pr/N)" + ", or convert the pickles, without running code:" * bool(can_convert),
+        "refs/pr/N)" + (", or convert the pickles, without running code:" if can_convert else ""),
         run=commands.as_typed("--allow-pickle") if can_convert else "",
     )

@@ -163,7 +163,7 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
         has_code = isinstance(content.get("auto_map"), dict)
         raise UsageError(
             f"transformers does not know models of type {kind!r}",
-            found=f"{path}" + ", with code of its own (auto_map)" * has_code,
+            found=f"{path}" + (", with code of its own (auto_map)" if has_code else ""),
             expected="a type that the installed transformers has",
             hint="the code that comes with a model is fetched by stage 03, and run by "
             f"it and by stages 04 and 05, only if {remote_code.OPTION} is typed: "

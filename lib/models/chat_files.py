@@ -38,8 +38,7 @@ def write(directory: Path, template: str, stops: Sequence[int]) -> None:
         config = text if isinstance(text, dict) and text else config
         generation = {name: config[name] for name in _IDS if config.get(name) is not None}
     before = generation.get(_EOS)
-    ended = before if isinstance(before, list) else [] if before is None else [before]
-    ended = ended if is_id(before) else []
+    ended = _as_list(before) if is_id(before) else []
     generation[_EOS] = list(dict.fromkeys([*stops, *ended]))
     manifest.write_json(directory / _GENERATION, generation)
 
@@ -64,8 +63,14 @@ def find_faults(directory: Path) -> list[str]:
 
 def is_id(value: Any) -> bool:
     """Return whether a value of a config is a token id, a list of ids, or null."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return all(type(each) is int and each >= -1 for each in ids)  # -1 stands for none, too
+    # -1 stands for none, too.
+    return all(type(each) is int and each >= -1 for each in _as_list(value))
+
+
+def _as_list(ids: Any) -> list[Any]:
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def copy_generation(source: Path, target: Path) -> bool:

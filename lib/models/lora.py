@@ -251,14 +251,10 @@ def _linears(model: PreTrainedModel) -> dict[str, str]:
         ]
         for name, module in block.named_modules(prefix=block_name):
             if own_class(module).__name__ in _LINEARS:
-                is_router = name.rpartition(".")[2] in _ROUTERS
-                found[name] = (
-                    "router"
-                    if is_router
-                    else ATTENTION
-                    if any(name.startswith(outer) for outer in attention)
-                    else MLP
-                )
+                is_attention = name.startswith(tuple(attention))
+                found[name] = ATTENTION if is_attention else MLP
+                if name.rpartition(".")[2] in _ROUTERS:
+                    found[name] = "router"
     return found
 
 

@@ -24,6 +24,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")
+_RANK_DIM = {"A": 0, "B": 1}  # of A [rank, inputs] and B [outputs, rank]
 _NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 # Beyond these, what an adapter adds is 0 or infinite in some dtype.
@@ -218,7 +219,7 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
     problems = Problems()
     for key, (shape, dtype) in found.items():
         named = _KEY.fullmatch(key)
-        if named and len(shape) == 2 and shape[named[2] == "B"] == rank and dtype in _FLOATS:
+        if named and len(shape) == 2 and shape[_RANK_DIM[named[2]]] == rank and dtype in _FLOATS:
             shapes[named[1], named[2]] = shape
         else:
             problems.add(
@@ -226,10 +227,13 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
                 f"linear at rank {rank}"
             )
     problems.raise_if_any()
-    if lacking := [
-        f"{linear} has no lora_{other}"
-        for linear, part in shapes
-        if (linear, other := "AB"[part == "A"]) not in shapes
-    ] or ["no tensors at all"] * (not shapes):
+    if not shapes:
+        raise ArtifactError(f"{path} is not whole", found="no tensors at all")
+    lacking = []
+    for linear, part in shapes:
+        other = "B" if part == "A" else "A"
+        if (linear, other) not in shapes:
+            lacking.append(f"{linear} has no lora_{other}")
+    if lacking:
         raise ArtifactError(f"{path} is not whole", found=units.join_lines(lacking, _SHOWN))
     return shapes

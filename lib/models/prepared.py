@@ -1,4 +1,7 @@
-"""The models that stage 03 has prepared: which there are, and which one a run without -m means."""
+"""The models that stage 03 has prepared: which there are, and which one a run without -m means.
+
+Also which dataset a printed command names.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,13 @@ def find_only(cache_dir: Path) -> Path:
             + "\n".join(commands.as_typed("-m", path.name) for path in found),
         )
     return found[0]
+
+
+def guess_dataset() -> Path:
+    """Return the one dataset below hf_datasets/, for a command that is printed, or a usual name."""
+    found = [
+        path.parent
+        for path in Path("hf_datasets").glob(f"*/{MANIFEST}")
+        if path.parent.name not in TRIAL_NAMES
+    ]
+    return found[0] if len(found) == 1 else Path("hf_datasets/corpus")

@@ -124,8 +124,10 @@ def is_frozen(model: nn.Module) -> bool:
 
 def size_of(model: PreTrainedModel) -> str:
     """Say how many parameters a model has, and how many are trained where not all are."""
-    trained = f", {units.count(model.num_parameters(only_trainable=True))} trained"
-    return f"{units.count(model.num_parameters())} parameters{trained * is_frozen(model)}"
+    text = f"{units.count(model.num_parameters())} parameters"
+    if is_frozen(model):
+        text += f", {units.count(model.num_parameters(only_trainable=True))} trained"
+    return text
 
 
 def tie_again(model: PreTrainedModel) -> None:

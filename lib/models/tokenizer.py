@@ -168,8 +168,8 @@ def train(
     )
     if made < vocabulary and corpora:
         log.warn(
-            f"{', '.join(map(str, corpora))} hold{'s' * (len(corpora) == 1)} too little text "
-            f"for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused"
+            f"{', '.join(map(str, corpora))} {'holds' if len(corpora) == 1 else 'hold'} too little "
+            f"text for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused"
         )
     return made, sample
 

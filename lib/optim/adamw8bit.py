@@ -39,8 +39,8 @@ _GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1
 # be worth starting its kernels for.
 AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_GPU = 1 << 22
-_TRIED = 64  # rows; mean difference, as a share of the mean
-_ROUNDING = 0.01
+_TRIED = 64  # rows
+_ROUNDING = 0.01  # mean difference, as a share of the mean
 _CASTS_SINCE = (8, 9)  # the compute capability from which Triton casts to e4m3
 
 

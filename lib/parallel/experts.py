@@ -150,7 +150,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weights, ends = ctx.saved_tensors
-    of_rows = of_weights = None
+    of_rows = None
+    of_weights = None
     if ctx.needs_input_grad[0]:
         of_rows = _group_by_group(upstream, weights.transpose(1, 2), ends)
     if ctx.needs_input_grad[1]:
@@ -197,7 +198,8 @@ class _Combine(torch.autograd.Function):
         """upstream: [N, H], in the wider of the dtypes of rows and weights."""
         rows, weights, order, inverse, tokens = ctx.saved_tensors
         spread = upstream.index_select(0, tokens)
-        of_rows = of_weights = None
+        of_rows = None
+        of_weights = None
         if ctx.needs_input_grad[1]:
             products = (rows * spread).sum(-1).index_select(0, inverse)
             of_weights = products.view(weights.shape).to(weights.dtype)

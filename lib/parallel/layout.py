@@ -120,10 +120,10 @@ class ParallelLayout:
 
 def make_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
     """Return the mesh of parameters, (shard) or (replicate, shard); all ranks must call this."""
-    shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
-    return init_device_mesh(
-        device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
-    )
+    if replicas > 1:
+        shape = (replicas, ranks // replicas)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
 
 
 def meet() -> Meeting | None:

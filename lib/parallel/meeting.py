@@ -24,8 +24,8 @@ from lib.core.errors import StageError
 START_TIMEOUT = timedelta(minutes=30)  # until the processes of all ranks have started
 SILENCE_S = 300.0  # without a sign of life before a rank counts as gone
 BEAT_S = 10.0
-_LOOK_EVERY_S = 0.1  # many ranks ask seldom: one store answers them all
-_PER_RANK_S = 0.001
+_LOOK_EVERY_S = 0.1
+_PER_RANK_S = 0.001  # many ranks ask seldom: one store answers them all
 _TELL_AFTER_S = 20.0
 _TELL_EVERY_S = 300.0
 

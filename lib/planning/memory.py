@@ -124,13 +124,14 @@ class Estimates:
         Sizes are bytes for weights, and numbers of elements for gradients and optimizer states,
         which only trained weights have.
         """
-        weights = trained = 0.0
+        weights = 0.0
+        trained = 0.0
         for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
             elements = (
                 math.prod(shape) / case.shard_size * evenly.unevenness(shape, case.shard_size, dim)
             )
             weights += elements * size
-            trained += elements * is_trained
+            trained += elements if is_trained else 0.0
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 

@@ -141,8 +141,8 @@ class MemoryCheck:
         )
         if case.keep_gathered:
             gathered += self.gathered(case)
-        masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
-        on_device = states * (not case.offload)
+        masks = _PER_MASKED * case.batch * case.seq_length**2 if case.masked else 0
+        on_device = 0 if case.offload else states
         return (
             states <= USABLE * self.place(case)
             and self.model.config._attn_implementation != "eager"

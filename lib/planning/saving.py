@@ -52,7 +52,8 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
 
     It is at least the duration of a background save, since the next one waits for it.
     """
-    low = 0.0  # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above
+    # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above.
+    low = 0.0
     high = mtbf
     while high - low > 1e-9 * mtbf:
         middle = (low + high) / 2

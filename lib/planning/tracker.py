@@ -126,4 +126,5 @@ class Tracker(TorchDispatchMode):
             self.largest[kind] = max(self.largest[kind], size)
         live = sum(self._now[kind] for kind in self._counted)
         if live > self._peak:
-            self._peak, self.phases[-1] = live, dict(self._now)
+            self._peak = live
+            self.phases[-1] = dict(self._now)

@@ -26,7 +26,9 @@ _STRINGS = ("string", "large_string")
 
 def format_of(names: Collection[str]) -> str:
     """Return the format of a dataset with columns of these names, empty where it has none."""
-    return TEXT if "text" in names else CHAT if set(CHAT_COLUMNS) <= set(names) else ""
+    if "text" in names:
+        return TEXT
+    return CHAT if set(CHAT_COLUMNS) <= set(names) else ""
 
 
 def hold_chats(names: Collection[str]) -> bool:

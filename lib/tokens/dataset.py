@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 100_000
-_CHAT_BYTES = 2 << 20  # of conversations, which take a hundred times as long
+# Conversations take a hundred times as long.
+_CHAT_BYTES = 2 << 20
 _CHAT_ROWS = 2000
 
 

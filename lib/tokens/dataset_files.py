@@ -81,7 +81,7 @@ def find_homes(path: Path) -> dict[str, Path]:
     if not (path / "state.json").exists() and arrow_files.find_splits(path):
         return {}
     there = sorted(p.name for p in path.iterdir())
-    found = ", ".join(there[:4]) + ", …" * bool(there[4:])
+    found = ", ".join(there[:4]) + (", …" if there[4:] else "")
     if "config.json" in there:
         raise UsageError(
             f"{path} is not a dataset directory",

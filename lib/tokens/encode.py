@@ -30,8 +30,9 @@ TOKENIZER_FILES = (
 )
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
-_SAMPLED_TEXTS = 200  # for an estimate: the most of each
-_SAMPLED_BYTES = 4000
+# At most, for an estimate.
+_SAMPLED_TEXTS = 200
+_SAMPLED_BYTES = 4000  # of each text
 # Between a line and the next word: where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 

@@ -143,7 +143,7 @@ def _warn_of_others(name: str, found: list[str], taken: int) -> None:
     """Name the files that are passed over; only the first rank does."""
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
-        shown = ", ".join(left[:_NAMED]) + ", …" * (len(left) > _NAMED)
+        shown = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
         log.warn(
             f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
             f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "

@@ -76,9 +76,9 @@ class RawDocuments:
         self.dp_size = dp_size
         self.left = LeftOut()
         self._reported = 0
-        self._tokens = 0  # seconds
-        self._reading = 1e-9
-        self._encoding = 0.0
+        self._tokens = 0
+        self._reading = 1e-9  # seconds
+        self._encoding = 0.0  # seconds
         self._workers: list[Worker] = []
         # What has been asked for and not yet come: of the workers, and paths of the fetcher.
         self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()

@@ -16,8 +16,8 @@ from lib.core import log
 from lib.tokens.encode import Encoder
 from lib.tokens.store import TokenStore
 
-_TRAINED = "\033[32m"  # green, grey
-_READ = "\033[90m"
+_TRAINED = "\033[32m"  # green
+_READ = "\033[90m"  # grey
 _END = "\033[0m"
 _OPEN = "⟦"
 _CLOSE = "⟧"

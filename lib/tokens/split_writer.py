@@ -64,7 +64,8 @@ class SplitWriter:
         tokens, ends = self._sinks[:2]
         tokens.write(ids.astype(self._dtype))
         ends.write((self.tokens + np.cumsum(lengths)).astype("<i8"))
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
+        self.tokens += len(ids)
+        self.documents += len(lengths)
 
     def save_if_due(self) -> None:
         """Make what is there durable, now and then."""

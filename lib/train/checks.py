@@ -252,7 +252,8 @@ def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False)
         if parameters < below
     )
     usual *= LORA_LR if adapted else 1
-    kind = "from scratch" if scratch else "that has adapters" if adapted else "that has weights"
+    kind = "that has adapters" if adapted else "that has weights"
+    kind = "from scratch" if scratch else kind
     return (
         f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of "
         f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import log
+from lib.core import log, units
 from lib.tokens import build, mixture, packing, shown, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat import checks, outcome
@@ -153,7 +153,7 @@ def _prepare_shards(
     workers = max(1, config.num_workers // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     documents.start(workers, model_dir, sample)
     log.info(
-        f"streaming: {workers} worker process{'es' * (workers > 1)} per rank tokenise "
+        f"streaming: {workers} {units.plural(workers, 'worker process')} per rank tokenise "
         f"{found.name} while training. This is for trying things out: a dataset of stages 01 "
         "and 02 costs a step next to nothing, is shuffled as a whole and may have a "
         "validation split"

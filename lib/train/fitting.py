@@ -141,7 +141,8 @@ def _tell_copies(config: Config, fit: MemoryCheck) -> None:
     case = step_config_here(config, fit.model)
     each = (_MASTER + OPTIMIZERS[config.optimizer].state_bytes) / case.shard_size
     copies = each * fit.model.num_parameters(only_trainable=True)
-    taken = sum(fit.states(case).values()) * (case.offload or not fit.on_gpu)
+    are_states_here = case.offload or not fit.on_gpu
+    taken = sum(fit.states(case).values()) if are_states_here else 0
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (fit.host - taken) >= 0:
         log.info(
             f"host memory: a copy of what a checkpoint holds takes {units.memory(copies)} per "
@@ -257,7 +258,7 @@ def _chosen(
     """
     kinds: Sequence[str] = [config.activation_checkpointing]
     if kinds == [AUTO]:
-        kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0 :]
+        kinds = recompute.KINDS[recompute.KINDS.index(kept) :] if kept else recompute.KINDS
     batches = (
         _candidates(config, ranks, ENOUGH[fit.on_gpu])
         if config.batch_size == AUTO
@@ -352,14 +353,15 @@ def _why(config: Config, fit: MemoryCheck, ranks: int, batches: list[int], batch
         else ""
     )
     per_pass = batch * plan.degrees(config).dp_size(ranks)
-    limit = (
-        "all that a rank has of a step"
-        if whole == per_pass
-        else f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan"
-        if batch < batches[-1]
-        else f"the largest that {of_step}has at most {enough:,} tokens "
-        "(larger ones are hardly faster)"
-    )
+    if whole == per_pass:
+        limit = "all that a rank has of a step"
+    elif batch < batches[-1]:
+        limit = f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan"
+    else:
+        limit = (
+            f"the largest that {of_step}has at most {enough:,} tokens "
+            "(larger ones are hardly faster)"
+        )
     tokens = f"{batch * config.seq_length:,} tokens in a pass"
     return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
 

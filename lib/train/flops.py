@@ -105,7 +105,7 @@ def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
     if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
         if peak := listed_peak(name):
-            return peak, f"data sheet of {name}" + ", for bf16" * (precision == "fp8")
+            return peak, f"data sheet of {name}" + (", for bf16" if precision == "fp8" else "")
     # Both, since a CPU without hardware for half precision is faster in float32.
     measured = max(_measure(device, kind) for kind in {precision, "fp32"})
     return measured, "the best of timed matrix products"

@@ -94,9 +94,8 @@ def find_inputs(
     made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
     with. begun: see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
-    stop_request = file_identity.read_identities(
-        [experiment.stop_file] * experiment.stop_file.exists()
-    )
+    stop_files = [experiment.stop_file] if experiment.stop_file.exists() else []
+    stop_request = file_identity.read_identities(stop_files)
     problems = Problems()
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))

@@ -52,7 +52,9 @@ def has_begun(experiment: Experiment) -> bool:
 
 def act_once(config: Config) -> Config:
     """Return the options without what a launch that has begun its run must not do again."""
-    words = ["--overwrite"] * config.overwrite + ["--resume never"] * (config.resume == "never")
+    words = (["--overwrite"] if config.overwrite else []) + (
+        ["--resume never"] if config.resume == "never" else []
+    )
     if words:
         log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
     return replace(

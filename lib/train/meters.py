@@ -148,7 +148,7 @@ class Profiler:
         if self._by_nsight:
             torch.cuda.profiler.start()
             return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_gpu else [])
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
         self._recording = profile(activities=activities, profile_memory=True, record_shapes=True)
@@ -226,7 +226,9 @@ class LossWindow:
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
         self._running, self._last, self._window = (self._zero() for _ in range(3))
-        self._window_tokens = self._last_tokens = self._steps = 0
+        self._window_tokens = 0
+        self._last_tokens = 0
+        self._steps = 0
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._layout.device)
@@ -248,7 +250,8 @@ class LossWindow:
         sums = to_host(self._last, self._window)
         captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
         self._window = self._zero()
-        self._window_tokens = self._steps = 0
+        self._window_tokens = 0
+        self._steps = 0
         return captured
 
 

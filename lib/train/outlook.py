@@ -20,11 +20,11 @@ _TIMED_FROM = 20e6  # parameters; what takes the time of smaller models is not a
 _PRE_TRAINING = ((1e9, 1 << 19), (5e9, 1 << 20), (math.inf, 1 << 21))
 _TRAINING_ON = 1 << 18
 _FEWEST_TRAINING_ON = 1 << 16
-_MANY = 1 << 22  # of the largest models' fine-tuning, and pre-training
-_MOST = 1 << 24
+_MANY = 1 << 22  # of the largest models' fine-tuning
+_MOST = 1 << 24  # of the largest models' pre-training
 _MARGIN = 4  # so many times fewer tokens than published are worth a warning
-_WARNS_FROM = 50e6  # parameters; steps
-_LONG = 10_000
+_WARNS_FROM = 50e6  # parameters
+_LONG = 10_000  # steps
 _FEWEST_KEPT = 2  # checkpoints, as in commit.prune
 
 

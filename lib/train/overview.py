@@ -93,8 +93,9 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     asked = fitting.planned(config, inputs, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
         if config.plan_gpus:
-            log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
-        asked[ranks] = given = fitting.limit(given, samples, ranks)
+            log.info(f"on {units.counted(ranks, 'GPU')}:")
+        given = fitting.limit(given, samples, ranks)
+        asked[ranks] = given
         plan = problems.collect(partial(Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
@@ -256,11 +257,9 @@ def _model_of(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
     if not config.model_size:
         return str(inputs.model_dir)
-    tokenizer = (
-        f"the tokenizer of {config.tokenizer}"
-        if config.tokenizer
-        else "a token for each byte"
-        if config.streaming
-        else "a tokenizer trained on the dataset"
-    )
+    tokenizer = "a tokenizer trained on the dataset"
+    if config.tokenizer:
+        tokenizer = f"the tokenizer of {config.tokenizer}"
+    elif config.streaming:
+        tokenizer = "a token for each byte"
     return f"{config.model_size} from scratch with {tokenizer}"

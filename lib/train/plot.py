@@ -36,8 +36,8 @@ class Curve:
         """Hold these rows and no others."""
         self.points: list[Point] = []
         self.held_out: list[tuple[int, float]] = []
-        self._rows_each = 1  # rows per point; of them, in the last point
-        self._open = 0
+        self._rows_each = 1  # rows per point
+        self._open = 0  # rows in the last point
         for row in rows:
             self.add(row)
 

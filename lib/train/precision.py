@@ -14,7 +14,7 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.train.config import AUTO, Config
 
 _WIDTH = 256  # of the products that are timed
-_TRIES = 3
+_TRIES = 3  # of each product
 _FLOAT8_FROM = (8, 9)  # compute capability
 _FLOAT8_GPUS = "NVIDIA Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell or newer"
 

@@ -208,7 +208,7 @@ class Report:
             else ""
         )
         return (
-            f"this launch: {steps:,} step{'s' * (steps != 1)} in "
+            f"this launch: {units.counted(steps, 'step')} in "
             f"{units.duration(time.monotonic() - self._began)}{speed}"
         )
 
@@ -259,7 +259,7 @@ class Report:
         self.note_state("complete" if has_ended else "preempted")
         self.journal.event("signal", step, signal=reason)
         if not has_ended:
-            again = " without --overwrite" * self._plan.config.overwrite
+            again = " without --overwrite" if self._plan.config.overwrite else ""
             raise Preempted(
                 f"stopped by {reason} after step {step:,}, which is saved; run the "
                 f"same command again{again} to go on"

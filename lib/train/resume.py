@@ -119,7 +119,8 @@ def roll_back(
         raise symptoms.diverged(diverged_at, bad, state.rollbacks, config, experiment)
     checkpointer.load(checkpoint, state)
     float8.rescale(state.model)
-    state.position = position  # what is learned goes back, not the data
+    # What is learned goes back, not the data.
+    state.position = position
     state.rollbacks = rollbacks
     try:
         checkpointer.supersede(state.step, f"the steps up to {diverged_at} were rolled back")

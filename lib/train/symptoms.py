@@ -98,7 +98,7 @@ def _calmer(config: Config, experiment: Experiment) -> str:
         "--resume",
         checkpoint.path,
         "--resume-with-changes",
-        *["--max-steps", end] * bool(end),
+        *(["--max-steps", end] if end else []),
         drop=dropped,
     )
 

@@ -317,7 +317,7 @@ def test_an_adapter_written_wrongly_is_not_published(
     name, change, says = BROKEN_ADAPTERS[what]
     monkeypatch.setattr(adapter_files, "write", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
-        export(run, "--adapter", *["--dtype", "bf16"] * (says == "does not compute"))
+        export(run, "--adapter", *(["--dtype", "bf16"] if says == "does not compute" else []))
     assert not list(run.glob("out*"))
 
 

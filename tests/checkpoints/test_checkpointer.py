@@ -53,7 +53,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
             tensors=lambda: {"model.x": weight},
             state_dict=lambda step=step: {"step": step},
         )
-        checkpointer.save(state, after=lambda is_shared: seen.append("after" * is_shared))
+        checkpointer.save(state, after=lambda is_shared: seen.append("after" if is_shared else ""))
         while len(seen) < 2 * step - 1:
             began = time.monotonic()
             checkpointer.poll(state)

@@ -203,13 +203,13 @@ def test_a_checkpoint_deleted_while_it_is_exported(
     assert content(run / "out").keys() == content(run / "model").keys()
     save_run(run, run / "model")
     problems = commit.Checkpoint.content_problems
-    monkeypatch.setattr(
-        commit.Checkpoint,
-        "content_problems",
-        lambda self, *a, **k: (problems(self, *a, **k), shutil.rmtree(folder, ignore_errors=True))[
-            0
-        ],
-    )
+
+    def prune_after(self: commit.Checkpoint, *args: Any, **options: Any) -> list[str]:
+        found = problems(self, *args, **options)
+        shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(commit.Checkpoint, "content_problems", prune_after)
     with pytest.raises(ArtifactError, match="deleted meanwhile"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
     assert not list(run.glob("later*"))

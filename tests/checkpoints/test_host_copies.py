@@ -94,7 +94,12 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
 def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.MonkeyPatch):
     """torch's own allocator would take the next power of two for each tensor."""
     locked: list[int] = []
-    driver = SimpleNamespace(cudaHostRegister=lambda _, size, __: locked.append(size) or 0)
+
+    def lock(_: int, size: int, __: int) -> int:
+        locked.append(size)
+        return 0
+
+    driver = SimpleNamespace(cudaHostRegister=lock)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     shapes = {
         "a": (torch.Size([1000, 9]), torch.float32),

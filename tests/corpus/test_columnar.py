@@ -145,7 +145,12 @@ def test_large_files_are_read_in_pieces_by_row_group(read, monkeypatch):
     }
     seen = []
     process = work.process
-    monkeypatch.setattr(work, "process", lambda unit: (seen.append(unit), process(unit))[1])
+
+    def note_and_process(unit):
+        seen.append(unit)
+        return process(unit)
+
+    monkeypatch.setattr(work, "process", note_and_process)
     outcome = read(files)
     assert outcome.rows == TEXTS * 2 and len(seen) > 8
     assert sum(unit.bytes for unit in seen) == sum(map(len, files.values()))

@@ -119,7 +119,8 @@ def adapter_speed(place: Place) -> None:
             *options,
             scratch=False,
         )
-        reached = rates[name] = figures(run)
+        reached = figures(run)
+        rates[name] = reached
         if name == "full training":
             without_update = 1 - reached["time/update"] / reached["time/total"]
             base = reached["perf/tokens_per_sec_per_device"] / without_update

@@ -61,7 +61,7 @@ def block(place: Place) -> None:
                     (
                         setting.attention,
                         "compiled" if setting.compiled else "eager",
-                        *["FlashAttention 3"] * setting.flash_3,
+                        *(["FlashAttention 3"] if setting.flash_3 else []),
                     )
                 ): {"worst": worst, "error": errors[worst]}
             }
@@ -136,7 +136,8 @@ def _batch(place: Place, packing: str, vocabulary: int) -> Any:
     ids = torch.randint(
         0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(0)
     )
-    positions = boundaries = None
+    positions = None
+    boundaries = None
     if packing == "documents":
         lengths = [length // 2, length // 8, length // 4, length // 8]
         positions = torch.cat([torch.arange(each) for each in lengths]).expand(rows, length)

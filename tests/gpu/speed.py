@@ -14,8 +14,8 @@ from typing import Any
 from tests.gpu import traces
 from tests.gpu.place import ROOT, Place, Stage
 
-STEPS = 20  # of a measured run, and how many of them are left out
-WARM = 5
+STEPS = 20  # of a measured run
+WARM = 5  # first steps that are not measured
 # Of model FLOPs at 989 TFLOP/s, attention by its causal half: what an H200 should reach.
 AIMS = {
     "8b-wide_2x8192_compile_on": 0.52,

@@ -195,7 +195,7 @@ def test_what_cannot_be_compiled_without_a_compiler_is_not_here(
         pid = 0
         exitcode = 2
 
-    monkeypatch.setattr(machine, "lacks_compiler", lambda: "no Python.h" * lacks)
+    monkeypatch.setattr(machine, "lacks_compiler", lambda: "no Python.h" if lacks else "")
     (tmp_path / "log").write_text("error: the model cannot be compiled here\n  found: …")
     with pytest.raises(NotHere if lacks else AssertionError, match=r"no Python\.h|exit code 2"):
         Stage(Ended(), tmp_path, tmp_path / "log").ended()

@@ -11,6 +11,7 @@ import pytest
 
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
+from lib.models import prepared
 from lib.models.directory import find
 
 
@@ -196,3 +197,12 @@ def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, str
         with pytest.raises(ArtifactError, match="holds files that nobody verified") as caught:
             find(name, cache)
         assert stray in caught.value.found
+
+
+def test_a_printed_command_names_the_only_dataset(cache):
+    usual = Path("hf_datasets/corpus")
+    assert prepared.guess_dataset() == usual
+    for name, expected in (("demo", usual), ("text", Path("hf_datasets/text")), ("more", usual)):
+        Path("hf_datasets", name).mkdir(parents=True)
+        Path("hf_datasets", name, "manifest.json").write_text("{}")
+        assert prepared.guess_dataset() == expected

@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -134,11 +135,12 @@ def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
     calls: list[str] = []
     fsdp_utils = sys.modules["torchao.float8.fsdp_utils"]  # hidden until a model was converted
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
-    monkeypatch.setattr(
-        fsdp_utils,
-        "hp_tensor_and_scale_to_float8",
-        lambda *rest: (calls.append("cast"), cast(*rest))[1],
-    )
+
+    def note_and_cast(*rest: Any) -> Any:
+        calls.append("cast")
+        return cast(*rest)
+
+    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", note_and_cast)
     expected = train(gathered, 3)
     assert calls
     calls.clear()

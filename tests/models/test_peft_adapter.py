@@ -218,7 +218,7 @@ def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) ->
     tensors = {key: tensor.double() for key, tensor in load_file(weights).items()}
     save_file(
         {
-            key: tensor + 1e39 * (number == 0)
+            key: tensor + 1e39 if number == 0 else tensor
             for number, (key, tensor) in enumerate(sorted(tensors.items()))
         },
         weights,

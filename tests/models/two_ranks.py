@@ -31,7 +31,7 @@ TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
     """Shard as the trainer does: layers, then norm and head (and a tied embedding), then root."""
-    names = ("replicate", "shard")[-len(mesh_shape) :]
+    names = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)}
     for layer in decoder_layers(model).values():
         place = None if placement is None else lambda p: Shard(min(placement, p.ndim - 1))

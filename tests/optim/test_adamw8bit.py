@@ -148,7 +148,7 @@ def test_small_changes_are_not_lost_in_rounding() -> None:
     adamw = build(model, lr=0.0)
     first = torch.linspace(0.3, 0.6, 256)[None]
     for step in range(101):
-        model[0].grad = first * (step == 0)
+        model[0].grad = first.clone() if step == 0 else torch.zeros_like(first)
         model[0].grad[0, 0] = 1.0
         adamw.step()
     kept = adamw.state[model[0]]

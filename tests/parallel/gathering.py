@@ -152,7 +152,9 @@ def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
 def short(name: str) -> str:
     """Return which group a weight belongs to: a block by its number, or the first or last one."""
     parts = name.split(".")
-    return parts[2] if "layers" in parts else "embedding" if "embed_tokens" in parts else "head"
+    if "layers" in parts:
+        return parts[2]
+    return "embedding" if "embed_tokens" in parts else "head"
 
 
 def main() -> None:

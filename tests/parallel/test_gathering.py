@@ -26,9 +26,12 @@ def test_weights_are_gathered_once_where_they_may_stay(tmp_path: Path, ranks: in
     for case, run in found.items():
         name, _, kept = case.rpartition(" ")
         forward = ["head", *BLOCKS] if name == "tied" else ALL
-        again = [] if kept == "True" else ["2", "1", "0"] if name == "offload" else ["1", "0"]
+        again = ["2", "1", "0"] if name == "offload" else ["1", "0"]
+        later = [forward, again]
+        if kept == "True":
+            again = []
+            later = [[], []]
         passes = 1 if name == "one pass" else 3
-        later = [[], []] if kept == "True" else [forward, again]
         assert run["passes"] == [[forward, again], *[later] * (passes - 1)], case
         for part in ("losses", "validated", "weights"):
             assert run[part] == found[f"{name} False"][part], (case, part)

@@ -199,7 +199,9 @@ def layers(count: int) -> list[nn.Module]:
 def run(blocks: list[nn.Module]) -> None:
     """Run layers that a compiler has wrapped, forward and backward, and compare with the layers."""
     compiler = compiling.make_compiler(True, CPU)
-    found = expected = torch.randn(2, 4, requires_grad=True)
+    given = torch.randn(2, 4, requires_grad=True)
+    found = given
+    expected = given
     for block in blocks:
         found = compiler.wrap(block.forward)(found)
         expected = block(expected)

@@ -166,7 +166,7 @@ def test_a_rank_stays_on_the_cores_near_its_gpu(
         (tmp_path / "0000:3b:00.0").mkdir()
         (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(listed)
     _stay_near(torch.device("cuda", 0))
-    assert taken == [bound] * bool(bound)
+    assert taken == ([bound] if bound else [])
 
 
 def test_degrees_multiply_to_the_ranks() -> None:

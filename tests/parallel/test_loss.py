@@ -52,13 +52,15 @@ def test_chunks_give_the_loss_and_the_gradients(
 ) -> None:
     monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
     torch.manual_seed(0)
-    parts = [torch.randn(40, 16), torch.randn(50, 16)] + [torch.randn(50)] * bias
+    parts = [torch.randn(40, 16), torch.randn(50, 16)] + ([torch.randn(50)] if bias else [])
     parts = [part.double().requires_grad_() for part in parts]
     labels = torch.randint(0, 50, (40,))
     labels[::3] = IGNORED
     whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
     expected = torch.autograd.grad(whole * 0.3, parts)
-    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels, 0.6, rows * 50, gradient)
+    mine = loss._ChunkedLoss.apply(
+        *parts, *([None] if not bias else []), labels, 0.6, rows * 50, gradient
+    )
     found = torch.autograd.grad(mine * 0.5, parts)
     assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
     for one, other in zip(found, expected, strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
+
 from lib.core import lease, log
 from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
@@ -28,11 +30,13 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
         datasets._BATCH_ROWS = 5
         split_writer._SAVE_PROGRESS_S = 0
         write = split_writer.Sink.write
-        split_writer.Sink.write = lambda self, array: (
-            print("writing", flush=True),
-            time.sleep(float(pause)),
-            write(self, array),
-        )
+
+        def write_slowly(self: split_writer.Sink, array: np.ndarray) -> None:
+            print("writing", flush=True)
+            time.sleep(float(pause))
+            write(self, array)
+
+        split_writer.Sink.write = write_slowly
     print(
         build.prepare(
             datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1, False

@@ -27,12 +27,12 @@ def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
         " ".join(draw.choices(_WORDS, k=draw.randint(1, words)))
         for _ in range(2 * (turns or draw.randint(1, 3)))
     ]
-    system = [{"role": "system", "content": "short"}] * (seed % 3 == 0)
+    system = [{"role": "system", "content": "short"}] if seed % 3 == 0 else []
     return Conversation(
         [
             *system,
             *(
-                {"role": ("user", "assistant")[i % 2], "content": text}
+                {"role": "assistant" if i % 2 else "user", "content": text}
                 for i, text in enumerate(says)
             ),
         ]

@@ -76,7 +76,8 @@ def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
 
 
 def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
-    w = windows(19)  # 108 numbers: across five epochs, never at their ends
+    w = windows(19)
+    # 9 × 12 = 108 numbers: across five epochs, never at their ends.
     count = 9
     size = 12
     expected = [sorted(order.sample_numbers(step * size, size, 19, 3)) for step in range(count)]

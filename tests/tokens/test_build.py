@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -384,7 +384,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
             other.rename(of_stage_02)
         elif way != "replaced":
             data = shard.read_bytes()
-            shard.write_bytes(data[:-8] + b"01234567" * (way == "written"))
+            shard.write_bytes(data[:-8] + (b"01234567" if way == "written" else b""))
         return result
 
     monkeypatch.setattr(Dataset, moment, disturbed)
@@ -455,14 +455,13 @@ def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
     monkeypatch.setattr(build.verified, "_RACY_NS", -(10**18))
     hashed: list[str] = []
     damage = build.verified.manifest.describe_damage
-    monkeypatch.setattr(
-        build.verified.manifest,
-        "describe_damage",
-        lambda path, entry, deep, **how: (
-            hashed.append(path.name) if deep else None,
-            damage(path, entry, deep, **how),
-        )[1],
-    )
+
+    def note_and_check(path: Path, entry: dict, deep: bool, **how: Any) -> str:
+        if deep:
+            hashed.append(path.name)
+        return damage(path, entry, deep, **how)
+
+    monkeypatch.setattr(build.verified.manifest, "describe_damage", note_and_check)
     cache = tmp_path / ".cache"
     path = prepare(of_stage_02, tokenizer, cache)
     hashed.clear()

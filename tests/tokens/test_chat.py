@@ -41,7 +41,7 @@ def said(*texts: str, system: bool = False) -> Conversation:
     roles = ("user", "assistant") * len(texts)
     return Conversation(
         [
-            *[SYSTEM] * system,
+            *([SYSTEM] if system else []),
             *({"role": role, "content": text} for role, text in zip(roles, texts, strict=False)),
         ]
     )
@@ -64,7 +64,8 @@ def trained(encoder: Encoder, encoded: EncodedChats) -> list[str]:
 
 def drawn(name: str, draw: random.Random) -> Conversation:
     texts = [
-        " ".join(draw.choices(WORDS, k=draw.randint(1, 8))).strip() + "?."[n % 2] for n in range(6)
+        " ".join(draw.choices(WORDS, k=draw.randint(1, 8))).strip() + ("." if n % 2 else "?")
+        for n in range(6)
     ]
     return said(*texts[: 2 * draw.randint(1, 3)], system=name != "mistral" and draw.random() < 0.5)
 

@@ -53,7 +53,8 @@ def test_labels_are_those_of_the_store(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lib.tokens.store._CHUNK", 20)
-    lengths = np.random.default_rng(seed).integers(2, T + 1 + 20 * (seed == 3), 60).tolist()
+    longest = T + 21 if seed == 3 else T + 1
+    lengths = np.random.default_rng(seed).integers(2, longest, 60).tolist()
     split = split_of(lengths, seed)
     bits = split.labels[:]
     windows = Windows(split.tokens, T, split.labels)

@@ -183,7 +183,12 @@ def test_wandb_stays_offline_and_may_be_broken(
     asked: list[dict] = []
     rows: list[dict] = []
     run = SimpleNamespace(log=lambda figures, step: rows.append(figures), finish=lambda: None)
-    package = SimpleNamespace(init=lambda **how: asked.append(how) or run)
+
+    def init(**how: object) -> SimpleNamespace:
+        asked.append(how)
+        return run
+
+    package = SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "wandb", package)
     for _ in range(2):
         sink = Metrics(experiment, 0, 0, wandb=True)

@@ -20,8 +20,9 @@ from lib.tokens.encode import Encoder
 
 # What tokenizers take for white space around a token that strips it.
 _SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
-_SHORT = 200  # of the heads whose ids are remembered: characters, and how many
-_MOST = 1 << 14
+# Heads whose ids are remembered.
+_SHORT = 200  # characters of one, at most
+_MOST = 1 << 14  # how many
 
 
 class Coded(NamedTuple):
@@ -150,4 +151,5 @@ def _lines(text: str, place: int) -> tuple[str, str]:
     """Return the line around a place: up to it, and whole. An empty one adds the previous."""
     start = text.rfind("\n", 0, max(0, place - 1)) + 1
     end = text.find("\n", place)
-    return text[start:place], text[start : end if end >= 0 else len(text)]
+    whole = text[start:end] if end >= 0 else text[start:]
+    return text[start:place], whole

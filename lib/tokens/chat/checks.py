@@ -142,4 +142,4 @@ def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
         )
         text = text.replace("\n", "\\n")
         parts.append(f"⟦{text}⟧" if is_trained[:1].any() else text)
-    return "".join(parts[:_PARTS]) + "…" * (len(parts) > _PARTS)
+    return "".join(parts[:_PARTS]) + ("…" if len(parts) > _PARTS else "")

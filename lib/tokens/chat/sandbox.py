@@ -139,14 +139,17 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)
             is_too_large = size > 1 << 12
         else:
-            sizes = [
-                each if isinstance(each, int) else len(each) if hasattr(each, "__len__") else 1
-                for each in (left, right)
-            ]
-            is_too_large = sizes[0] * sizes[1] > _LONGEST
+            is_too_large = _factor(left) * _factor(right) > _LONGEST
         if is_too_large:
             raise LimitError(f"it computes something too large with {operator}")
         return super().call_binop(context, operator, left, right)
+
+
+def _factor(operand: Any) -> int:
+    """Return by how much an operand enlarges a product: a number itself, a text its length."""
+    if isinstance(operand, int):
+        return operand
+    return len(operand) if hasattr(operand, "__len__") else 1
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -19,7 +19,8 @@ from lib.tokens.chat.sandbox import LimitError, TemplateError
 
 Span = tuple[int, int]  # of characters, the end exclusive
 
-_LARGER = 64  # characters of a text: times its content, and in any case
+# How long a rendered text may be: times the size of its content, and in any case (characters).
+_LARGER = 64
 _AT_LEAST = 1 << 20
 
 

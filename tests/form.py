@@ -1,0 +1,172 @@
+"""The rules of form that the formatter leaves open, each as a search in the syntax of a module."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+
+# What a text or a list may be multiplied by, besides numbers and arithmetic.
+_COUNTING = {"dim", "get_world_size", "len", "max", "randint", "randrange"}
+_COUNTS = {
+    "count",
+    "DEEP",
+    "depth",
+    "LIMIT",
+    "most",
+    "number",
+    "pieces",
+    "ranks",
+    "size",
+    "st_size",
+}
+_CHANGING = {"add", "append", "clear", "extend", "pop", "print", "remove", "rmtree", "sleep"}
+
+
+def unrelated_assignments(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines that assign several values to several names, or one constant to several.
+
+    A swap is allowed, as is any tuple of which one value needs the old value of another target,
+    and so is a tuple that has a name of its own: `RED, BLUE = COLOURS = ("red", "blue")`.
+    """
+    for node in nodes:
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        if len(node.targets) > 1:
+            if isinstance(node.value, ast.Constant):
+                yield node.lineno
+        elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(node.value, ast.Tuple):
+            parts = [*target.elts, *node.value.elts]
+            is_unpacking = any(isinstance(part, ast.Starred) for part in parts)
+            if not is_unpacking and not _depend(target.elts, node.value.elts):
+                yield node.lineno
+
+
+def _depend(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    """Return whether a value contains one of the other targets."""
+    names = [ast.unparse(target) for target in targets]
+    return any(
+        ast.unparse(node) in names and ast.unparse(node) != names[number]
+        for number, value in enumerate(values)
+        for node in ast.walk(value)
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    )
+
+
+def nested_conditions(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines of conditional expressions that are a branch of another one."""
+    for node in nodes:
+        if isinstance(node, ast.IfExp) and ast.IfExp in (type(node.body), type(node.orelse)):
+            yield node.lineno
+
+
+def indexed_literals(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines that choose from a literal by its index, or cut at a condition."""
+    for node in nodes:
+        if isinstance(node, ast.Subscript) and _is_sequence(node.value):
+            is_unpacked = any(
+                isinstance(part, ast.Starred) for part in ast.iter_child_nodes(node.value)
+            )
+            is_shortened = isinstance(node.value, ast.JoinedStr) and isinstance(
+                node.slice, ast.Slice
+            )
+            if not is_unpacked and not is_shortened:
+                yield node.lineno
+        if isinstance(node, ast.Slice):
+            bounds = (node.lower, node.upper, node.step)
+            if any(isinstance(bound, (ast.IfExp, ast.Compare)) for bound in bounds):
+                yield node.lineno
+
+
+def products_with_flags(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines that multiply by a truth value, or a text or list by what is no count."""
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for one, other in ((node.left, node.right), (node.right, node.left)):
+                if _is_flag(other) or (_is_sequence(one) and not _is_count(other)):
+                    yield node.lineno
+                    break
+
+
+def _is_sequence(node: ast.expr) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    return is_text or isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple))
+
+
+def _is_flag(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    name = _name(node.func) if isinstance(node, ast.Call) else _name(node)
+    return isinstance(node, ast.Compare) or name == "bool" or name.startswith(("is_", "has_"))
+
+
+def _is_count(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) is int
+    if isinstance(node, ast.Call):
+        return _name(node.func) in _COUNTING
+    return isinstance(node, ast.BinOp) or _name(node) in _COUNTS
+
+
+def _name(node: ast.expr) -> str:
+    """Return the last part of a dotted name, "" of anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def lambdas_with_effects(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines of lambdas that change something and return something else."""
+    for node in nodes:
+        if isinstance(node, ast.Lambda):
+            parts: list[ast.expr] = []
+            for inner in ast.walk(node.body):
+                if isinstance(inner, ast.Tuple):
+                    parts += inner.elts
+                elif isinstance(inner, ast.BoolOp):
+                    parts += inner.values
+            calls = [part for part in parts if isinstance(part, ast.Call)]
+            if any(_name(call.func) in _CHANGING for call in calls):
+                yield node.lineno
+
+
+def continued_lines(text: str) -> Iterator[int]:
+    """Yield the lines of code that end with a backslash; texts of several lines do not count."""
+    if "\\\n" not in text:
+        return
+    in_texts: set[int] = set()
+    first = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":  # from Python 3.12 on
+            first = token.start[0]
+        if name == "STRING":
+            in_texts |= {*range(token.start[0], token.end[0])}
+        elif name == "FSTRING_END":
+            in_texts |= {*range(first, token.end[0])}
+        elif name == "COMMENT":
+            in_texts.add(token.start[0])
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.endswith("\\") and number not in in_texts:
+            yield number
+
+
+# By what each forbids.
+RULES: dict[str, Callable[[Sequence[ast.AST]], Iterator[int]]] = {
+    "assignments of unrelated values": unrelated_assignments,
+    "nested conditional expressions": nested_conditions,
+    "literals with an index": indexed_literals,
+    "products with truth values": products_with_flags,
+    "lambdas with effects": lambdas_with_effects,
+}
+BACKSLASHES = "backslashes"
+
+
+def violations(text: str) -> Iterator[tuple[str, int]]:
+    """Yield each rule that a module breaks, and in which line."""
+    nodes = [*ast.walk(ast.parse(text))]
+    for rule, search in RULES.items():
+        yield from ((rule, line) for line in search(nodes))
+    yield from ((BACKSLASHES, line) for line in continued_lines(text))

@@ -1,0 +1,215 @@
+"""Measure the form of the code: python -m tests.house --help.
+
+Reads the code and runs none of it, in a few seconds. It stands beside the tests since it shares
+their rules (tests/form.py); `make bench` runs what is in benchmarks/. A peer is measured like
+lib/, so the same figure means the same for all. How many modules one has to open to follow a flow
+is not measured: a traced run executes whatever an import brings along, and says nothing of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests import form
+
+ROOT = Path(__file__).resolve().parent.parent
+_SHORT_MODULE = 60
+_LONG_MODULE = 450
+_LONG_FUNCTION = 60
+_LONGEST_FUNCTION = 75
+
+
+@dataclass
+class Measure:
+    """What is counted of the modules of one tree."""
+
+    modules: list[int] = field(default_factory=list)  # lines of each
+    functions: list[int] = field(default_factory=list)  # lines of each, nested ones too
+    public: int = 0  # functions and methods of which a docstring is expected
+    documented: int = 0
+    comments: int = 0
+    code_lines: int = 0  # that are not blank
+    broken: Counter[str] = field(default_factory=Counter)  # by the rule of form
+
+    def add(self, path: Path) -> None:
+        """Count a module; a package's __init__.py of nothing but a docstring is none."""
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        if path.name == "__init__.py" and len(tree.body) <= 1:
+            return
+        self.modules.append(len(text.splitlines()))
+        self.code_lines += sum(bool(line.strip()) for line in text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        self.comments += sum(token.type == tokenize.COMMENT for token in tokens)
+        self.broken.update(rule for rule, _ in form.violations(text))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
+        for function in _public_functions(tree):
+            self.public += 1
+            self.documented += bool(ast.get_docstring(function))
+
+
+def _public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions of a module and the methods of its public classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _public_functions(node)
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_function and not node.name.startswith("_"):
+            yield node
+
+
+def measure(paths: Sequence[Path]) -> Measure:
+    """Return the counts of some modules."""
+    result = Measure()
+    for path in paths:
+        result.add(path)
+    return result
+
+
+def describe(root: Path, package: Path) -> dict[str, str]:
+    """Return the rows of a tree. root: where README.md and tests/ are; package: what is measured.
+
+    Of this project the package is lib/, and the rules of form are counted in all of its code.
+    """
+    inside = sorted(package.rglob("*.py"))
+    found = measure(inside)
+    is_ours = (root / "04_train_fsdp.py").is_file()
+    code = measure(_all_code(root)) if is_ours else found
+    train = measure(sorted((package / "train").rglob("*.py"))) if is_ours else Measure()
+    readme = root / "README.md"
+    rows = {
+        "modules": f"{len(found.modules):,}",
+        "… in lib/train": str(len(train.modules)) if is_ours else "",
+        "lines": f"{sum(found.modules):,}",
+        "lines of a module: median, 90 %": _spread(found.modules),
+        f"modules under {_SHORT_MODULE}, over {_LONG_MODULE} lines": f"{_below(found.modules)}, "
+        f"{_above(found.modules, _LONG_MODULE)}",
+        "lines of a function: median, 90 %": _spread(found.functions),
+        f"functions over {_LONG_FUNCTION}, over {_LONGEST_FUNCTION} lines": (
+            f"{_above(found.functions, _LONG_FUNCTION)}, "
+            f"{_above(found.functions, _LONGEST_FUNCTION)}"
+        ),
+        "public functions with a docstring": f"{found.documented / max(1, found.public):.0%}",
+        "comments per 100 lines": f"{100 * found.comments / max(1, found.code_lines):.1f}",
+    }
+    for rule in (*form.RULES, form.BACKSLASHES):
+        rows[rule] = f"{code.broken[rule]:,}"
+    rows["modules that no test names"] = str(len(list(_untested(root)))) if is_ours else ""
+    rows["lines of README.md"] = (
+        str(len(readme.read_text(encoding="utf-8").splitlines())) if readme.is_file() else ""
+    )
+    return rows
+
+
+def _all_code(root: Path) -> list[Path]:
+    folders = ("lib", "launch", "benchmarks", "tests")
+    inside = (path for name in folders for path in (root / name).rglob("*.py"))
+    return sorted([*root.glob("0[1-5]_*.py"), *inside])
+
+
+def _below(lines: Sequence[int]) -> int:
+    return sum(count < _SHORT_MODULE for count in lines)
+
+
+def _above(lines: Sequence[int], most: int) -> int:
+    return sum(count > most for count in lines)
+
+
+def _spread(lines: Sequence[int]) -> str:
+    if len(lines) < 2:
+        return ""
+    return f"{statistics.median(lines):.0f}, {statistics.quantiles(lines, n=10)[-1]:.0f}"
+
+
+def _untested(root: Path) -> Iterator[str]:
+    """Yield the modules of lib/ that no file of tests/ imports or names by path."""
+    named = {name for path in (root / "tests").rglob("*.py") for name in _named(path)}
+    for path in sorted((root / "lib").rglob("*.py")):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        if path.name != "__init__.py" and module not in named:
+            yield module
+
+
+def tests_of(root: Path, module: Path) -> list[Path]:
+    """Return the files of tests that import a module or name it by its path below the root."""
+    name = ".".join(module.with_suffix("").parts)
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [path.relative_to(root) for path in files if name in _named(path)]
+
+
+def _named(path: Path) -> set[str]:
+    """Return the dotted names below lib and launch in a file, and all that they begin with."""
+    text = path.read_text(encoding="utf-8")
+    named = {
+        name.removesuffix(".py").replace("/", ".")
+        for name in re.findall(r"\b(?:lib|launch)(?:[./]\w+)+", text)
+    }
+    imports = r"from ((?:lib|launch)[\w.]*) import (\([^)]*\)|[^\n]*)"
+    for package, names in re.findall(imports, text):
+        for name in re.findall(r"\w+", re.sub(r"\bas \w+", "", names)):
+            named.add(f"{package}.{name}")
+    return {".".join(name.split(".")[:count]) for name in named for count in range(2, 6)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Measure the form of the code.")
+    parser.add_argument(
+        "--at",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="another checkout of this project, such as one of `git worktree add DIR COMMIT`; "
+        "may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--package",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="the directory of another package, measured like lib/; may be repeated "
+        "(default: none)",
+    )
+    parser.add_argument(
+        "--untested", action="store_true", help="name the modules of lib/ that no test names"
+    )
+    parser.add_argument(
+        "--tests-of",
+        type=Path,
+        metavar="MODULE",
+        help="name the files of tests that name a module, such as lib/optim/guard.py "
+        "(default: measure)",
+    )
+    args = parser.parse_args()
+    if args.tests_of:
+        print("\n".join(map(str, tests_of(ROOT, args.tests_of))))
+        return
+    if args.untested:
+        print("\n".join(_untested(ROOT)))
+        return
+    columns = {
+        **{root.name: describe(root, root / "lib") for root in args.at},
+        "here": describe(ROOT, ROOT / "lib"),
+        **{package.name: describe(package.parent, package) for package in args.package},
+    }
+    print(f"| | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name in columns["here"]:
+        print(f"| {name} | {' | '.join(rows[name] for rows in columns.values())} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The table of docs/private-apis.md: what it names, whether that exists, and what the code uses.
+
+python -m tests.private_apis    name what the installed versions lack, and exit with 1
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "private-apis.md"
+PACKAGES = {
+    "accelerate",
+    "amzn_sagemaker_checkpointing",
+    "datasets",
+    "gigatoken",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "pyarrow",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "torchao",
+    "transformers",
+}
+# Only one option wants each of these, so a table may be right where they are not installed.
+OPTIONAL = {"amzn_sagemaker_checkpointing", "torchao"}
+# Modules whose names look public, and which the documentation of their package leaves out.
+UNDOCUMENTED = (
+    "huggingface_hub.constants",
+    "torch.distributed.checkpoint.api",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.storage",
+    "torch.distributed.checkpoint.utils",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.run",
+    "transformers.conversion_mapping",
+    "transformers.core_model_loading",
+    "transformers.dynamic_module_utils",
+    "transformers.integrations",
+    "transformers.masking_utils",
+    "transformers.modeling_utils",
+    "transformers.models",
+)
+# With an underscore, and documented all the same: of named tuples, `os` and `jinja2.Undefined`.
+_DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace", "_undefined_name"}
+_PRIVATE = re.compile(r"_[A-Za-z]\w*")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    is_choice: one of the names has to exist, not all. since: the first version that contains them,
+    such as ("transformers", "5.23"). users: the modules that use the names.
+    """
+
+    names: tuple[str, ...]
+    is_choice: bool
+    since: tuple[str, str] | None
+    users: tuple[str, ...]
+
+    def missing(self) -> list[str]:
+        """Return the names that the installed versions lack."""
+        if self.since and _version(self.since[0]) < _numbers(self.since[1]):
+            return []
+        lacking = [name for name in self.names if not exists(name)]
+        if self.is_choice and len(lacking) < len(self.names):
+            return []
+        return lacking
+
+
+def read_table() -> list[Row]:
+    """Return the rows of the page's tables."""
+    rows = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            names = re.findall(r"`([^`]+)`", cells[0])
+            is_choice = bool(re.search(r"` or `", cells[0]))
+            since = re.search(r"` from (\w+) ([\d.]+)", cells[0])
+            users = re.findall(r"`([^`]+)`", cells[1])
+            rows.append(
+                Row(tuple(names), is_choice, (since[1], since[2]) if since else None, tuple(users))
+            )
+    return rows
+
+
+def _version(package: str) -> tuple[int, ...]:
+    if package == "Python":
+        return sys.version_info[:2]
+    return _numbers(importlib.metadata.version(package))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name exists, or after a colon a word in the file of a class.
+
+    Attributes that only instances have are written after a colon. What an optional package would
+    have to contain counts as there when it is not installed.
+    """
+    owner, _, word = name.partition(":")
+    try:
+        found = resolve(owner)
+    except ModuleNotFoundError as error:
+        return error.name in OPTIONAL
+    except (AttributeError, ImportError):
+        return False
+    if not word:
+        return True
+    source = Path(inspect.getsourcefile(found) or "").read_text(encoding="utf-8")
+    return re.search(rf"\b{re.escape(word)}\b", source) is not None
+
+
+def resolve(name: str) -> Any:
+    """Return the object of a dotted name: as much of it as can be is imported."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not inspect.ismodule(found):
+                raise
+            found = importlib.import_module(".".join(parts[:number]))
+    return found
+
+
+def used(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield each private or undocumented name that a module uses of others, and the line."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = set(_defined(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_foreign(alias.name) and _is_private(alias.name):
+                    yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and _is_foreign(node.module or ""):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if _is_private(name):
+                    yield name, node.lineno
+        elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
+            is_inherited = ast.unparse(node.value) in ("self", "cls", "super()")
+            if node.attr not in own | _DOCUMENTED and not (is_inherited and node.attr in _ours()):
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
+            for argument in node.args:
+                text = argument.value if isinstance(argument, ast.Constant) else None
+                if isinstance(text, str) and _PRIVATE.fullmatch(text) and text not in _ours():
+                    yield text, node.lineno
+
+
+_BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "mock.patch.object"}
+_OURS: set[str] = set()
+
+
+def _ours() -> set[str]:
+    """Return all names with an underscore that our code defines, for methods that are inherited."""
+    if not _OURS:
+        for path in modules():
+            _OURS.update(_defined(ast.parse(path.read_text(encoding="utf-8"))))
+    return _OURS
+
+
+def modules() -> list[Path]:
+    """Return the modules that the table is about."""
+    return [
+        *sorted((ROOT / "lib").rglob("*.py")),
+        *sorted((ROOT / "launch").rglob("*.py")),
+        *sorted(ROOT.glob("0[1-5]_*.py")),
+    ]
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES
+
+
+def _is_private(name: str) -> bool:
+    is_undocumented = any(name == part or name.startswith(f"{part}.") for part in UNDOCUMENTED)
+    return is_undocumented or any(_PRIVATE.fullmatch(part) for part in name.split("."))
+
+
+def main() -> None:
+    """Print what is missing."""
+    missing = [name for row in read_table() for name in row.missing()]
+    for name in missing:
+        print(f"missing: {name}")
+    sys.exit(bool(missing))
+
+
+if __name__ == "__main__":
+    main()

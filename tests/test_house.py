@@ -1,0 +1,91 @@
+"""The figures that tests/house.py prints, of a tree that can be counted by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+FIRST = '''"""A module."""
+
+a, b = 1, 2  # one comment
+
+
+def documented(x):
+    """Do it."""
+    return 1 if x else 2 if b else 3
+
+
+def bare(x):
+    return x + \\
+        1
+
+
+def _private(): return 1
+
+
+class Thing:
+    def method(self):
+        def inner(): return 1
+        return inner
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    files = {
+        "README.md": "# Title\n\nText\n",
+        "04_train_fsdp.py": "c = d = 0\n",
+        "lib/__init__.py": '"""Rooms."""\n',
+        "lib/core/first.py": FIRST,
+        "lib/core/second.py": "x = 1\n" * 451,
+        "lib/train/third.py": "y = 1\n",
+        "lib/train/fourth.py": "y = 1\n",
+        "tests/test_all.py": "from lib.core import (\n  first,\n)\n# covers: lib/train/third.py\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_figures_of_a_tree(tree: Path) -> None:
+    rows = house.describe(tree, tree / "lib")
+    lines = len(FIRST.splitlines())
+    assert rows["modules"] == "4" and rows["… in lib/train"] == "2"
+    assert rows["lines"] == str(lines + 451 + 2)
+    assert rows["modules under 60, over 450 lines"] == "3, 1"
+    assert rows["functions over 60, over 75 lines"] == "0, 0"
+    assert rows["public functions with a docstring"] == "33%"
+    not_blank = sum(bool(line) for line in FIRST.splitlines()) + 451 + 2
+    assert rows["comments per 100 lines"] == f"{100 / not_blank:.1f}"
+    assert rows["assignments of unrelated values"] == "2"  # that of the stage, too
+    assert rows["nested conditional expressions"] == "1" and rows["backslashes"] == "1"
+    assert rows["modules that no test names"] == "2"
+    assert [*house._untested(tree)] == ["lib.core.second", "lib.train.fourth"]
+    assert rows["lines of README.md"] == "3"
+    tests = [Path("tests/test_all.py")]
+    assert house.tests_of(tree, Path("lib/core/first.py")) == tests
+    assert house.tests_of(tree, Path("lib/train/third.py")) == tests
+    assert house.tests_of(tree, Path("lib/core/second.py")) == []
+
+
+def test_the_table_has_a_column_per_tree(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer has no stages, so what only this project has is left empty."""
+    monkeypatch.setattr(house, "ROOT", tree)
+    peer = tree / "peers/trainer"
+    peer.mkdir(parents=True)
+    (peer / "model.py").write_text("x = 1\n")
+    monkeypatch.setattr(sys, "argv", ["house", "--at", str(tree), "--package", str(peer)])
+    house.main()
+    table = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip() for cell in table[0]] == ["", tree.name, "here", "trainer"]
+    assert {len(row) for row in table} == {4}
+    assert [cell.strip() for cell in table[2]] == ["modules", "4", "4", "1"]
+    assert [cell.strip() for cell in table[3]] == ["… in lib/train", "2", "2", ""]

@@ -1,0 +1,105 @@
+"""docs/private-apis.md names what may disappear from other packages: all of it, and it exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import private_apis
+
+ROOT = private_apis.ROOT
+# The oldest versions that the code supports. What these need comes with them.
+OLDEST = ("torch==2.11.0", "transformers==5.17.0")
+
+
+def resolve(python: Path | str) -> None:
+    """Resolve the table in another process, where nothing of ours hides a package."""
+    done = subprocess.run(
+        [python, "-m", "tests.private_apis"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_every_name_of_the_table_exists() -> None:
+    resolve(sys.executable)
+
+
+def test_a_name_that_is_gone_is_missing() -> None:
+    assert not private_apis.exists("torch._C._get_sdp_priority_orders")
+    assert not private_apis.exists("torch._gone.name")
+    assert not private_apis.exists("torch.nn.Module:_parameter_")
+    assert private_apis.exists("torch.nn.Module:_parameters")
+    gone = ("torch._gone", "torch._C")
+    assert private_apis.Row(gone, False, None, ()).missing() == ["torch._gone"]
+    assert private_apis.Row(gone, True, None, ()).missing() == []
+    assert private_apis.Row(gone[:1], False, ("torch", "99.0"), ()).missing() == []
+    assert private_apis.Row(gone[:1], False, ("torch", "2.0"), ()).missing() == ["torch._gone"]
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from torch._inner import name", ["torch._inner.name"]),
+        ("import torch._inner", ["torch._inner"]),
+        ("from transformers.integrations import moe", ["transformers.integrations.moe"]),
+        ("import torch\ntorch._C.name()", ["_C"]),
+        ("getattr(model, '_concealed')", ["_concealed"]),
+        ("class A:\n  def _own(self): return self._own", []),
+        ("from torch.nn import functional\nrow._replace()", []),
+    ],
+)
+def test_private_names_are_found_in_code(code: str, names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(code)
+    assert [name for name, _ in private_apis.used(tmp_path / "module.py")] == names
+
+
+def test_the_table_names_every_private_name_and_its_module() -> None:
+    rows = private_apis.read_table()
+    missing = []
+    for path in private_apis.modules():
+        module = path.relative_to(ROOT).as_posix()
+        named = {name for row in rows if module in row.users for name in row.names}
+        parts = {part for name in named for part in re.split(r"[.:]", name)}
+        for name, line in private_apis.used(path):
+            is_dotted = any(each == name or each.startswith(f"{name}.") for each in named)
+            if not is_dotted and name not in parts:
+                missing.append(f"{module}:{line}: {name}")
+    assert not missing, "not in docs/private-apis.md with that module"
+
+
+def test_the_table_names_nothing_that_is_not_used() -> None:
+    for row in private_apis.read_table():
+        for user in row.users:
+            text = (ROOT / user).read_text(encoding="utf-8")
+            words = {re.split(r"[.:]", name)[-1] for name in row.names}
+            assert words & {*re.findall(r"\w+", text)}, (row.names, user)
+
+
+@pytest.mark.long
+def test_every_name_exists_in_the_oldest_supported_versions(tmp_path: Path) -> None:
+    """It needs a few GB of disk, and ten minutes to install torch with its CUDA libraries."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    pins = [
+        line
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+        if re.match(r"datasets|numpy|jinja2|torchao", line)
+    ]
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *OLDEST, *pins],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if installed.returncode:
+        pytest.skip(f"cannot install {' and '.join(OLDEST)}: {installed.stderr.strip()[-200:]}")
+    resolve(python)
