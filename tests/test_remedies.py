@@ -542,13 +542,15 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     from huggingface_hub import errors as hub_errors
 
     yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
-    yield lambda: _raise(client._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
-    yield lambda: _raise(client._out_of_reach(ConnectionError("x"), "https://hub"))
+    yield lambda: _raise(
+        client._refusal_error(Fake(response=Fake(status_code=503)), "m", "e", False)
+    )
+    yield lambda: _raise(client._unreachable_error(ConnectionError("x"), "https://hub"))
     patch.setattr(client.Hub, "_retry", lambda *arguments: None)
-    piece = Fake(range_left=lambda piece: (0, 2), file=Fake(path="f", size=2))
-    yield lambda: hub.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
+    piece = Fake(missing_range=lambda piece: (0, 2), file=Fake(path="f", size=2))
+    yield lambda: hub.fetch_piece(Fake(name="m", commit="c", kind="model"), piece, 0, print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
-    yield lambda: _raise(repository._no_model(Fake(files=files), False))
+    yield lambda: _raise(repository._incomplete_model_error(Fake(files=files), False))
     model = Path(".cache/models/org--name")
     yield lambda: weights._raise_if_any(model, ["x"])
     yield lambda: tensors.read_into(
@@ -561,13 +563,13 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     part = Fake(
         claim=lambda: True,
         finish=lambda: "other bytes",
-        refused=transfer._ATTEMPTS,
+        failed_checks=transfer._MAX_ATTEMPTS,
         file=Fake(path="f", size=1),
     )
-    fetching = object.__new__(_class_with(transfer, "_finish"))
+    fetching = object.__new__(_class_with(transfer, "_finish_file"))
     fetching._advance = print
     fetching._repository = Fake(name="m")
-    yield lambda: fetching._finish(part)
+    yield lambda: fetching._finish_file(part)
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
     yield lambda: directory.find("org/name", Path(".cache"))
@@ -668,7 +670,7 @@ def _class_with(module: ModuleType, method: str) -> type:
 
 
 def _explain(client: client.Hub, error: Exception) -> None:
-    with client._explained("org/name", "main", "model"):
+    with client._translate_errors("org/name", "main", "model"):
         raise error
 
 
