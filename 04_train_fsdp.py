@@ -154,7 +154,7 @@ def make_optimizer(
     from lib.train.model import update_device
 
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
-    optimizer = registry.build(
+    optimizer = registry.build_optimizer(
         config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
     )
     device = update_device(config, layout)

@@ -23,7 +23,7 @@ from tests.train.test_plan import make
 def state_of(group: dist.ProcessGroup) -> TrainState:
     """Return the state of a run that has not begun; its optimizer has states."""
     model = nn.Linear(2, 2)
-    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     registry.named_states(model, optimizer)
     return TrainState(
         model,
@@ -41,7 +41,7 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
     state.rollbacks = 2
     state.guard.scale = 512.0
     state.model_files = {"config.json": "sha256:0"}
-    registry.set_steps_taken(state.optimizer, 1)
+    registry.set_step_count(state.optimizer, 1)
     nan = float("nan")
     for figures, losses in (
         ({"step": 2, "train/loss": 1.5, "eval/loss": nan}, (1.5, None)),
@@ -57,7 +57,7 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
     other.load_state_dict(read)
     assert (other.step, other.tokens, other.position) == (2, 16, state.position)
     assert other.guard.state() == state.guard.state() and other.rollbacks == 2
-    assert registry.steps_taken(other.optimizer) == 1
+    assert registry.count_steps(other.optimizer) == 1
     other.model_files = state.model_files
     assert other.state_dict() == record
 
