@@ -123,7 +123,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state("complete")
-        run.checkpointer.remove_tier(run.state.step)
+        run.checkpointer.delete_tier_checkpoints(run.state.step)
         run.report.finish()
         log.info(next_command(config, experiment))
 

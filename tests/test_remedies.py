@@ -507,8 +507,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _raise(
         architecture._code_failed(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
-    yield lambda: hyperpod._client("auto", "x", 0, 1)
-    yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
+    yield lambda: hyperpod._make_client("auto", "x", 0, 1)
+    yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
     yield lambda: _raise(worker._died())
@@ -686,7 +686,7 @@ def _appeared() -> None:
 
 
 def _vanished() -> None:
-    with storage.plain_errors():
+    with storage.unwrap_dcp_errors():
         lost = FileNotFoundError(2, "gone", "x")
         raise storage.CheckpointException("x", {0: (lost, None)})
 

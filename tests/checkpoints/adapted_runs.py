@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.snapshot import capture, write
+from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
 from lib.models import directory
 from lib.models.architecture import build_on_meta
@@ -103,6 +103,8 @@ def save_adapted_run(
     }
     tensors = contents.name_tensors(model, registry.named_states(model, states))
     change(tensors)
-    return write(
-        experiment.checkpoints, capture(tensors, content, identity, LAYOUT.device), dist.group.WORLD
+    return write_snapshot(
+        experiment.checkpoints,
+        capture_snapshot(tensors, content, identity, LAYOUT.device),
+        dist.group.WORLD,
     )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lib.checkpoints import adapter_files, proofs
+from lib.checkpoints import adapter_checks, adapter_files
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.models.lora import Lora
@@ -78,8 +78,8 @@ def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
     save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export(tmp_path, "--adapter")
-    monkeypatch.setattr(proofs.attention, "settle_rope", lambda *arguments: None)
-    with pytest.raises(ArtifactError, match="does not compute what was trained"):
+    monkeypatch.setattr(adapter_checks.attention, "settle_rope", lambda *arguments: None)
+    with pytest.raises(ArtifactError, match="do not compute what was trained"):
         export(tmp_path, "--adapter", "--overwrite")
 
 
@@ -107,7 +107,7 @@ def test_what_is_merged_wrongly_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
-    with pytest.raises(ArtifactError, match="does not compute what was trained") as caught:
+    with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
         export(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
@@ -225,7 +225,7 @@ LOST = {
     "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows, one after"),
     "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_NOT_WHOLE = r"lacks a part of its adapters|does not compute what was trained"
+_NOT_WHOLE = r"lacks a part of its adapter|do not compute what was trained"
 
 
 @pytest.mark.parametrize("what", LOST)

@@ -24,7 +24,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     """Delete, note and draw in the background: only a run's next save waits, no step does."""
     experiment = Experiment(tmp_path, "exp")
     seen = []
-    prune = commit.prune
+    prune = commit.prune_checkpoints
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
 
     def slowly(*rules: object) -> list[int]:
@@ -61,7 +61,10 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
             time.sleep(0.001)
     checkpointer.finish(wait=True)
     assert [name.rpartition("_")[0] or name for name in seen] == ["saving", "after"] * 4
-    assert [c.step for c in commit.scan(experiment.checkpoints)] == [4, 3] and longest < 0.1
+    assert [c.step for c in commit.list_checkpoints(experiment.checkpoints)] == [
+        4,
+        3,
+    ] and longest < 0.1
     events = [json.loads(line) for line in experiment.events.open()]
     assert [(e["event"], e.get("steps")) for e in events] == [
         ("save", None),

@@ -97,7 +97,7 @@ def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
     )
     planned = export.plan(model, torch.float32, 1 << 30)
     (out := tmp_path / "out").mkdir()
-    with pytest.raises(ArtifactError, match="holds more than") as caught:
+    with pytest.raises(ArtifactError, match="does not have") as caught:
         export.write(model, checkpoint, planned, out, lambda _: None)
     assert f"{layer}.factor" in caught.value.found
     export.write(model, checkpoint, planned, out, lambda _: None, [Factors()])
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_holds_more_than_the_model_is_refused(run: Path) -> No
     config["num_hidden_layers"] -= 1
     config.pop("layer_types", None)
     path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="holds more than") as caught:
+    with pytest.raises(ArtifactError, match="does not have") as caught:
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert f"model.model.layers.{config['num_hidden_layers']}." in caught.value.found
     assert not (run / "out").exists()
@@ -292,7 +292,7 @@ def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
     def write(size: int) -> list[dict[str, Any]]:
         model = build_on_meta(run / "exp" / "model")
         planned = export.plan(model, torch.float32, size)
-        checkpoint = commit.scan(run / "exp" / "checkpoints")[0]
+        checkpoint = commit.list_checkpoints(run / "exp" / "checkpoints")[0]
         (run / "files").mkdir()
         return export.write(model, checkpoint, planned, run / "files", lambda count: None)
 

@@ -142,7 +142,9 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
                 state_dict=lambda step=step: {"step": step},
             )
         )
-        assert next(c.step for c in commit.scan(tmp_path)) == step  # without another `poll`
+        assert (
+            next(c.step for c in commit.list_checkpoints(tmp_path)) == step
+        )  # without another `poll`
     said = caplog.text
     assert re.search(why, said) and said.count("written before the next step") == 1
 

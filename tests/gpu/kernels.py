@@ -218,7 +218,7 @@ def staging(place: Place) -> None:
     """Copies in host memory are those of before the step that follows at once, and pinned."""
     from lib.checkpoints import contents
     from lib.checkpoints.host_copies import HostCopies
-    from lib.checkpoints.snapshot import capture
+    from lib.checkpoints.snapshot import capture_snapshot
     from lib.optim import registry
     from lib.optim.guard import StepGuard
 
@@ -231,7 +231,7 @@ def staging(place: Place) -> None:
             if number:  # a capture after the first step: there are moments then
                 began = time.monotonic()
                 tensors = contents.name_tensors(model, registry.named_states(model, optimizer))
-                snapshot = capture(tensors, {"step": number}, {}, layout.device, copies)
+                snapshot = capture_snapshot(tensors, {"step": number}, {}, layout.device, copies)
                 seconds.append(time.monotonic() - began)
                 expected = {name: local(tensor).clone() for name, tensor in tensors.items()}
             backward(model, tokens(place, 1, model), guard)

@@ -51,7 +51,7 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
         record = state.state_dict()
         assert (record["loss"], record["eval_loss"]) == losses
     (tmp_path / "train_state.json").write_text(json.dumps(record))
-    read = contents.read(tmp_path / "train_state.json")
+    read = contents.read_record(tmp_path / "train_state.json")
     contents.require_complete(read, tmp_path)
     other = state_of(group)
     other.load_state_dict(read)
@@ -73,7 +73,7 @@ def test_what_a_run_cannot_go_on_without_is_named(group: dist.ProcessGroup) -> N
     record = state_of(group).state_dict()
     for key in ("samples", "optimizer_steps"):
         del record[key]
-    with pytest.raises(ArtifactError, match="lacks what a run goes on from") as caught:
+    with pytest.raises(ArtifactError, match="lacks state") as caught:
         contents.require_complete(record, Path("step_00000001"))
     assert caught.value.found == "no optimizer_steps, samples in its train state"
     record = state_of(group).state_dict()
