@@ -317,7 +317,7 @@ def make_checkpointer(
         tier=tier,
         tier_every=config.ckpt_local_freq,
         note=journal.event,
-        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
+        free_memory=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
     )
 
 

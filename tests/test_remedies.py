@@ -454,12 +454,14 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StageError):
         load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
-        adapter_files.plan(SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32)
+        adapter_files.plan_adapter(
+            SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
+        )
     newest.write_bytes(whole)
     with monkeypatch.context() as patch:  # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
         patch.setattr(
-            "lib.checkpoints.export.verify",
+            "lib.checkpoints.export.verify_model",
             lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
         )
         replaced = trained.fails(*export, "--out", "fourth")

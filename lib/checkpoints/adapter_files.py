@@ -25,7 +25,7 @@ _CACHED = re.compile(r"models--(.+?)--(.+)")
 _SHOWN = 8
 
 
-def plan(adapted: LoraRun, dtype: torch.dtype) -> list[Entry]:
+def plan_adapter(adapted: LoraRun, dtype: torch.dtype) -> list[Entry]:
     """Return the tensors of the file, in writing order.
 
     Raises UsageError for adapters of fused experts (one tensor): runtimes silently ignore them, or
@@ -42,7 +42,7 @@ def plan(adapted: LoraRun, dtype: torch.dtype) -> list[Entry]:
     return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
 
 
-def write(
+def write_adapter(
     adapted: LoraRun, planned: list[Entry], out: Path, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """Write config and tensors into `out`, read the tensors back, and return manifest entries.
@@ -137,7 +137,7 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
         return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in keys}
 
 
-def verify(adapted: LoraRun, out: Path) -> None:
+def verify_adapter(adapted: LoraRun, out: Path) -> None:
     """Compare the names and shapes in the files with those that PEFT creates from the config.
 
     Raises ArtifactError if anything differs, because PEFT silently ignores unexpected tensors.

@@ -50,7 +50,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=500)[0]))
 """
 
 
-def recorded(metrics: Path, key: str) -> dict[int, float]:
+def read_metric(metrics: Path, key: str) -> dict[int, float]:
     """Return a metric of metrics.jsonl by step; torn lines and non-finite values are omitted."""
     return {
         row["step"]: row[key]
@@ -61,7 +61,7 @@ def recorded(metrics: Path, key: str) -> dict[int, float]:
 
 def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:
     """Return the validation loss by step, for checkpoints at whose step it was measured."""
-    logged = recorded(metrics, "eval/loss")
+    logged = read_metric(metrics, "eval/loss")
     for checkpoint in checkpoints:
         # For a damaged checkpoint, only metrics.jsonl can have the loss.
         with suppress(OSError, ValueError, AttributeError):
@@ -72,7 +72,7 @@ def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dic
     return {step: loss for step, loss in logged.items() if step in steps}
 
 
-def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
+def collect_facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
     """Return the facts about a checkpoint's training, by label.
 
     names: options of the run; only the last part of a path is shown. The losses are those of the
@@ -86,7 +86,9 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
         ("validation loss", "eval_loss", "eval/loss"),
     ):
         logged = {
-            step: loss for step, loss in recorded(metrics, key).items() if step <= checkpoint.step
+            step: loss
+            for step, loss in read_metric(metrics, key).items()
+            if step <= checkpoint.step
         }
         if commit.get(own) is not None:
             found[label] = f"{commit[own]:.4f}"
@@ -101,7 +103,7 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
     return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
 
 
-def text(
+def render_card(
     title: str,
     architecture: str,
     dtype: str,

@@ -48,16 +48,16 @@ class Checkpointer:
         keep_every: int = 0,
         tier: Tier | None = None,
         tier_every: int | None = None,
-        room: Callable[[], float] | None = None,
+        free_memory: Callable[[], float] | None = None,
         note: Note = ignore_event,
     ) -> None:
         """Create the checkpointer of a run.
 
         identity: what a run that resumes must have in common with this one. every: steps between
         shared checkpoints; the last step is always saved. keep, keep_every: see prune_checkpoints.
-        tier: stores frequent checkpoints besides the shared ones, every tier_every steps. room:
-        returns the bytes of host memory that a rank can still use for copies; None writes each
-        checkpoint before the next step. note: records events.
+        tier: stores frequent checkpoints besides the shared ones, every tier_every steps.
+        free_memory: returns the bytes of host memory that a rank can still use for copies; None
+        writes each checkpoint before the next step. note: records events.
         """
         self._directory = checkpoints
         self._layout = layout
@@ -70,7 +70,7 @@ class Checkpointer:
         )
         self._tier = tier
         self._note = note
-        self._room = room
+        self._free_memory = free_memory
         self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
@@ -217,8 +217,8 @@ class Checkpointer:
 
     def _prepare(self, state: RunState) -> None:
         """Start, once, to allocate host memory for the copies of background saves."""
-        if self._room is not None and self._copies is None:
-            self._copies = HostCopies(state.optimizer, self._room)
+        if self._free_memory is not None and self._copies is None:
+            self._copies = HostCopies(state.optimizer, self._free_memory)
             self._copies.prepare(state.tensors())
 
     def _get_copies(self, state: RunState) -> HostCopies | None:
@@ -228,7 +228,7 @@ class Checkpointer:
             return None
         refusals = gather(self._copies.refusal(), self._layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
-            self._copies = self._room = None
+            self._copies = self._free_memory = None
             log.warn(
                 f"checkpoints are written before the next step, not in the background: "
                 f"{refusals[refused[0]]} (rank {refused[0]})"

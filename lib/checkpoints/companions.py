@@ -66,10 +66,10 @@ def write_companions(
     _copy_tokenizer(experiment.model, out)
     if not adapter_of:
         _write_configs(experiment.model, out, model, dtype, trust_code)
-    facts = card.facts(checkpoint, experiment.metrics, names)
+    facts = card.collect_facts(checkpoint, experiment.metrics, names)
     manifest.write_text(
         out / card.FILE,
-        card.text(
+        card.render_card(
             experiment.root.name,
             type(model).__name__,
             dtype,

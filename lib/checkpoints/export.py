@@ -47,7 +47,7 @@ class ExportPlan:
         return sum(entry.bytes for entry in self.entries)
 
 
-def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
+def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
     """Return the plan of an export.
 
     model: on meta. dtype: of floating-point tensors; others keep theirs. A tensor larger than
@@ -70,7 +70,7 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
     return ExportPlan(groups, dict(zip(_file_names(len(shards)), shards, strict=True)))
 
 
-def write(
+def write_model(
     model: PreTrainedModel,
     checkpoint: commit.Checkpoint,
     planned: ExportPlan,
@@ -111,7 +111,7 @@ def write(
     return written
 
 
-def verify(model: PreTrainedModel, out: Path) -> None:
+def verify_model(model: PreTrainedModel, out: Path) -> None:
     """Compare the names and shapes in the written files with the model's.
 
     Raises ArtifactError if anything differs.

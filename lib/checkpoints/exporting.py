@@ -84,7 +84,7 @@ class ModelExport(Export):
         max_shard_bytes: int,
     ) -> None:
         super().__init__(model, checkpoint, adapted, dtype)
-        self._plan = export.plan(model, dtype, max_shard_bytes)
+        self._plan = export.plan_export(model, dtype, max_shard_bytes)
         self.bytes = self._plan.bytes
         self.tensors = len(self._plan.entries)
         self.files = len(self._plan.files)
@@ -94,17 +94,17 @@ class ModelExport(Export):
         options = self.checkpoint.commit().get("identity", {}).get("options", {})
         model_changes = adapters.make(adapters.asked_by(options))
         if self.adapted is None:
-            return export.write(
+            return export.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, model_changes
             )
         with StoredModel(self.model, self.adapted.base) as base:
-            return export.write(
+            return export.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, model_changes, base
             )
 
     def verify(self, out: Path) -> None:
         """Compare the files with the names and shapes of the model."""
-        export.verify(self.model, out)
+        export.verify_model(self.model, out)
 
 
 class AdapterExport(Export):
@@ -115,15 +115,15 @@ class AdapterExport(Export):
     def __init__(self, model: PreTrainedModel, adapted: LoraRun, dtype: torch.dtype) -> None:
         super().__init__(model, adapted.checkpoint, adapted, dtype)
         self._adapted = adapted
-        self._plan = adapter_files.plan(adapted, dtype)
+        self._plan = adapter_files.plan_adapter(adapted, dtype)
         self.bytes = sum(entry.bytes for entry in self._plan)
         self.tensors = len(self._plan)
         self.adapter_of = adapter_files.name_of(adapted.base)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the config and the tensors of the adapter."""
-        return adapter_files.write(self._adapted, self._plan, out, advance)
+        return adapter_files.write_adapter(self._adapted, self._plan, out, advance)
 
     def verify(self, out: Path) -> None:
         """Compare the files with the names and shapes that PEFT expects."""
-        adapter_files.verify(self._adapted, out)
+        adapter_files.verify_adapter(self._adapted, out)

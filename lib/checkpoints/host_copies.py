@@ -28,13 +28,15 @@ class HostCopies:
 
     The optimizer's next step waits for the copies by itself. Anything else that changes the tensors
     (loading a checkpoint, for example) must call `wait` first. The memory is kept, because
-    allocating, locking and touching it again would cost as much as the copy. room: returns the
-    bytes of host memory that this rank can still use. waited: seconds that the last optimizer step
-    waited on the host.
+    allocating, locking and touching it again would cost as much as the copy. free_memory: returns
+    the bytes of host memory that this rank can still use. waited: seconds that the last optimizer
+    step waited on the host.
     """
 
-    def __init__(self, optimizer: Optimizer, room: Callable[[], float] = lambda: math.inf) -> None:
-        self._room = room
+    def __init__(
+        self, optimizer: Optimizer, free_memory: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        self._free_memory = free_memory
         self._optimizer: Optimizer | None = optimizer  # None once its hook is registered
         self._thread = workers.thread_pool(name="staging")
         self._memory: Future[HostMemory] | None = None
@@ -62,11 +64,11 @@ class HostCopies:
     def _allocate(
         self, shapes: dict[str, tuple[torch.Size, torch.dtype]], needed: int, locked: bool
     ) -> HostMemory:
-        room = self._room()
-        if needed > _USABLE * room:
+        available = _USABLE * self._free_memory()
+        if needed > available:
             raise NoHostMemoryError(
                 f"each rank needs {units.memory(needed)} of host memory, and only "
-                f"{units.memory(_USABLE * room)} is available"
+                f"{units.memory(available)} is available"
             )
         return HostMemory(shapes, locked)
 

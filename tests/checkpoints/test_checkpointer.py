@@ -1,4 +1,4 @@
-"""What follows a save holds up no step."""
+"""Work that follows a save delays no step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         seen.append(threading.current_thread().name)
         return prune(*rules)
 
-    monkeypatch.setattr(commit, "prune", slowly)
+    monkeypatch.setattr(commit, "prune_checkpoints", slowly)
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([weight])
     longest = 0.0
@@ -43,7 +43,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         total_steps=9,
         every=1,
         keep=2,
-        room=lambda: 1e9,
+        free_memory=lambda: 1e9,
         note=Journal(experiment, 0).event,
     )
     for step in range(1, 5):

@@ -114,7 +114,7 @@ def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("code", "room", "why"),
-    [(2, 1e9, "does not page-lock"), (0, 100.0, "0.1 KiB of host memory is needed")],
+    [(2, 1e9, "cannot page-lock"), (0, 100.0, "needs 0.1 KiB of host memory")],
 )
 def test_without_room_or_locks_a_save_is_written_before_the_next_step(
     trained,
@@ -132,7 +132,7 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
     )
     monkeypatch.setattr(host_copies, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, room=lambda: room)
+    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: room)
     for step in (1, 2):
         saving.save(
             SimpleNamespace(
@@ -164,7 +164,7 @@ def test_memory_that_another_rank_refuses_is_given_back(
     monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
     saving = checkpointer.Checkpointer(
-        tmp_path, layout, {}, total_steps=3, every=1, room=lambda: 1e9
+        tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: 1e9
     )
     saving.save(
         SimpleNamespace(

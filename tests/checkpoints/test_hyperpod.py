@@ -115,9 +115,9 @@ def test_the_newest_is_read_back_as_it_was_written(address: str) -> None:
     assert newest(again, before=3) == (0, []), "two are kept"
     assert newest(again, identity=IDENTITY | {"inputs": {"model": "other"}}) == (0, [])
     assert newest(tier_at(address, run="3c4d")) == (0, []), "of another run"
-    again.remove(6)
+    again.delete_all(6)
     assert newest(again) == (0, [])
-    again.remove(6)  # when there is nothing
+    again.delete_all(6)  # when there is nothing
 
 
 def a_bit(client: Any) -> None:

@@ -75,10 +75,10 @@ def test_what_a_run_cannot_go_on_without_is_named(group: dist.ProcessGroup) -> N
         del record[key]
     with pytest.raises(ArtifactError, match="lacks state") as caught:
         contents.require_complete(record, Path("step_00000001"))
-    assert caught.value.found == "no optimizer_steps, samples in its train state"
+    assert caught.value.found.endswith("optimizer_steps, samples")
     record = state_of(group).state_dict()
     assert record["loss_scale"].keys() == contents._LOSS_SCALE
     del record["loss_scale"]["usual_norm"]
     with pytest.raises(ArtifactError) as caught:
         contents.require_complete(record, Path("step_00000001"))
-    assert caught.value.found == "no usual_norm in its train state"
+    assert caught.value.found.endswith("usual_norm")
