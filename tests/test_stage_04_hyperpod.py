@@ -174,7 +174,7 @@ def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, gone, cwd=run, ranks=RANKS).stdout
     assert "warning: no checkpoint is taken from the cluster's memory: " in printed
-    assert "warning: step 18 is not saved in the cluster's memory: " in printed
+    assert "step 18 is not saved" in printed
     assert resumed_from(run) == ("outputs", 16)
     assert losses(run, "run") == losses(run, "plain")
     assert steps_saved(run, "run") == [16, 32, STEPS]

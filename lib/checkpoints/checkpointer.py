@@ -239,7 +239,7 @@ class Checkpointer:
         """Warn about a failed save, or raise its error if the run must end."""
         if self._tier and not self._is_shared:  # the run relies on the shared ones only
             self._note("local_save_failed", self._step, reason=error.problem)
-            log.warn(f"step {self._step} is not saved on {self._tier.where}: {error.problem}")
+            log.warn(f"step {self._step} is not saved to {self._tier.where}: {error.problem}")
             return
         if not isinstance(error, DiskFullError):
             raise error
