@@ -216,15 +216,9 @@ def _report_differences(pairs: list[tuple[str, float, float]], effect: float) ->
     lines += [f"  {what:<30} {found:.2g}, at most {limit:.2g}" for what, found, limit in pairs]
     if len(pairs) == 1:
         lines.append("  the trainer                    not recorded in this checkpoint")
-    is_small = effect < max(limit for *_, limit in pairs)
-    lines.append(
-        f"  {'base + adapters − base':<30} {effect:.2g}"
-        + (
-            ", below the rounding limit: the check says little about the adapter"
-            if is_small
-            else ""
-        )
-    )
+    lines.append(f"  {'base + adapters − base':<30} {effect:.2g}")
+    if effect < max(limit for *_, limit in pairs):
+        lines[-1] += ", below the rounding limit: the check says little about the adapter"
     if any(not found <= limit for _, found, limit in pairs):
         raise ArtifactError(
             "the exported files do not compute what was trained",

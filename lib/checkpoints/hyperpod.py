@@ -169,7 +169,7 @@ class HyperPodTier(tier.Tier):
                 f"cannot delete the checkpoints after step {step} in {self.where}, although {why}",
                 found=_summarize_error(error),
                 run=commands.as_typed(),
-                hint="remove --ckpt-hyperpod, or when the service answers again:",
+                hint="run without --ckpt-hyperpod, or when the service answers again:",
             ) from error
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
@@ -200,6 +200,7 @@ class HyperPodTier(tier.Tier):
         return together(run, self._saving)
 
     def _make_namespace(self) -> None:
+        """Create the run's namespace, on rank 0; delete one of another number of ranks first."""
         if self._rank != 0:
             return
         if not self._is_for_these_ranks():
@@ -215,17 +216,19 @@ class HyperPodTier(tier.Tier):
         return not config or config["num_ranks"] == self._ranks + 1
 
     def _write_part(self, snapshot: Snapshot) -> dict[str, Any]:
-        # The run has gone back. Later steps are obsolete, and would make the service drop this one.
+        """Delete obsolete later steps and write this rank's part; return its size and digest."""
+        # After a rollback, later steps would make the service drop this one as the oldest.
         self.note_deleted(
             snapshot.step,
             self._delete_newer(snapshot.step - 1),
-            "the run has gone on from an earlier step",
+            "the run continues from an earlier step",
         )
         data = _safetensors(tier.get_local_tensors(snapshot))
         self._client.put_checkpoint(snapshot.step, data, rank=self._rank, timeout=_PART_TIMEOUT_S)
         return {"bytes": len(data), "digest": hashing.bytes_digest(data)}
 
     def _commit(self, snapshot: Snapshot, parts: list[dict[str, Any]]) -> None:
+        """Write COMMIT, on rank 0."""
         if self._rank != 0:
             return
         content = select_facts(snapshot.record) | {

@@ -39,8 +39,8 @@ _KEEP = 2
 class LocalTier(Tier):
     """Checkpoints of one run in a local directory of each node.
 
-    Each run needs its own directory, because leftovers in it are deleted. All ranks must call every
-    method. `write` communicates over the group `saving`, the rest over `control`. Raises UsageError
+    Each run needs its own directory, because it takes all checkpoints and leftovers in it for its
+    own. All ranks must call every method. `write` communicates over the group `saving`, the rest over `control`. Raises UsageError
     if the directory cannot be used.
     """
 
