@@ -226,7 +226,7 @@ class Checkpointer:
         self._prepare(state)
         if self._copies is None:
             return None
-        refusals = gather(self._copies.refusal(), self._layout.control)
+        refusals = gather(self._copies.describe_refusal(), self._layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
             self._copies = self._free_memory = None
             log.warn(

@@ -48,7 +48,7 @@ class HostCopies:
     @property
     def bytes(self) -> int:
         """Return the bytes of host memory that the copies use on this rank."""
-        return sum(tensor.nbytes for tensor in self._prepared().tensors.values())
+        return sum(tensor.nbytes for tensor in self._get_memory().tensors.values())
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Start to allocate memory for copies of these tensors, in a thread: it takes seconds."""
@@ -72,31 +72,31 @@ class HostCopies:
             )
         return HostMemory(shapes, locked)
 
-    def refusal(self) -> str:
+    def describe_refusal(self) -> str:
         """Return why there is not enough memory for the copies, or ""; waits for `prepare`."""
         try:
-            self._prepared()
+            self._get_memory()
         except NoHostMemoryError as error:
             return str(error)
         return ""
 
-    def _prepared(self) -> HostMemory:
+    def _get_memory(self) -> HostMemory:
         assert self._memory is not None, "prepare was called"
         return self._memory.result()
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy the tensors and return the copies, which overwrite the last ones.
 
         The copies are sharded like the tensors, and complete after `wait`. Buffers, which a forward
-        pass may change, are copied immediately. Raises NoHostMemoryError if `refusal` is not "".
+        pass may change, are copied immediately. Raises NoHostMemoryError if `describe_refusal` does not return "".
         """
         if self._memory is None:
             self.prepare(tensors)
         if self._optimizer is not None:  # not earlier: the hook would keep rejected memory alive
             self._optimizer.register_step_pre_hook(self._before_step)
             self._optimizer = None
-        copies = self._prepared().tensors
+        copies = self._get_memory().tensors
         result: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():

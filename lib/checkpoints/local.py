@@ -40,8 +40,8 @@ class LocalTier(Tier):
     """Checkpoints of one run in a local directory of each node.
 
     Each run needs its own directory, because it takes all checkpoints and leftovers in it for its
-    own. All ranks must call every method. `write` communicates over the group `saving`, the rest over `control`. Raises UsageError
-    if the directory cannot be used.
+    own. All ranks must call every method. `write` communicates over the group `saving`, the rest
+    over `control`. Raises UsageError if the directory cannot be used.
     """
 
     where = "the nodes' own disks"

@@ -59,7 +59,9 @@ def capture_snapshot(
     states = get_random_states(device)
     if copies is None:
         return Snapshot(record["step"], tensors, states, record, identity)
-    return Snapshot(record["step"], copies.take(tensors), states, record, identity, copies.wait)
+    return Snapshot(
+        record["step"], copies.copy_tensors(tensors), states, record, identity, copies.wait
+    )
 
 
 def write_snapshot(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint:

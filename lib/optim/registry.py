@@ -19,7 +19,7 @@ Wrap = Callable[..., Callable[..., None]]
 
 
 class OptimizerSpec(NamedTuple):
-    """What the other rooms need to know about an optimizer.
+    """The properties of an optimizer that other rooms need.
 
     state_bytes: size of its state per parameter. build: (groups, lr, betas, wrap) → the optimizer.
     block: numbers of a row that must be on the same rank.

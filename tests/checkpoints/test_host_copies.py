@@ -52,7 +52,7 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     for _ in range(2):  # in fresh memory, and in memory that is used again
         began = time.monotonic()
-        taken = copies.take(tensors)
+        taken = copies.copy_tensors(tensors)
         assert time.monotonic() - began < SLOWNESS / 2, "the copy was not made in the background"
         tensors["buffer.seen"] += 1  # as a forward pass may do
         optimizer.step()
@@ -67,7 +67,7 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
 def test_who_writes_waits_too(trained, slow):
     tensors, optimizer = trained
     copies = HostCopies(optimizer)
-    taken = copies.take(tensors)
+    taken = copies.copy_tensors(tensors)
     copies.wait()
     assert all(torch.equal(taken[name], t) for name, t in tensors.items())
     began = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
     monkeypatch.setattr(host_copies, "_copy", broken)
     copies = HostCopies(optimizer)
     before = tensors["model.weight"].detach().clone()
-    copies.take(tensors)
+    copies.copy_tensors(tensors)
     for waiting in (optimizer.step, copies.wait):
         with pytest.raises(RuntimeError, match="no memory"):
             waiting()
