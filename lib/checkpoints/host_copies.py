@@ -89,7 +89,8 @@ class HostCopies:
         """Start to copy the tensors and return the copies, which overwrite the last ones.
 
         The copies are sharded like the tensors, and complete after `wait`. Buffers, which a forward
-        pass may change, are copied immediately. Raises NoHostMemoryError if `describe_refusal` does not return "".
+        pass may change, are copied immediately. Raises NoHostMemoryError if there is not enough
+        host memory.
         """
         if self._memory is None:
             self.prepare(tensors)
