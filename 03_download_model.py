@@ -237,7 +237,7 @@ def fetch_model(opts: options.Options) -> None:
     from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
     with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name, revision):
-        model = RemoteModel.look_up(
+        model = RemoteModel.from_hub(
             name,
             revision,
             Path(preview),
@@ -249,7 +249,7 @@ def fetch_model(opts: options.Options) -> None:
             # Work.
             entries = model.fetch(
                 build.dir,
-                earlier=[target],
+                reuse_from=[target],
                 workers=opts.num_workers,
                 show_progress=not opts.no_progress,
             )
@@ -281,14 +281,14 @@ def fetch_dataset(opts: options.Options) -> None:
     name = opts.dataset_name
     revision = opts.revision or "main"
     began = time.monotonic()
-    target = raw_text.locate(root := opts.dst_root or Path("raw_text"), name)
-    opts.include, is_more = raw_text.join_globs(target, revision, opts.include, opts.overwrite)
+    target = raw_text.locate_record(root := opts.dst_root or Path("raw_text"), name)
+    opts.include, is_more = raw_text.merge_globs(target, revision, opts.include, opts.overwrite)
     identity = {
         "options": {"dataset_name": name, "revision": revision, "include": opts.include},
         "inputs": {},
     }
     then = commands.script("01_organize_data.py", "--src-dir", root)
-    with raw_text.name_errors(target):
+    with raw_text.rename_paths_in_errors(target):
         if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
             return
 
@@ -304,34 +304,34 @@ def fetch_dataset(opts: options.Options) -> None:
     if opts.dry_run:
         return
 
-    from lib.hub.fetch import look_up_raw
+    from lib.hub.fetch import find_raw_files
 
-    dataset = look_up_raw(name, revision, opts.include, token=opts.token or "")
-    raw_text.require_free(target, dataset.files)
-    raw_text.warn_of_outdated(target, dataset.files)
+    dataset = find_raw_files(name, revision, opts.include, token=opts.token or "")
+    raw_text.require_no_conflicts(target, dataset.files)
+    raw_text.warn_about_outdated(target, dataset.files)
     with (
-        raw_text.name_errors(target),
+        raw_text.rename_paths_in_errors(target),
         publish.Build(
             target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True
         ) as build,
     ):
         # Work.
-        entries = dataset.bring(
+        entries = dataset.fetch_files(
             build.dir,
-            earlier=[target.parent],
+            reuse_from=[target.parent],
             workers=opts.num_workers,
             show_progress=not opts.no_progress,
         )
 
         # Publish: what is whole moves to its place, then the manifest says so.
-        before = raw_text.list_earlier(target)
+        before = raw_text.list_fetched(target)
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
-            files=raw_text.put_in_place(build.dir, target, entries),
+            files=raw_text.move_into_place(build.dir, target, entries),
             summary=dataset.summary(),
         )
-        raw_text.remove_outdated(target, before)
+        raw_text.delete_outdated(target, before)
 
     log.info(
         f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "

@@ -123,7 +123,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state("complete")
-        run.checkpointer.remove_tier(run.state.step)
+        run.checkpointer.delete_tier_checkpoints(run.state.step)
         run.report.finish()
         log.info(next_command(config, experiment))
 
@@ -154,7 +154,7 @@ def make_optimizer(
     from lib.train.model import update_device
 
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
-    optimizer = registry.build(
+    optimizer = registry.build_optimizer(
         config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
     )
     device = update_device(config, layout)
@@ -317,7 +317,7 @@ def make_checkpointer(
         tier=tier,
         tier_every=config.ckpt_local_freq,
         note=journal.event,
-        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
+        free_memory=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
     )
 
 

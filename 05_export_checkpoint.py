@@ -137,13 +137,13 @@ def main(argv: list[str]) -> None:
 
     import torch
 
-    from lib.checkpoints.adapted import AdaptedRun
     from lib.checkpoints.exporting import AdapterExport, ModelExport
+    from lib.checkpoints.lora_run import LoraRun
     from lib.models import architecture
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     dtype = getattr(torch, opts.dtype)
-    adapted = AdaptedRun.of(checkpoint, model, base.directory) if base else None
+    adapted = LoraRun.from_checkpoint(checkpoint, model, base.directory) if base else None
     export: Export = (
         AdapterExport(model, adapted, dtype)
         if adapted and opts.adapter
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
     log.table(
         {
             "model": f"{model.config.model_type}, {units.count(model.num_parameters())} parameters",
-            **({"trained": adapted.said()} if adapted else {}),
+            **({"trained": adapted.describe()} if adapted else {}),
             "to": f"{out}, {opts.dtype}, {units.size(export.bytes)} in "
             f"{units.counted(export.files, 'file')}",
         }
@@ -175,7 +175,7 @@ def write(
     out: Path,
     identity: dict[str, Any],
 ) -> None:
-    """Write the files, read them back, prove adapters, publish, and say how it went."""
+    """Write the files, read them back, check adapters, publish, and say how it went."""
     from lib.train import journal
 
     began = time.monotonic()
@@ -183,7 +183,7 @@ def write(
     names = journal.read_config(experiment).get("options", {})
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        companions.write(
+        companions.write_companions(
             experiment,
             checkpoint,
             export.model,
@@ -202,7 +202,7 @@ def write(
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
-        export.prove(build.dir, not opts.no_progress)
+        export.check_adapter(build.dir, not opts.no_progress)
         if base:
             base.require_unchanged()
         require_same(checkpoint, identity["inputs"]["checkpoint"])
@@ -251,7 +251,7 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
         )
     if opts.step not in ("latest", "best") and not opts.step.isdecimal():
         raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
-    found = {c.step: c for c in commit.scan(experiment.checkpoints)}  # newest first
+    found = {c.step: c for c in commit.list_checkpoints(experiment.checkpoints)}  # newest first
     steps = [step for step, c in found.items() if not c.problems()]
     whole = ", ".join(map(str, steps)) or "none"
     if not found:
@@ -324,7 +324,11 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
             f"checkpoint {checkpoint.path} is damaged",
             found="\n".join(problems),
             **suggest_older(
-                [c.step for c in commit.scan(checkpoint.path.parent) if not c.problems()],
+                [
+                    c.step
+                    for c in commit.list_checkpoints(checkpoint.path.parent)
+                    if not c.problems()
+                ],
                 checkpoint.step,
             ),
         )

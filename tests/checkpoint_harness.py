@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lib.checkpoints import commit, contents, search
-from lib.checkpoints.snapshot import Snapshot, capture, fill, random_states, write
+from lib.checkpoints.snapshot import (
+    Snapshot,
+    capture_snapshot,
+    get_random_states,
+    load_snapshot,
+    write_snapshot,
+)
 from lib.optim import registry
 
 _CPU = torch.device("cpu")
@@ -27,7 +33,7 @@ def _group() -> dist.ProcessGroup:
 def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, bias=False)
-    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
         for tensor in _tensors(model, optimizer).values():
             tensor.fill_(value)
@@ -45,32 +51,32 @@ def save(directory: str, first: str, last: str) -> None:
     for step in range(int(first), int(last) + 1):
         model, optimizer = _model(step)
         torch.manual_seed(step)
-        write(
+        write_snapshot(
             checkpoints,
             Snapshot(
                 step,
                 _tensors(model, optimizer),
-                random_states(_CPU),
+                get_random_states(_CPU),
                 {"step": step, "seed": 0},
                 {"options": {}},
             ),
             group,
         )
         if dist.get_rank() == 0:
-            commit.prune(checkpoints, keep=2)
+            commit.prune_checkpoints(checkpoints, keep=2)
 
 
 def load_each(parent: str) -> None:
     """Print `<name> <step>` per directory in another; fail if a tensor is of a different step."""
     group = _group()
     for checkpoints in sorted(Path(parent).iterdir()):
-        commit.clean(checkpoints)
-        checkpoint = search.newest_valid(checkpoints, group, lambda step, why: None)
+        commit.delete_leftovers(checkpoints)
+        checkpoint = search.find_newest_valid(checkpoints, group, lambda step, why: None)
         model, optimizer = _model(-1)
         torch.manual_seed(0)
         tensors = _tensors(model, optimizer)
         record = checkpoint.record()
-        fill(checkpoint, tensors, record, _CPU, group)
+        load_snapshot(checkpoint, tensors, record, _CPU, group)
         drawn = torch.rand(3)
         torch.manual_seed(checkpoint.step)
         values = torch.cat([tensor.flatten() for tensor in tensors.values()]).unique().tolist()
@@ -91,10 +97,12 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     model = architecture.build_on_meta(Path(model_dir))
     parallelize.shard(model, layout.fsdp, "fp32", False, False)
     parallelize.materialise(model, layout.device, False)
-    adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 0.0, (0.9, 0.95), 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
     tensors = _tensors(model, adamw)
     record = checkpoint.record()
-    fill(checkpoint, tensors, record, layout.device, layout.control)
-    write(Path(target), capture(tensors, record, {}, layout.device), layout.saving)
+    load_snapshot(checkpoint, tensors, record, layout.device, layout.control)
+    write_snapshot(
+        Path(target), capture_snapshot(tensors, record, {}, layout.device), layout.saving
+    )
     layout.stop()

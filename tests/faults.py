@@ -150,7 +150,7 @@ class Undisturbed:
 
     def require_sound(self, outputs: Path, experiment: str = "run") -> None:
         """Assert that each checkpoint that passes for one holds what it should."""
-        for checkpoint in commit.scan(outputs / experiment / "checkpoints"):
+        for checkpoint in commit.list_checkpoints(outputs / experiment / "checkpoints"):
             if not checkpoint.problems() + checkpoint.content_problems(0, 1):
                 assert content(checkpoint) == self.content[checkpoint.step], checkpoint.path
 
@@ -168,7 +168,7 @@ def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
     """Return the steps of which every byte is as it was written, newest first."""
     return [
         c.step
-        for c in commit.scan(outputs / experiment / "checkpoints")
+        for c in commit.list_checkpoints(outputs / experiment / "checkpoints")
         if not c.problems() and not c.content_problems(0, 1)
     ]
 
@@ -263,5 +263,5 @@ def run_undisturbed(
     server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", ranks=ranks)
     rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    found = commit.scan(outputs / "run" / "checkpoints")
+    found = commit.list_checkpoints(outputs / "run" / "checkpoints")
     return Undisturbed(rows, {c.step: content(c) for c in found})

@@ -99,7 +99,7 @@ def seal(checkpoint: Path) -> None:
         for key, value in content.items()
         if key not in ("step", "manifest", "world_size", "identity", "digest")
     }
-    commit.commit(attempt, content["step"], files, content["identity"], 1, facts)
+    commit.commit_attempt(attempt, content["step"], files, content["identity"], 1, facts)
     assert Checkpoint(checkpoint, content["step"]).problems() == []
 
 
@@ -126,10 +126,10 @@ def test_a_damaged_file_is_told_and_the_one_before_is_taken(
 ):
     damage(step(outputs) / name, how)
     done = server.run(*run_options(outputs))
-    assert begun_at(outputs) == BEFORE and "is set aside in" in done.output
+    assert begun_at(outputs) == BEFORE and "moved to quarantine" in done.output
     [told] = [e for e in events(outputs) if e["event"] == "quarantine"]
     assert told["step"] == NEWEST and Path(name).name in told["reason"]
-    assert len(commit.quarantined(outputs / "run" / "checkpoints")) == 1
+    assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 1
     undisturbed().require_same(outputs)
 
 
@@ -155,9 +155,9 @@ def test_all_damaged_trains_nothing(server: Server, outputs: Path):
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
     for _ in range(2):  # a launcher that tries again finds nothing else
         done = server.run(*run_options(outputs), expect=3)
-        assert "no valid checkpoint is left" in done.output and "Traceback" not in done.output
+        assert "no valid checkpoint in" in done.output and "Traceback" not in done.output
     assert (outputs / "run" / "metrics.jsonl").read_bytes() == before
-    assert len(commit.quarantined(outputs / "run" / "checkpoints")) == 3
+    assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 3
 
 
 class Malicious:
@@ -201,7 +201,7 @@ def test_a_malicious_pickle_runs_nothing(
     done = server.run(*run_options(outputs), expect=3 if sealed else 0)
     assert not (tmp_path / "ran").exists()
     if sealed:
-        assert "nothing but the description of tensors" in done.output
+        assert "only descriptions of tensors" in done.output
         assert "Traceback" not in done.output and valid_steps(outputs)[0] == NEWEST
     else:
         undisturbed().require_same(outputs)
@@ -279,7 +279,7 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(
         "step_00000011.tmp-1",
         ".trash-step_00000004-1",
     }
-    assert {p.name.partition("-")[0] for p in commit.quarantined(checkpoints)} == {
+    assert {p.name.partition("-")[0] for p in commit.list_quarantined(checkpoints)} == {
         "step_00000098",
         "step_00000099",
     }
@@ -298,7 +298,7 @@ def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
     fault.act = "EIO"
     fault.times = 2
     done = server.run(*run_options(outputs), ranks=2, faults={0: fault})
-    assert begun_at(outputs) == NEWEST and "set aside" not in done.output
+    assert begun_at(outputs) == NEWEST and "moved to quarantine" not in done.output
 
 
 def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
@@ -307,7 +307,7 @@ def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
     """As versions left them that took an error of reading for damage; one of them is damaged."""
     checkpoints = outputs / "run" / "checkpoints"
     with (outputs / "run" / "events.jsonl").open("a") as file:
-        for checkpoint in commit.scan(checkpoints):
+        for checkpoint in commit.list_checkpoints(checkpoints):
             commit.quarantine(checkpoint, "")
             file.write(
                 json.dumps(
@@ -323,7 +323,7 @@ def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
     [newest] = (checkpoints / "quarantine").glob(f"step_{NEWEST:08d}-*")
     damage(newest / FILES[0], "flipped bit")
     done = server.run(*run_options(outputs), expect=3)
-    assert f"step {BEFORE} is whole" in done.output
+    assert f"step {BEFORE} in quarantine is intact" in done.output
     [move] = re.findall(r"^  run:(.*)$", done.output, re.M)
     subprocess.run(move, shell=True, check=True, cwd=server.root)
     server.run(*run_options(outputs))

@@ -45,7 +45,7 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
     """Return the KiB that a checkpoint takes."""
     outputs = tmp_path / "measured" / "outputs"
     server.run(*run_options(outputs, "--ckpt-freq", 2, steps=2))
-    [one] = commit.scan(outputs / "run" / "checkpoints")
+    [one] = commit.list_checkpoints(outputs / "run" / "checkpoints")
     return sum(p.stat().st_blocks * 512 for p in one.path.rglob("*") if p.is_file()) // KIB
 
 

@@ -77,7 +77,7 @@ class Rollback:
         assert {"rename", "mkdir", "write"} <= {kind for kind, _ in found[:saving]}
         assert [
             Path(path).name for kind, path in found[:saving] if kind == "rename" and "step_" in path
-        ], "a checkpoint is set aside"
+        ], "a checkpoint is quarantined"
         return found[:saving]
 
     def kill_at(self, number: int, act: str, outputs: Path) -> None:

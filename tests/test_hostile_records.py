@@ -137,7 +137,7 @@ def test_records_of_a_run(tmp_path: Path):
         "cursors": [{"epoch": 0, "place": None}],
     }
     (step / "train_state.json").write_text(json.dumps(whole))
-    assert contents.read(step / "train_state.json") == whole
+    assert contents.read_record(step / "train_state.json") == whole
     attack(step / "train_state.json", lambda: Checkpoint(step, 1).record())
     (step / "COMMIT.json").write_text(json.dumps({"step": 1, "manifest": "x", "digest": "y"}))
     attack(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())

@@ -456,12 +456,14 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StageError):
         load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
-        adapter_files.plan(SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32)
+        adapter_files.plan_adapter(
+            SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
+        )
     newest.write_bytes(whole)
     with monkeypatch.context() as patch:  # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
         patch.setattr(
-            "lib.checkpoints.export.verify",
+            "lib.checkpoints.export.verify_model",
             lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
         )
         replaced = trained.fails(*export, "--out", "fourth")
@@ -509,8 +511,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _raise(
         architecture._code_failed(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
-    yield lambda: hyperpod._client("auto", "x", 0, 1)
-    yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
+    yield lambda: hyperpod._make_client("auto", "x", 0, 1)
+    yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
     yield lambda: _raise(worker._died())
@@ -546,13 +548,15 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     from huggingface_hub import errors as hub_errors
 
     yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
-    yield lambda: _raise(client._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
-    yield lambda: _raise(client._out_of_reach(ConnectionError("x"), "https://hub"))
+    yield lambda: _raise(
+        client._refusal_error(Fake(response=Fake(status_code=503)), "m", "e", False)
+    )
+    yield lambda: _raise(client._unreachable_error(ConnectionError("x"), "https://hub"))
     patch.setattr(client.Hub, "_retry", lambda *arguments: None)
-    piece = Fake(range_left=lambda piece: (0, 2), file=Fake(path="f", size=2))
-    yield lambda: hub.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
+    piece = Fake(missing_range=lambda piece: (0, 2), file=Fake(path="f", size=2))
+    yield lambda: hub.fetch_piece(Fake(name="m", commit="c", kind="model"), piece, 0, print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
-    yield lambda: _raise(repository._no_model(Fake(files=files), False))
+    yield lambda: _raise(repository._incomplete_model_error(Fake(files=files), False))
     model = Path(".cache/models/org--name")
     yield lambda: weights._raise_if_any(model, ["x"])
     yield lambda: tensors.read_into(
@@ -565,13 +569,13 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     part = Fake(
         claim=lambda: True,
         finish=lambda: "other bytes",
-        refused=transfer._ATTEMPTS,
+        failed_checks=transfer._MAX_ATTEMPTS,
         file=Fake(path="f", size=1),
     )
-    fetching = object.__new__(_class_with(transfer, "_finish"))
+    fetching = object.__new__(_class_with(transfer, "_finish_file"))
     fetching._advance = print
     fetching._repository = Fake(name="m")
-    yield lambda: fetching._finish(part)
+    yield lambda: fetching._finish_file(part)
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
     yield lambda: directory.find("org/name", Path(".cache"))
@@ -672,7 +676,7 @@ def _class_with(module: ModuleType, method: str) -> type:
 
 
 def _explain(client: client.Hub, error: Exception) -> None:
-    with client._explained("org/name", "main", "model"):
+    with client._translate_errors("org/name", "main", "model"):
         raise error
 
 
@@ -688,7 +692,7 @@ def _appeared() -> None:
 
 
 def _vanished() -> None:
-    with storage.plain_errors():
+    with storage.unwrap_dcp_errors():
         lost = FileNotFoundError(2, "gone", "x")
         raise storage.CheckpointException("x", {0: (lost, None)})
 

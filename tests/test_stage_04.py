@@ -313,7 +313,7 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, t
     payload.write_bytes(content)
     one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8)
     done = run_stage("04_train_fsdp.py", *one, "--max-steps", STEPS + 1, cwd=experiment)
-    assert "set aside" in done.stdout
+    assert "moved to quarantine" in done.stdout
     assert "resumed from outputs/two/checkpoints/step_00000008" in done.stdout
     assert len(list((folder / "quarantine").iterdir())) == 1
     for commit in folder.glob("step_????????/COMMIT.json"):

@@ -306,7 +306,7 @@ def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
         train(root, f"experts_{kind}", *options, "--activation-checkpointing", kind, ranks=3)
         assert losses(root, f"experts_{kind}") == pytest.approx(losses(root, "alone"), rel=1e-6)
     export = ("05_export_checkpoint.py", "-e", "experts_full")
-    assert "none of these is zero" in run_stage(*export, cwd=root).stdout
+    assert "none of them is zero" in run_stage(*export, cwd=root).stdout
     said = run_stage(*export, "--adapter", cwd=root, expect=2)
     assert "adapters of fused experts cannot leave the model" in said.stderr
 

@@ -213,7 +213,7 @@ def test_bad_input_is_refused_in_words(project: Path):
     (link := project / "outputs" / "moved" / "model" / "chat_template.jinja").symlink_to(
         project / "raw_text" / "document_000.txt"
     )
-    refused("-e", "moved", code=3, says="holds links")
+    refused("-e", "moved", code=3, says="contains links")
     link.unlink()
     payload.write_bytes(content[:-1])
     refused("-e", "moved", code=3, says="-e moved --step 4")

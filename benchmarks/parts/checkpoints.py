@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.parts import processes
 from lib.checkpoints import contents, search, snapshot
 from lib.checkpoints.host_copies import HostCopies
-from lib.checkpoints.snapshot import capture, write
+from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core import hashing
 from lib.optim import registry
 from lib.parallel import parallelize
@@ -69,7 +69,7 @@ class Bench:
         parallelize.materialise(self.model, torch.device("cpu"), offload=False)
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
-        self.optimizer = registry.build("adamw", self.model, 1e-5, (0.9, 0.95), 0.0)
+        self.optimizer = registry.build_optimizer("adamw", self.model, 1e-5, (0.9, 0.95), 0.0)
         self.identity: dict[str, Any] = {"options": {}, "inputs": {}}
         self.tensors = self.capture().tensors
         self.locals = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
@@ -82,7 +82,7 @@ class Bench:
         tensors = contents.name_tensors(
             self.model, registry.named_states(self.model, self.optimizer)
         )
-        return capture(
+        return capture_snapshot(
             tensors, {"step": 1, "tokens": 1, "seed": 0}, self.identity, self.layout.device, copies
         )
 
@@ -142,7 +142,7 @@ class Bench:
     def write_ours(self, hasher: Callable[..., Any] = _new_hasher) -> None:
         """Write and commit."""
         with mock.patch.object(hashing, "new", hasher):
-            write(self.work / "ours", self.capture(), self.layout.saving)
+            write_snapshot(self.work / "ours", self.capture(), self.layout.saving)
 
     def write_raw(self) -> None:
         """Write the bytes of the tensors, one file for each rank."""
@@ -212,8 +212,10 @@ class Bench:
 
     def read_ours(self) -> None:
         """Find the newest checkpoint, verify every byte, and load it."""
-        newest = search.newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
-        snapshot.fill(newest, self.tensors, newest.record(), self.layout.device, self.layout.saving)
+        newest = search.find_newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
+        snapshot.load_snapshot(
+            newest, self.tensors, newest.record(), self.layout.device, self.layout.saving
+        )
 
     def read_dcp(self) -> None:
         """Load unverified."""
@@ -237,7 +239,7 @@ class Bench:
 
         def ours() -> Any:
             return thread.submit(
-                write, self.work / "ours", self.capture(copies), self.layout.saving
+                write_snapshot, self.work / "ours", self.capture(copies), self.layout.saving
             )
 
         def theirs() -> Any:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.parts import processes
 from benchmarks.parts.processes import ROOT
 from lib.checkpoints import contents
-from lib.checkpoints.snapshot import capture, write
+from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
 from lib.models import architecture, weights
 from lib.optim import registry
@@ -166,11 +166,11 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     run.model.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
-    adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
-    write(
+    write_snapshot(
         run.checkpoints,
-        capture(
+        capture_snapshot(
             tensors,
             {"step": 1, "tokens": 1, "loss": 1.0},
             {"options": {}, "inputs": {}},

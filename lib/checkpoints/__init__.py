@@ -1,1 +1,1 @@
-"""Training state on disk: written whole or not at all."""
+"""Save and load the state of a training run; a checkpoint is complete or does not exist."""

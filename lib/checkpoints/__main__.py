@@ -1,10 +1,10 @@
-"""What checkpoints an experiment has.
+"""List or verify the checkpoints of an experiment.
 
-  python -m lib.checkpoints list outputs/exp        sizes and figures; COMMIT, manifest and sizes
-  python -m lib.checkpoints verify outputs/exp      … and every byte against its digest
+  python -m lib.checkpoints list outputs/exp        check COMMIT, manifest and sizes
+  python -m lib.checkpoints verify outputs/exp      also check every file against its digest
 
-Exits with 3 when one is damaged, with 1 when a disk fails to read one. Nothing is changed or
-moved: stage 04 does that when it resumes.
+The exit code is 3 if a checkpoint is damaged, and 1 if a disk fails to read one. The command
+changes nothing; stage 04 quarantines damaged checkpoints when it resumes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from lib.checkpoints import aside, commit
+from lib.checkpoints import commit, quarantine
 from lib.checkpoints.commit import Checkpoint
 from lib.core import log, options, paths, stage, units
 from lib.core.errors import ArtifactError, StageError, UsageError
@@ -23,65 +23,72 @@ _COLUMNS = ("step", "saved", "size", "tokens", "loss", "validation", "state")
 
 
 def main(argv: list[str]) -> None:
-    """Print the table. Raises ArtifactError for a damaged one, StageError for an unreadable one."""
+    """Print the table of checkpoints.
+
+    Raises ArtifactError if one is damaged, and StageError if one cannot be read.
+    """
     parser = options.Parser(__doc__)
-    parser.add_argument("action", choices=("list", "verify"), help="what to do")
+    parser.add_argument(
+        "action",
+        choices=("list", "verify"),
+        help="list: check sizes only; verify: also hash all files",
+    )
     parser.add_argument(
         "experiment",
         metavar="NAME|DIR",
-        help="the run: its name, for outputs/NAME, or its directory, or the "
-        "checkpoints directory in it",
+        help="the name of an experiment in outputs/, its directory, or a directory of checkpoints",
     )
     opts = parser.parse(argv)
     run = paths.existing_experiment(opts.experiment)
     directory = run.checkpoints if run.checkpoints.is_dir() else run.root
-    found = commit.scan(directory)
-    set_aside = commit.quarantined(directory)
-    if not found and not set_aside:
+    checkpoints = commit.list_checkpoints(directory)
+    in_quarantine = commit.list_quarantined(directory)
+    if not checkpoints and not in_quarantine:
         raise UsageError(
             f"no checkpoints in {directory}", expected="outputs/<exp> of a run that has saved"
         )
     rows = []
-    unread = 0
+    unreadable = 0
     damaged = 0
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         try:
-            rows.append(_row(checkpoint, opts.action == "verify"))
-            damaged += rows[-1][-1] not in ("valid", "whole")
+            rows.append(_make_row(checkpoint, opts.action == "verify"))
+            damaged += rows[-1][-1] not in ("valid", "complete")
         except (OSError, StageError) as error:
-            rows.append(_without_facts(checkpoint, str(error)))
-            unread += 1
-    _print([_COLUMNS, *rows])
-    for path in set_aside:
-        log.info(f"set aside: {path}")
+            rows.append(_make_empty_row(checkpoint, str(error)))
+            unreadable += 1
+    _print_table([_COLUMNS, *rows])
+    for path in in_quarantine:
+        log.info(f"in quarantine: {path}")
     if opts.action == "verify":
-        _tell_whole(directory)
+        _log_restorable(directory)
     if damaged:
         raise ArtifactError(
             f"{units.counted(damaged, 'damaged checkpoint')} of {len(rows)}",
-            expected="stage 04 takes the newest that is valid, and sets damaged newer ones aside",
+            hint="stage 04 resumes from the newest valid one, and quarantines damaged newer ones",
         )
-    if unread:
+    if unreadable:
         raise StageError(
-            f"of {units.counted(len(rows), 'checkpoint')}, {unread} cannot be read",
-            expected="a disk and a mount that answer (`dmesg` tells more)",
+            f"{unreadable} of {units.counted(len(rows), 'checkpoint')} cannot be read",
+            hint="check the disk and the mount (`dmesg` shows their errors)",
         )
 
 
-def _tell_whole(checkpoints: Path) -> None:
-    """Say which of those set aside are whole, and how they come back."""
-    for checkpoint in aside.unread(checkpoints):
+def _log_restorable(checkpoints: Path) -> None:
+    """Log which quarantined checkpoints are intact, and the command that restores each."""
+    for checkpoint in quarantine.list_unreadable(checkpoints):
         if not checkpoint.problems() + checkpoint.content_problems(0, 1):
             log.info(
-                "whole, and set aside only because a disk failed to read it; it comes back "
-                f"by: {aside.brought_back(checkpoint)}"
+                f"{checkpoint.path.name} is intact; it is in quarantine only because a disk failed "
+                f"to read it. To restore it: {quarantine.restore_command(checkpoint)}"
             )
 
 
-def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
+def _make_row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
+    """Return the row of a checkpoint. deep: hash all files."""
     problems = checkpoint.problems()
     if problems:
-        return _without_facts(checkpoint, problems[0])
+        return _make_empty_row(checkpoint, problems[0])
     facts = checkpoint.commit()
     entries = checkpoint.manifest()["files"]
     size = sum(entry["bytes"] for entry in entries)
@@ -93,27 +100,28 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
     saved = time.strftime(
         "%Y-%m-%d %H:%M", time.localtime((checkpoint.path / commit.COMMIT).stat().st_mtime)
     )
+    state = "valid" if deep else "complete"
     return (
         str(checkpoint.step),
         saved,
         units.size(size),
-        _figure(facts.get("tokens"), ","),
-        _figure(facts.get("loss")),
-        _figure(facts.get("eval_loss")),
-        next(iter(problems), "valid" if deep else "whole"),
+        _format_number(facts.get("tokens"), ","),
+        _format_number(facts.get("loss")),
+        _format_number(facts.get("eval_loss")),
+        problems[0] if problems else state,
     )
 
 
-def _without_facts(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:
+def _make_empty_row(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:
     return (str(checkpoint.step), *[""] * (len(_COLUMNS) - 2), state)
 
 
-def _figure(value: object, form: str = ".4f") -> str:
-    """Return a number as text, "" if the value is not a number."""
+def _format_number(value: object, form: str = ".4f") -> str:
+    """Return a number as text, or "" if the value is not a number."""
     return f"{value:{form}}" if isinstance(value, (int, float)) and abs(value) < 1e18 else ""
 
 
-def _print(rows: list[tuple[str, ...]]) -> None:
+def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         *numbers, state = zip(row, widths, strict=True)

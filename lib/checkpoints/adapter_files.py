@@ -1,4 +1,4 @@
-"""An adapter written as PEFT does, which vLLM and others load as well: see peft_adapter."""
+"""Write a LoRA adapter as PEFT does, which vLLM and others load too (see peft_adapter)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lib.checkpoints.adapted import AdaptedRun
-from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
+from lib.checkpoints.lora_run import LoraRun
+from lib.checkpoints.tensor_file import Entry, TensorFile, make_read_back_error
 from lib.core import commands, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import lora, peft_adapter, prepared
@@ -25,11 +25,11 @@ _CACHED = re.compile(r"models--(.+?)--(.+)")
 _SHOWN = 8
 
 
-def plan(adapted: AdaptedRun, dtype: torch.dtype) -> list[Entry]:
-    """Return the tensors that the file will hold, in the order of writing.
+def plan_adapter(adapted: LoraRun, dtype: torch.dtype) -> list[Entry]:
+    """Return the tensors of the file, in writing order.
 
-    Raises UsageError for adapters of experts that are one tensor: runtimes leave them out, or take
-    them transposed, and say nothing.
+    Raises UsageError for adapters of fused experts (one tensor): runtimes silently ignore them, or
+    load them transposed.
     """
     if fused := [name for name, shape in adapted.shapes.items() if len(shape) > 2]:
         raise UsageError(
@@ -42,12 +42,12 @@ def plan(adapted: AdaptedRun, dtype: torch.dtype) -> list[Entry]:
     return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
 
 
-def write(
-    adapted: AdaptedRun, planned: list[Entry], out: Path, advance: Callable[[int], None]
+def write_adapter(
+    adapted: LoraRun, planned: list[Entry], out: Path, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """Write config and tensors into `out`, read the latter back, and return the manifest entries.
+    """Write config and tensors into `out`, read the tensors back, and return manifest entries.
 
-    Raises ArtifactError when what is on disk is not what was written.
+    Raises ArtifactError if the file does not read back as it was written.
     """
     manifest.write_json(out / CONFIG, make_config(adapted))
     with TensorFile(out / WEIGHTS, planned) as file:
@@ -55,12 +55,12 @@ def write(
             file.add(adapted.tensors[entry.key.removeprefix(PREFIX)], entry.dtype)
             advance(entry.bytes)
     if not file.reads_back():
-        raise not_as_written(file.path)
+        raise make_read_back_error(file.path)
     return [manifest.file_entry(out, out / CONFIG, "sha256"), file.manifest_entry()]
 
 
-def make_config(adapted: AdaptedRun) -> dict[str, Any]:
-    """Return what adapter_config.json holds."""
+def make_config(adapted: LoraRun) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
     settings = adapted.lora
     chosen = lora.choose(adapted.plain, adapted.lora.targets)
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
@@ -88,9 +88,9 @@ def make_config(adapted: AdaptedRun) -> dict[str, Any]:
 
 
 def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
-    """Return names by which PEFT finds these linears of a model and nothing else.
+    """Return target names by which PEFT finds exactly these linear layers of a model.
 
-    Those are the last parts of their names where no other module ends in one, else whole names.
+    Uses the last parts of their names if no other module ends in one, else the full names.
     """
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     is_exact = find_targets(model, leaves) == set(chosen)
@@ -98,7 +98,7 @@ def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
 
 
 def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
-    """Return the modules of a model that PEFT gives adapters: whose names end in a target."""
+    """Return the modules of a model whose names end in a target, to which PEFT adds adapters."""
     return {
         name
         for name, _ in model.named_modules()
@@ -107,9 +107,9 @@ def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
 
 
 def name_of(model_dir: Path) -> str:
-    """Return the name of a model on the Hub, or of its directory where it is not known from there.
+    """Return the name of a model on the Hub, or of its directory if it has none there.
 
-    Never a path: on another machine it would lead nowhere, and it tells who made the adapter.
+    Never returns a path: it would be invalid on other machines, and reveal who made the adapter.
     """
     content = manifest.read_if_any(model_dir) or {}
     name = content.get("options", {}).get("model_name")
@@ -122,7 +122,7 @@ def name_of(model_dir: Path) -> str:
 
 
 def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor]]:
-    """Return settings and tensors of an adapter that was just written, as PEFT would take them."""
+    """Return the settings and tensors of an adapter that was just written, as PEFT reads them."""
     content = records.read_json(out / CONFIG)
     linears = find_targets(plain, content["target_modules"])
     settings = Lora(
@@ -133,15 +133,14 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
         content["use_rslora"],
     )
     with safe_open(out / WEIGHTS, "pt") as file:
-        keys = list(file.keys())  # the file is no mapping
+        keys = list(file.keys())  # the file itself is not iterable
         return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in keys}
 
 
-def verify(adapted: AdaptedRun, out: Path) -> None:
-    """Compare names and shapes in the files with those that PEFT makes for the base by the config.
+def verify_adapter(adapted: LoraRun, out: Path) -> None:
+    """Compare the names and shapes in the files with those that PEFT creates from the config.
 
-    Raises ArtifactError when anything differs: PEFT leaves out what it does not expect, and says
-    nothing.
+    Raises ArtifactError if anything differs, because PEFT silently ignores unexpected tensors.
     """
     content = records.read_json(out / CONFIG)
     expected: dict[str, tuple[int, ...]] = {}
@@ -152,7 +151,7 @@ def verify(adapted: AdaptedRun, out: Path) -> None:
             f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"]),
         }
     with safe_open(out / WEIGHTS, "pt") as file:
-        keys = list(file.keys())  # the file is no mapping
+        keys = list(file.keys())  # the file itself is not iterable
         found = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     if wrong := [
         f"{key}: expected {expected.get(key)}, written {found.get(key)}"

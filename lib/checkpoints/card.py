@@ -1,4 +1,4 @@
-"""The model card of an export: what the weights are, and how they came about."""
+"""Write the model card of an export: what the weights are and how they were trained."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=500)[0]))
 """
 
 
-def recorded(metrics: Path, key: str) -> dict[int, float]:
-    """Return a figure of metrics.jsonl by step, where it is a number; torn lines are left out."""
+def read_metric(metrics: Path, key: str) -> dict[int, float]:
+    """Return a metric of metrics.jsonl by step; torn lines and non-finite values are omitted."""
     return {
         row["step"]: row[key]
         for row in records.read_log_rows(metrics)
@@ -60,10 +60,10 @@ def recorded(metrics: Path, key: str) -> dict[int, float]:
 
 
 def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:
-    """Return the validation loss by step of those checkpoints at whose step it was measured."""
-    logged = recorded(metrics, "eval/loss")
+    """Return the validation loss by step, for checkpoints at whose step it was measured."""
+    logged = read_metric(metrics, "eval/loss")
     for checkpoint in checkpoints:
-        # Of a damaged one only what the metrics say, if anything, is known.
+        # For a damaged checkpoint, only metrics.jsonl can have the loss.
         with suppress(OSError, ValueError, AttributeError):
             loss = checkpoint.commit().get("eval_loss")
             if loss is not None and math.isfinite(loss):
@@ -72,11 +72,11 @@ def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dic
     return {step: loss for step, loss in logged.items() if step in steps}
 
 
-def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of a checkpoint's training, label by label.
+def collect_facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts about a checkpoint's training, by label.
 
-    names: options of the run; of paths only the last part is told. The losses are those of the
-    checkpoint, or of the last step before it that was logged.
+    names: options of the run; only the last part of a path is shown. The losses are those of the
+    checkpoint, or of the last logged step before it.
     """
     commit = checkpoint.commit()
     identity = commit.get("identity", {})
@@ -86,7 +86,9 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
         ("validation loss", "eval_loss", "eval/loss"),
     ):
         logged = {
-            step: loss for step, loss in recorded(metrics, key).items() if step <= checkpoint.step
+            step: loss
+            for step, loss in read_metric(metrics, key).items()
+            if step <= checkpoint.step
         }
         if commit.get(own) is not None:
             found[label] = f"{commit[own]:.4f}"
@@ -101,7 +103,7 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
     return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
 
 
-def text(
+def render_card(
     title: str,
     architecture: str,
     dtype: str,
@@ -112,8 +114,8 @@ def text(
 ) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
-    parameters: of the whole model. chats: it has a chat template. adapter_of: the name of the base,
-    of adapters.
+    parameters: of the full model. chats: whether it has a chat template. adapter_of: the name of
+    the base model of an adapter, else "".
     """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
     if adapter_of:
@@ -121,7 +123,7 @@ def text(
     table = "\n".join(
         f"| {label} | {_shown(value)} |" for label, value in rows.items() if value is not None
     )
-    # The Hub refuses a card whose base_model is no name of a repository.
+    # The Hub rejects a card whose base_model is not the name of a repository.
     is_of_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of))
     base = f"base_model: {adapter_of}\n" if is_of_hub else ""
     where = adapter_of if is_of_hub else f"<directory of {adapter_of}>"

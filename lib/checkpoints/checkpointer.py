@@ -1,4 +1,4 @@
-"""When the state of a run is saved, where its newest checkpoint is, and what if either fails."""
+"""Save the state of a run at the right steps, find its newest checkpoint, and handle failures."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from lib.checkpoints import commit, contents, snapshot
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.contents import Saved, TrainRecord
+from lib.checkpoints.contents import RunState, TrainRecord
 from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
-from lib.checkpoints.search import newest_valid
+from lib.checkpoints.search import find_newest_valid
 from lib.checkpoints.snapshot import Snapshot
-from lib.checkpoints.tier import Note, Tier, unnoted
+from lib.checkpoints.tier import Note, Tier, ignore_event
 from lib.core import log, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 
-_TIER_PER_SHARED = 10  # checkpoints of the other tier for one that all share
-_MOST_FAILURES = 3  # saves in a row for which there was no room
+_TIER_PER_SHARED = 10  # checkpoints of the second tier for each shared one
+_MAX_FAILURES = 3  # saves in a row without disk space
 _HINT = (
-    "free space there, or keep fewer by --ckpt-keep and --ckpt-keep-every: no room is made "
-    "of what these keep, nor of what lies in quarantine/"
+    "free disk space there, or keep fewer checkpoints with --ckpt-keep and --ckpt-keep-every. "
+    "Kept checkpoints and those in quarantine/ are never deleted to make space"
 )
 
 
 class Checkpointer:
-    """Saves the state of a run, one checkpoint at a time, and finds the one to go on from.
+    """Save the state of a run, one checkpoint at a time, and find the one to resume from.
 
-    What is written in the background, and all that follows a save, is done in a thread of its own,
-    on a process group that nothing else uses. All ranks must call everything here together.
+    Background saves, and everything that follows a save, run in a separate thread and use a
+    process group of their own. All ranks must call every method.
     """
 
     def __init__(
@@ -48,14 +48,16 @@ class Checkpointer:
         keep_every: int = 0,
         tier: Tier | None = None,
         tier_every: int | None = None,
-        room: Callable[[], float] | None = None,
-        note: Note = unnoted,
+        free_memory: Callable[[], float] | None = None,
+        note: Note = ignore_event,
     ) -> None:
-        """identity: what a run that resumes must share. every: steps from one checkpoint to the
-        next; the last step is always saved. keep, keep_every: see commit.prune. tier: frequent ones
-        beside the shared, each tier_every steps. room: returns the bytes of host memory that a rank
-        can still be given for copies; None: a save is written before the next step. note: is told
-        what happens.
+        """Create the checkpointer of a run.
+
+        identity: what a run that resumes must have in common with this one. every: steps between
+        shared checkpoints; the last step is always saved. keep, keep_every: see prune_checkpoints.
+        tier: stores frequent checkpoints besides the shared ones, every tier_every steps.
+        free_memory: returns the bytes of host memory that a rank can still use for copies; None
+        writes each checkpoint before the next step. note: records events.
         """
         self._directory = checkpoints
         self._layout = layout
@@ -63,60 +65,62 @@ class Checkpointer:
         self._total = total_steps
         self._every = every
         self._keep = (keep, keep_every)
-        self._often = every if tier is None else tier_every or max(1, every // _TIER_PER_SHARED)
+        self._tier_every = (
+            every if tier is None else tier_every or max(1, every // _TIER_PER_SHARED)
+        )
         self._tier = tier
         self._note = note
-        self._room = room
+        self._free_memory = free_memory
         self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step = 0
         self._is_shared = True
         self._failures = 0
-        self._waited: float | None = None  # seconds that the steps were held up by the save
+        self._waited: float | None = None  # seconds that training waited for the save
         self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError, done="deleted")
 
-    def newest(self, before: int | None = None) -> Checkpoint | None:
-        """Return the newest valid checkpoint of both tiers; see newest_valid."""
+    def find_newest(self, before: int | None = None) -> Checkpoint | None:
+        """Return the newest valid checkpoint of both tiers; see `find_newest_valid`."""
         control = self._layout.control
         tier = self._tier
         if tier is None:
-            return newest_valid(self._directory, control, self._note_quarantine, before)
+            return find_newest_valid(self._directory, control, self._note_quarantine, before)
 
-        def newer_in_tier(than: int) -> Checkpoint | None:
-            return tier.newest_valid(self._identity, than, self._note_quarantine, before)
+        def find_in_tier(than: int) -> Checkpoint | None:
+            return tier.find_newest_valid(self._identity, than, self._note_quarantine, before)
 
-        # Not hashed yet: a shared file system need not be read when the nodes have something newer.
+        # No hashing yet: if the tier has a newer one, the shared files need not be read.
         likely = on_rank_0(
             lambda: next(
                 (
                     c.step
-                    for c in commit.scan(self._directory)
+                    for c in commit.list_checkpoints(self._directory)
                     if not c.problems() and (before is None or c.step <= before)
                 ),
                 0,
             ),
             control,
         )
-        if found := newer_in_tier(likely):
-            return found
+        if local := find_in_tier(likely):
+            return local
         error = None
         try:
-            shared = newest_valid(self._directory, control, self._note_quarantine, before)
+            shared = find_newest_valid(self._directory, control, self._note_quarantine, before)
         except ArtifactError as damaged:
             shared = None
             error = damaged
         step = shared.step if shared else 0
-        if step < likely and (found := newer_in_tier(step)):
-            return found
+        if step < likely and (local := find_in_tier(step)):
+            return local
         if error:
             raise error
         return shared
 
-    def load(self, checkpoint: Checkpoint, state: Saved) -> TrainRecord:
-        """Fill a run's state from a verified checkpoint; return its record.
+    def load(self, checkpoint: Checkpoint, state: RunState) -> TrainRecord:
+        """Load a verified checkpoint into the state of a run and return its record.
 
-        Raises ArtifactError when it lacks something, or when names, shapes or dtypes differ.
+        Raises ArtifactError if something is missing, or if names, shapes or dtypes differ.
         """
         record = checkpoint.record()
         tensors = state.tensors()
@@ -124,50 +128,52 @@ class Checkpointer:
         if self._tier and self._tier.holds(checkpoint):
             self._tier.fill(checkpoint, tensors, self._layout.device)
         else:
-            snapshot.fill(checkpoint, tensors, record, self._layout.device, self._layout.control)
+            snapshot.load_snapshot(
+                checkpoint, tensors, record, self._layout.device, self._layout.control
+            )
         state.load_state_dict(record)
         return record
 
-    def supersede(self, step: int, why: str, tier_step: int | None = None) -> None:
-        """Set aside what is newer than the step that the run goes on from.
+    def drop_newer(self, step: int, why: str, tier_step: int | None = None) -> None:
+        """Make all checkpoints after a step unusable, because the run continues from that step.
 
-        tier_step: the step for the other tier, if it is another. Raises ArtifactError when that
-        tier cannot.
+        Shared ones are moved to quarantine; see `Tier.drop_newer` for the second tier. tier_step:
+        the step for that tier, if it is another one. Raises ArtifactError if that tier fails.
         """
         if self._layout.rank == 0:
-            commit.supersede(self._directory, step, why)
+            commit.quarantine_newer(self._directory, step, why)
         if self._tier:
-            self._tier.supersede(step if tier_step is None else tier_step, why)
+            self._tier.drop_newer(step if tier_step is None else tier_step, why)
 
-    def remove_tier(self, step: int) -> None:
-        """Delete the checkpoints of the other tier: the run is complete, at this step."""
+    def delete_tier_checkpoints(self, step: int) -> None:
+        """Delete the checkpoints of the second tier after the last step of a complete run."""
         if self._tier:
-            self._tier.remove(step)
+            self._tier.delete_all(step)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a step is saved, in either tier."""
-        return step == self._total or step % self._every == 0 or step % self._often == 0
+        """Return whether a step is saved, in either tier."""
+        return step == self._total or step % self._every == 0 or step % self._tier_every == 0
 
     def save(
         self,
-        state: Saved,
+        state: RunState,
         stopping: bool = False,
         after: Callable[[bool], None] = lambda is_shared: None,
     ) -> None:
-        """Begin to save a step, and wait for it if it is the last; so the state may be changed.
+        """Start to save a step, and wait for it if it is the last one.
 
-        stopping: the run ends here. after: called in the thread of rank 0 when the checkpoint is
-        there, with whether all ranks share it; it must not raise. Raises what the save before, or
-        this one, raised; see `finish`.
+        After the call, the caller may change the state. stopping: the run ends here. after: called
+        in rank 0's thread once the checkpoint is complete, with whether it is a shared one; it must
+        not raise. Raises the error of the previous or of this save; see `finish`.
         """
         began = time.monotonic()
         last = stopping or state.step == self._total
         self.finish(wait=True)
-        copies = None if last else self._copies_of(state)
+        copies = None if last else self._get_copies(state)
         self._step = state.step
         self._waited = None
         self._is_shared = last or state.step % self._every == 0
-        captured = snapshot.capture(
+        captured = snapshot.capture_snapshot(
             state.tensors(), state.state_dict(), self._identity, self._layout.device, copies
         )
         self._pending = self._thread.submit(self._save, captured, self._is_shared, after)
@@ -180,17 +186,17 @@ class Checkpointer:
                 f"{units.size(copies.bytes)} in host memory"
             )
 
-    def poll(self, state: Saved) -> None:
-        """Report how the last background save ended, if one has, and prepare the next one."""
+    def poll(self, state: RunState) -> None:
+        """Report the last background save, if it is done, and prepare the next one."""
         self.finish(wait=False)
-        if self._often < self._total:
+        if self._tier_every < self._total:
             self._prepare(state)
 
     def finish(self, wait: bool, last: bool = False) -> None:
-        """Say how a save has ended, if one has.
+        """Report the result of the pending save, if there is one.
 
-        wait: for one that is still being written. last: the run ends with it. Raises what the save
-        raised; DiskFullError only when several in a row, or the last one, found no room.
+        wait: wait for a save that is not done. last: the run ends with this save. Raises the error
+        of the save, but DiskFullError only if it was the last save or one of several in a row.
         """
         if self._pending is None or not (wait or self._pending.done()):
             return
@@ -199,63 +205,58 @@ class Checkpointer:
         try:
             checkpoint, seconds = pending.result()
         except StageError as error:
-            self._failed(error, last)
+            self._handle_failure(error, last)
             return
         if self._is_shared:
             self._failures = 0
-        waited = (
-            ""
-            if self._waited is None or self._copies is None
-            else ", in the background; "
-            f"the steps waited {units.duration(self._waited + self._copies.waited)}"
-        )
-        log.info(
-            f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}{waited}"
-        )
+        text = f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}"
+        if self._waited is not None and self._copies is not None:
+            waited = units.duration(self._waited + self._copies.waited)
+            text += f", in the background; training waited {waited}"
+        log.info(text)
 
-    def _prepare(self, state: Saved) -> None:
-        """Begin, once, to make room in host memory for what is saved in the background."""
-        if self._room is not None and self._copies is None:
-            self._copies = HostCopies(state.optimizer, self._room)
+    def _prepare(self, state: RunState) -> None:
+        """Start, once, to allocate host memory for the copies of background saves."""
+        if self._free_memory is not None and self._copies is None:
+            self._copies = HostCopies(state.optimizer, self._free_memory)
             self._copies.prepare(state.tensors())
 
-    def _copies_of(self, state: Saved) -> HostCopies | None:
-        """Return where the state is copied to, None from now on if a rank has no room for it."""
+    def _get_copies(self, state: RunState) -> HostCopies | None:
+        """Return the memory for copies, or None, from now on, if a rank has not enough of it."""
         self._prepare(state)
         if self._copies is None:
             return None
-        refusals = gather(self._copies.refusal(), self._layout.control)
+        refusals = gather(self._copies.describe_refusal(), self._layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
-            self._copies = None
-            self._room = None
+            self._copies = self._free_memory = None
             log.warn(
                 f"checkpoints are written before the next step, not in the background: "
                 f"{refusals[refused[0]]} (rank {refused[0]})"
             )
         return self._copies
 
-    def _failed(self, error: StageError, last: bool) -> None:
-        """Tell of a save that failed, or raise the error where the run cannot go on without."""
-        if self._tier and not self._is_shared:  # the shared ones are what the run relies on
+    def _handle_failure(self, error: StageError, last: bool) -> None:
+        """Warn about a failed save, or raise its error if the run must end."""
+        if self._tier and not self._is_shared:  # the run relies on the shared ones only
             self._note("local_save_failed", self._step, reason=error.problem)
-            log.warn(f"step {self._step} is not saved in {self._tier.where}: {error.problem}")
+            log.warn(f"step {self._step} is not saved to {self._tier.where}: {error.problem}")
             return
         if not isinstance(error, DiskFullError):
             raise error
         self._failures += 1
         self._note("disk_full", self._step, reason=error.problem)
-        if last or self._failures >= _MOST_FAILURES:
+        if last or self._failures >= _MAX_FAILURES:
             error.hint = error.hint or _HINT
             raise error
         log.warn(
-            f"step {self._step} is NOT SAVED: {error.problem} ({error.found}); training "
-            f"goes on, and ends with exit code 4 after {_MOST_FAILURES} such saves"
+            f"step {self._step} is NOT SAVED: {error.problem} ({error.found}). Training "
+            f"continues, and ends with exit code 4 after {_MAX_FAILURES} such saves in a row"
         )
 
     def _save(
         self, captured: Snapshot, is_shared: bool, after: Callable[[bool], None]
     ) -> tuple[Checkpoint, float]:
-        """Return the checkpoint that was written, and in how many seconds; in the thread."""
+        """Write a checkpoint, in the thread; return it and the seconds that it took."""
         began = time.monotonic()
         if is_shared or self._tier is None:
             checkpoint = self._write(captured)
@@ -272,30 +273,30 @@ class Checkpointer:
         return checkpoint, seconds
 
     def _write(self, captured: Snapshot) -> Checkpoint:
-        """Commit a snapshot, making room first where that helps."""
+        """Write a shared checkpoint; if the disk is full, free space and try again."""
         group = self._layout.saving
         try:
-            on_rank_0(lambda: commit.require_room(self._directory), group)
-            return snapshot.write(self._directory, captured, group)
+            on_rank_0(lambda: commit.require_space(self._directory), group)
+            return snapshot.write_snapshot(self._directory, captured, group)
         except DiskFullError:
-            if not on_rank_0(lambda: self._make_room(captured.step), group):
+            if not on_rank_0(lambda: self._free_space(captured.step), group):
                 raise
-            return snapshot.write(self._directory, captured, group)
+            return snapshot.write_snapshot(self._directory, captured, group)
 
-    def _make_room(self, step: int) -> bool:
-        """Delete leftovers and checkpoints that retention drops. Return whether it deleted any."""
-        if gone := commit.clean(self._directory):
-            self._note("clean", step, paths=gone)
-        return self._prune(step) or bool(gone)
+    def _free_space(self, step: int) -> bool:
+        """Delete leftovers and superfluous checkpoints; return whether any were deleted."""
+        if deleted := commit.delete_leftovers(self._directory):
+            self._note("clean", step, paths=deleted)
+        return self._prune(step) or bool(deleted)
 
     def _prune(self, step: int) -> bool:
-        """Delete what the keep rules let go; tell whether any went."""
-        gone: list[int] = []
+        """Delete checkpoints that retention drops; return whether any were deleted."""
+        deleted: list[int] = []
         with self._prune_may_fail:
-            gone = commit.prune(self._directory, *self._keep)
-        if gone:
-            self._note("prune", step, steps=gone)
-        return bool(gone)
+            deleted = commit.prune_checkpoints(self._directory, *self._keep)
+        if deleted:
+            self._note("prune", step, steps=deleted)
+        return bool(deleted)
 
     def _note_quarantine(self, step: int, why: str) -> None:
         self._note("quarantine", step, reason=why)
@@ -309,9 +310,9 @@ def make_tier(
     layout: ParallelLayout,
     note: Note,
 ) -> Tier | None:
-    """Return where frequent checkpoints go, if anywhere.
+    """Return the second tier for frequent checkpoints, or None if no option asks for one.
 
-    hyperpod: see HyperPodTier. experiment, run: the name of the run, and its mark.
+    hyperpod: see HyperPodTier. experiment, run: the name of the experiment and the ID of the run.
     """
     if hyperpod:
         return HyperPodTier(hyperpod, experiment, run, layout.control, layout.saving, note)

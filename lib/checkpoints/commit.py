@@ -1,16 +1,16 @@
-"""The commit protocol: a checkpoint is a directory that is whole, or it is not a checkpoint.
+"""Implement the commit protocol, which makes a checkpoint complete or invisible.
 
     step_00001000.tmp-<attempt>/    written, hashed and fsynced here …
-        dcp/*.distcp, dcp/.metadata     sharded tensors, those of the optimizer apart
-        train_state.json                step, sample cursor, … ; no pickle
+        dcp/*.distcp, dcp/.metadata     sharded tensors; optimizer state in separate files
+        train_state.json                step, sample cursor, …; not a pickle
         rng.safetensors                 random states, one row per rank
         manifest.json                   path, bytes and digest of every file above
         COMMIT.json                     digest of the manifest, step, number of ranks, fingerprints,
-                                        and a digest of all this
-    step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
+                                        and the digest of COMMIT itself
+    step_00001000/                  … then renamed. Valid only if the name and COMMIT agree.
 
-A directory that is being written contains a mark (lib/core/partial_dirs.py). In a directory that is
-being deleted, COMMIT has become one. So nothing is ever deleted because of its name.
+A directory that is being written contains a marker file (lib/core/partial_dirs.py). Deletion begins
+with renaming COMMIT to such a marker. So no directory is ever deleted because of its name alone.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
 TENSORS = "dcp"
-OPTIMIZER = "optimizer_"  # in the names of files that hold nothing but its states
+OPTIMIZER = "optimizer_"  # in the names of files with optimizer state only
 TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
 QUARANTINE = "quarantine"
-_FEWEST = 2  # checkpoints that no retention goes below
-_READERS = 4  # files that a rank hashes at a time
-_MARGIN = 1.15  # times the last checkpoint's size
-_OURS = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+")
+_MIN_KEPT = 2  # checkpoints that retention always keeps
+_READERS = 4  # files that a rank hashes in parallel
+_MARGIN = 1.15  # free space needed, relative to the last checkpoint
+_LEFTOVER_NAME = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory under checkpoints/ that bears the name of a step."""
+    """A directory under checkpoints/ with the name of a step, complete or not."""
 
     path: Path
     step: int
 
     def problems(self) -> list[str]:
-        """Return what is wrong with COMMIT, manifest and sizes; nothing is hashed but these two.
+        """Return the problems of COMMIT, the manifest and the file sizes, without hashing files.
 
-        Raises StageError when a disk fails to read them, for some seconds: that is no damage.
+        Raises StageError if a disk fails to read them after retries; that does not mean damage.
         """
         return reading.with_retries(self._problems)
 
@@ -64,12 +64,12 @@ class Checkpoint:
         try:
             commit = self.commit()
             if commit.pop("digest") != _digest(commit):
-                return [f"{COMMIT} has other content than when it was written"]
+                return [f"{COMMIT} does not match its digest"]
             manifest_bytes = (self.path / MANIFEST).read_bytes()
             if hashing.bytes_digest(manifest_bytes, "sha256") != commit["manifest"]:
-                return [f"{MANIFEST} is not the one that {COMMIT} names"]
+                return [f"{MANIFEST} does not match its digest in {COMMIT}"]
             if commit["step"] != self.step:
-                return [f"{COMMIT} is of step {commit['step']}"]
+                return [f"{COMMIT} belongs to step {commit['step']}"]
             return manifest.find_damage(self.path, self.manifest(), deep=False)
         except OSError as error:
             if not is_missing(error):
@@ -79,28 +79,28 @@ class Checkpoint:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
     def content_problems(self, part: int, parts: int, for_export: bool = False) -> list[str]:
-        """Return which files have other content than when written, of an equal share of them.
+        """Hash share `part` of `parts` of the files, and return those that do not match.
 
-        for_export: the optimizer's files are not read, so they are left out. Raises StageError
-        when a disk fails to read them, for some seconds: that is no damage.
+        for_export: skip the optimizer's files, which an export does not read. Raises StageError if
+        a disk fails to read a file after retries; that does not mean damage.
         """
 
-        def damage(entry: dict[str, Any]) -> str:
+        def find_damage(entry: dict[str, Any]) -> str:
             return reading.with_retries(
                 lambda: manifest.describe_damage(self.path / entry["path"], entry, deep=True)
             )
 
         try:
             files = reading.with_retries(self.manifest)["files"]
-        except OSError:  # it has just gone
+        except OSError:  # deleted in the meantime
             return [f"{MANIFEST} is missing"]
         entries = [entry for entry in files if not (for_export and OPTIMIZER in entry["path"])]
         share = sorted(entries, key=lambda entry: -entry["bytes"])[part::parts]
         with ThreadPoolExecutor(_READERS) as readers:
-            return list(filter(None, readers.map(damage, share)))
+            return list(filter(None, readers.map(find_damage, share)))
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest, unchecked."""
+        """Return the content of manifest.json, unchecked."""
         return records.read_json(self.path / MANIFEST)
 
     def commit(self) -> dict[str, Any]:
@@ -108,52 +108,52 @@ class Checkpoint:
         return records.read_json(self.path / COMMIT)
 
     def record(self) -> TrainRecord:
-        """Return step, sample cursor and all other state that is not a tensor.
+        """Return the step, the sample cursor and all other state that is not a tensor.
 
-        Raises ArtifactError when a value has not the type in which it is written.
+        Raises ArtifactError if a value has the wrong type.
         """
-        return contents.read(self.path / TRAIN_STATE)
+        return contents.read_record(self.path / TRAIN_STATE)
 
 
 def _digest(content: dict[str, Any]) -> str:
     return hashing.bytes_digest(json.dumps(content, sort_keys=True).encode(), "sha256")
 
 
-def scan(checkpoints: Path) -> list[Checkpoint]:
-    """Return the checkpoints by their directory names, newest step first.
+def list_checkpoints(checkpoints: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a directory by their names, newest step first, unchecked.
 
-    Raises StageError when a disk fails to read the directory: that does not mean there are none.
+    Raises StageError if a disk fails to read the directory, which may contain checkpoints.
     """
-    found = [(paths.step_of(p.name), p) for p in _in(checkpoints)]
+    candidates = [(paths.step_of(p.name), p) for p in _list_directory(checkpoints)]
     return sorted(
         (
             Checkpoint(path, step)
-            for step, path in found
-            if step is not None and _is_directory(path) and not _is_discarded(path)
+            for step, path in candidates
+            if step is not None and _is_directory(path) and not _is_half_deleted(path)
         ),
         key=lambda c: c.step,
         reverse=True,
     )
 
 
-def _in(directory: Path) -> list[Path]:
-    """Return what a directory holds, nothing when there is no such directory."""
+def _list_directory(directory: Path) -> list[Path]:
+    """Return the entries of a directory, or an empty list if it does not exist."""
     try:
         return reading.with_retries(lambda: sorted(directory.iterdir()))
-    except OSError:  # it is not there
+    except OSError:  # it does not exist
         return []
 
 
 def _is_directory(path: Path) -> bool:
-    # Not `is_dir`, to which (Python 3.14) an error of the disk is a "no".
+    # `is_dir` would return False after a disk error (Python 3.14).
     try:
         return stat.S_ISDIR(reading.with_retries(path.stat).st_mode)
-    except OSError:  # it has just gone
+    except OSError:  # deleted in the meantime
         return False
 
 
-def attempt_directory(checkpoints: Path, step: int) -> Path:
-    """Make a fresh directory for one attempt to save a step."""
+def create_attempt(checkpoints: Path, step: int) -> Path:
+    """Create a directory for one attempt to save a step, with its marker file."""
     path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
     path.mkdir(parents=True)
     partial_dirs.claim(path)
@@ -161,7 +161,7 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
     return path
 
 
-def commit(
+def commit_attempt(
     attempt: Path,
     step: int,
     files: list[dict[str, Any]],
@@ -169,12 +169,12 @@ def commit(
     ranks: int,
     facts: dict[str, Any],
 ) -> Checkpoint:
-    """Make an attempt a checkpoint: seal it and give it its name."""
-    seal(attempt, step, files, identity, ranks, facts)
-    return give_name(attempt, step)
+    """Turn an attempt into a checkpoint: seal it and publish it under its name."""
+    seal_attempt(attempt, step, files, identity, ranks, facts)
+    return publish_attempt(attempt, step)
 
 
-def seal(
+def seal_attempt(
     attempt: Path,
     step: int,
     files: list[dict[str, Any]],
@@ -182,14 +182,14 @@ def seal(
     ranks: int,
     facts: dict[str, Any],
 ) -> None:
-    """Write manifest and COMMIT and make all durable; what is left is `give_name`.
+    """Write the manifest and COMMIT, and make everything durable; `give_name` must follow.
 
-    Raises ArtifactError when a file that a rank wrote is not to be seen here.
+    Raises ArtifactError if this rank cannot see a file that another rank wrote.
     """
-    if unseen := manifest.find_damage(attempt, {"files": files}, deep=False):
+    if missing := manifest.find_damage(attempt, {"files": files}, deep=False):
         raise ArtifactError(
-            "a checkpoint is missing what other ranks wrote",
-            found=unseen[0],
+            "rank 0 does not see the files that other ranks wrote",
+            found=missing[0],
             expected="--save-dir on a file system that all nodes share",
         )
     manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
@@ -200,128 +200,133 @@ def seal(
         publish.fsync(directory)
 
 
-def give_name(attempt: Path, step: int) -> Checkpoint:
-    """Give a sealed attempt its final name: from now on it is a checkpoint."""
+def publish_attempt(attempt: Path, step: int) -> Checkpoint:
+    """Rename a sealed attempt to its final name, which makes it a checkpoint."""
     final = attempt.parent / paths.step_name(step)
-    if final.exists():  # of an earlier, damaged save of the same step: never mixed, never deleted
+    if final.exists():  # from an earlier, damaged save of the same step
         quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
     attempt.rename(final)
-    publish.fsync(final.parent)  # first: without its mark, what gets its old name back stays there
+    # Before the marker goes: if a power cut undid the rename, the attempt could not be deleted.
+    publish.fsync(final.parent)
     (final / partial_dirs.mark_path(attempt).name).unlink(missing_ok=True)
     return Checkpoint(final, step)
 
 
 def quarantine(checkpoint: Checkpoint, why: str) -> Path:
-    """Move a checkpoint aside for a person to look at; it is never deleted by a program."""
-    aside = checkpoint.path.parent / QUARANTINE
-    aside.mkdir(exist_ok=True)
-    target = aside / f"{checkpoint.path.name}-{time.time_ns():x}"
+    """Move a checkpoint to quarantine/, for a person to inspect; no program deletes it there."""
+    directory = checkpoint.path.parent / QUARANTINE
+    directory.mkdir(exist_ok=True)
+    target = directory / f"{checkpoint.path.name}-{time.time_ns():x}"
     checkpoint.path.rename(target)
-    log.warn(f"{checkpoint.path.name} is set aside in {target}: {why}")
+    log.warn(f"{checkpoint.path.name} was moved to quarantine, {target}: {why}")
     return target
 
 
-def supersede(checkpoints: Path, step: int, why: str) -> None:
-    """Set aside what is newer than the step that a run goes on from."""
-    for checkpoint in scan(checkpoints):
+def quarantine_newer(checkpoints: Path, step: int, why: str) -> None:
+    """Quarantine the checkpoints after a step, from which the run continues."""
+    for checkpoint in list_checkpoints(checkpoints):
         if checkpoint.step > step:
             quarantine(checkpoint, why)
 
 
-def quarantined(checkpoints: Path) -> list[Path]:
-    """Return what was set aside."""
-    return _in(checkpoints / QUARANTINE)
+def list_quarantined(checkpoints: Path) -> list[Path]:
+    """Return the directories in quarantine."""
+    return _list_directory(checkpoints / QUARANTINE)
 
 
-def clean(checkpoints: Path) -> list[str]:
-    """Remove what killed saves and interrupted deletions left; return the names that are gone."""
-    there = _in(checkpoints)
-    half = [path for path in there if _is_discarded(path)]
-    discard(half)
-    found = [
+def delete_leftovers(checkpoints: Path) -> list[str]:
+    """Delete the leftovers of killed saves and interrupted deletions; return the deleted names."""
+    entries = _list_directory(checkpoints)
+    half_deleted = [path for path in entries if _is_half_deleted(path)]
+    delete_checkpoints(half_deleted)
+    leftovers = [
         path
-        for path in there
-        if _OURS.fullmatch(path.name) and (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
+        for path in entries
+        if _LEFTOVER_NAME.fullmatch(path.name)
+        and (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
     ]
-    for path in found:
-        remove(path)
-    return [path.name for path in half + found if not path.exists()]
+    for path in leftovers:
+        delete_attempt(path)
+    return [path.name for path in half_deleted + leftovers if not path.exists()]
 
 
-def remove(attempt: Path) -> None:
-    """Delete what is being written or deleted, as far as the disk lets."""
+def delete_attempt(attempt: Path) -> None:
+    """Delete an unfinished or half-deleted directory; disk errors are ignored."""
     with suppress(OSError):
         partial_dirs.remove(attempt)
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
-    """Delete intact checkpoints but those worth keeping; return the steps that went.
+def prune_checkpoints(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
+    """Delete the checkpoints that the retention rules do not keep; return the deleted steps.
 
-    Kept are the newest `keep` (two at least: the newest may turn out damaged), the one with the
-    lowest validation loss, the steps that are multiples of keep_every, and while steps are bad the
-    newest one before them, to which the run may roll back. keep: 0 keeps all. Damaged ones neither
-    count nor are deleted. Raises StageError, and deletes nothing, when one cannot be read.
+    Retention keeps the newest `keep` (at least two, because the newest may turn out to be damaged),
+    the one with the lowest validation loss, and the multiples of keep_every. While steps are bad,
+    it also keeps the newest one before them, to which the run may roll back. keep: 0 keeps all.
+    Damaged checkpoints are neither counted nor deleted. Raises StageError, and deletes nothing, if
+    a checkpoint cannot be read.
     """
     if not keep:
         return []
-    intact = [c for c in scan(checkpoints) if not c.path.is_symlink() and not c.problems()]
-    newest = max(keep, _FEWEST)
+    intact = [
+        c for c in list_checkpoints(checkpoints) if not c.path.is_symlink() and not c.problems()
+    ]
+    newest = max(keep, _MIN_KEPT)
     kept = {c.step for c in intact[:newest]}
     kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
     if len(intact) > newest:
         facts = {c.step: c.commit() for c in intact}
-        measured = {
+        losses = {
             step: f["eval_loss"] for step, f in facts.items() if f.get("eval_loss") is not None
         }
-        kept |= {min(measured, key=measured.__getitem__)} if measured else set()
+        kept |= {min(losses, key=losses.__getitem__)} if losses else set()
         kept |= set([step for step, f in facts.items() if not f.get("bad_steps")][:1])
-    gone = [c for c in intact if c.step not in kept]
-    discard(c.path for c in gone)
-    return [c.step for c in gone]
+    dropped = [c for c in intact if c.step not in kept]
+    delete_checkpoints(c.path for c in dropped)
+    return [c.step for c in dropped]
 
 
-def discard(paths: Iterable[Path]) -> None:
-    """Delete checkpoints of one directory."""
-    trash = []
+def delete_checkpoints(paths: Iterable[Path]) -> None:
+    """Delete checkpoints, all of one directory, so that a kill leaves none half valid."""
+    trashed = []
     for path in paths:
-        aside = _trash_of(path)
-        if (path / COMMIT).exists():  # a rename: it needs no room where there is none
-            (path / COMMIT).rename(path / partial_dirs.mark_path(aside).name)
+        trash = _trash_path(path)
+        if (path / COMMIT).exists():  # a rename works on a full disk
+            (path / COMMIT).rename(path / partial_dirs.mark_path(trash).name)
         else:
-            (path / partial_dirs.mark_path(aside).name).touch()
+            (path / partial_dirs.mark_path(trash).name).touch()
         publish.fsync(path)
-        if partial_dirs.is_ours(aside):  # an earlier one of this step, which could not be deleted
-            remove(aside)
-        trash.append(path.rename(aside))
-    if trash:
-        publish.fsync(trash[0].parent)  # from here on they do not count, however the deletion ends
-    for path in trash:
-        remove(path)
+        if partial_dirs.is_ours(trash):  # from an earlier deletion of this step that failed
+            delete_attempt(trash)
+        trashed.append(path.rename(trash))
+    if trashed:
+        publish.fsync(trashed[0].parent)  # from here on they do not count, even after a kill
+    for path in trashed:
+        delete_attempt(path)
 
 
-def _trash_of(path: Path) -> Path:
+def _trash_path(path: Path) -> Path:
     return path.with_name(f".trash-{path.name}")
 
 
-def _is_discarded(path: Path) -> bool:
-    """Tell whether a kill came after COMMIT had become the mark of what is being deleted."""
-    return (path / partial_dirs.mark_path(_trash_of(path)).name).exists() and not (
+def _is_half_deleted(path: Path) -> bool:
+    """Return whether a deletion was interrupted after COMMIT had become the marker."""
+    return (path / partial_dirs.mark_path(_trash_path(path)).name).exists() and not (
         path / COMMIT
     ).exists()
 
 
-def require_room(checkpoints: Path) -> None:
-    """Raise DiskFullError when another checkpoint like the last one will not fit."""
+def require_space(checkpoints: Path) -> None:
+    """Raise DiskFullError if the disk has no space for another checkpoint of the same size."""
     try:
-        newest = next((c for c in scan(checkpoints) if not c.problems()), None)
+        newest = next((c for c in list_checkpoints(checkpoints) if not c.problems()), None)
         files = newest.manifest()["files"] if newest else []
         free = shutil.disk_usage(checkpoints).free if newest else 0
-    except (OSError, StageError):  # the save itself will tell what the disk is like
+    except (OSError, StageError):  # the save itself will report the state of the disk
         return
     needed = int(_MARGIN * sum(entry["bytes"] for entry in files))
     if free < needed:
         raise DiskFullError(
-            f"no room for a checkpoint in {checkpoints}",
+            f"no disk space for a checkpoint in {checkpoints}",
             expected=f"{units.size(needed)} free",
             found=f"{units.size(free)} free",
         )

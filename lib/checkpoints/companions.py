@@ -1,4 +1,4 @@
-"""The files beside the weights of an export: configs, tokenizer and model card."""
+"""Write the files of an export other than the weights: configs, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _GENERATION = "generation_config.json"
 
 
 def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
-    """Raise ArtifactError when config or tokenizer are not those that the run was begun with."""
+    """Raise ArtifactError if the run's config or tokenizer has changed since the run started."""
     try:
         digests = checkpoint.record().get("model_files", {})
     except (OSError, ValueError):
-        return  # hashing the checkpoint will tell
-    wrong = [
+        return  # the hashing of the checkpoint will report it
+    changed = [
         name
         for name, digest in digests.items()
         if not (experiment.model / name).is_file()
@@ -33,20 +33,20 @@ def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
     ]
     if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
         raise ArtifactError(
-            f"{experiment.model} holds links, and what they lead to may be no part of the run",
+            f"{experiment.model} contains links, which may lead to files of another run",
             found=", ".join(sorted(links)),
-            expected="the files that stage 04 has copied there",
+            expected="the files that stage 04 copied there",
         )
-    if wrong:
+    if changed:
         raise ArtifactError(
             f"{experiment.model} is damaged",
-            found=f"missing or changed: {', '.join(wrong)}",
-            hint="copy them again from the model that the run was begun with "
+            found=f"missing or changed: {', '.join(changed)}",
+            hint="copy them again from the model that the run was started with "
             f"(model_dir in {experiment.config})",
         )
 
 
-def write(
+def write_companions(
     experiment: Experiment,
     checkpoint: Checkpoint,
     model: PreTrainedModel,
@@ -56,20 +56,20 @@ def write(
     trust_code: bool,
     adapter_of: str = "",
 ) -> None:
-    """Write tokenizer, model card and, but for an adapter, the configs, with the dtype of the
-    export.
+    """Write the tokenizer, the model card and, unless the export is an adapter, the configs.
 
-    names: options of the run. adapter_of: the name of the base, if the export is an adapter.
+    dtype: of the export. names: options of the run. adapter_of: the name of the base model if the
+    export is an adapter, else "".
     """
     from lib.models.tokenizer import CHAT_TEMPLATE
 
     _copy_tokenizer(experiment.model, out)
     if not adapter_of:
         _write_configs(experiment.model, out, model, dtype, trust_code)
-    facts = card.facts(checkpoint, experiment.metrics, names)
+    facts = card.collect_facts(checkpoint, experiment.metrics, names)
     manifest.write_text(
         out / card.FILE,
-        card.text(
+        card.render_card(
             experiment.root.name,
             type(model).__name__,
             dtype,
@@ -82,7 +82,7 @@ def write(
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:
-    """Copy what a run keeps of its model but the configs and code."""
+    """Copy all files of the run's model directory except configs and code."""
     from lib.models.directory import CODE_DIGESTS
 
     for path in sorted(model_dir.iterdir()):
@@ -97,9 +97,9 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
 def _write_configs(
     model_dir: Path, out: Path, model: PreTrainedModel, dtype: str, trust_code: bool
 ) -> None:
-    """Write the configs of a model, with the dtype of the export, and its code if that is needed.
+    """Write the configs of a model with the dtype of the export, and its code if that is needed.
 
-    model_dir: what the run keeps of its model. model: built of it.
+    model_dir: the model directory of the run. model: built from it.
     """
     from transformers import GenerationConfig
 
@@ -110,9 +110,11 @@ def _write_configs(
     if trust_code and remote_code.is_needed(config):
         remote_code.carry(model_dir, out)
     else:
-        config.pop("auto_map", None)  # names code that is not here and was not used
+        config.pop(
+            "auto_map", None
+        )  # refers to code that is not part of the export and was not used
     config |= {"architectures": [type(model).__name__], "dtype": dtype}
-    if "torch_dtype" in config:  # the name of the same field before transformers 5
+    if "torch_dtype" in config:  # name of this field before transformers 5
         config["torch_dtype"] = dtype
     manifest.write_json(out / _CONFIG, config)
     if not chat_files.copy_generation(model_dir, out) and model.can_generate():

@@ -1,13 +1,13 @@
-"""What a checkpoint holds: tensors under names that say what they are, and a record of the rest.
+"""Define the content of a checkpoint: the names of its tensors, and a record of all other state.
 
-    model.<parameter>               float32 masters
+    model.<parameter>               float32 master weights
     buffer.<name>                   persistent buffers
     optimizer.exp_avg.<parameter>   first and second moments of AdamW
     optimizer.exp_avg_sq.<parameter>
 
-or what else the optimizer's states are, if they are tensors sharded like the parameter. What is
-frozen is not saved. Learning rate and betas are functions of the options and the step, so they are
-not saved either.
+Other optimizers have other states, which are tensors sharded like the parameter. Frozen parameters
+are not saved. Learning rate and betas are not saved either, because they are functions of the
+options and the step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from lib.core import records
 from lib.core.errors import ArtifactError
 
-if TYPE_CHECKING:  # who only reads records does not wait for it
+if TYPE_CHECKING:  # reading records needs no torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
 MODEL = "model."
 BUFFER = "buffer."
 OPTIMIZER = "optimizer."
-# What a COMMIT repeats of the record, so that a table of checkpoints needs no other file.
+# Values that COMMIT repeats, so that a table of checkpoints needs no other file.
 _FACTS = (
     "tokens",
     "loss",
@@ -40,7 +40,7 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
 
-class _Needed(TypedDict):
+class _RequiredFields(TypedDict):
     step: int
     tokens: int
     samples: int
@@ -52,23 +52,23 @@ class _Needed(TypedDict):
 
 
 class Probe(TypedDict):
-    """Logits of a fixed row of tokens, [positions][sampled], and the precision they are in."""
+    """Logits of a fixed token sequence, [positions][sampled], and the precision of the run."""
 
     precision: str
     logits: list[list[float]]
 
 
-class TrainRecord(_Needed, total=False):
-    """train_state.json: all state of a run that is neither a tensor nor random.
+class TrainRecord(_RequiredFields, total=False):
+    """train_state.json: all state of a run except tensors and random states.
 
-    step, tokens: done and seen, without padding. samples: number of the next one. cursors: with
-    --streaming, of each data-parallel rank. optimizer_steps: fewer than steps where some were
-    skipped. samples_per_epoch: None where an epoch has no known length. resumed_from, resumed_path:
-    digest and place of a checkpoint that a person named. loss, eval_loss: of this step, if it was
-    logged. bad_steps: in a row, at this step. model_files: digests of the files in the run's
-    model/. base: of the files with the weights that stay frozen. probe: of a run with adapters,
-    what the model computes, see lib/parallel/probe.py. Those that a run does not go on from may be
-    missing in older checkpoints.
+    step: steps done. tokens: tokens seen, without padding. samples: number of the next sample.
+    cursors: with --streaming, the cursor of each data-parallel rank. optimizer_steps: below `step`
+    if steps were skipped. samples_per_epoch: None if the length of an epoch is unknown.
+    resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
+    eval_loss: of this step, if they were logged. bad_steps: consecutive bad steps up to this step.
+    model_files: digests of the files in the run's model/. base: digests of the base model's weight
+    files. probe: for a LoRA run, logits of the model, see lib/parallel/probe.py. Optional fields
+    can be missing in older checkpoints.
     """
 
     cursors: list[dict[str, Any]]
@@ -84,27 +84,28 @@ class TrainRecord(_Needed, total=False):
     probe: Probe
 
 
-class Saved(Protocol):
-    """The state of a run, as its checkpoints see it."""
+class RunState(Protocol):
+    """The state of a run, as a checkpointer needs it."""
 
     step: int
     optimizer: Optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, sharded as they are."""
+        """Return all tensors by name, sharded as in the model."""
 
     def state_dict(self) -> TrainRecord:
         """Return all other state; all ranks must call this."""
 
     def load_state_dict(self, record: TrainRecord) -> None:
-        """Take up all other state."""
+        """Load all other state."""
 
 
 def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters (sharded as they are; tied ones once), persistent buffers and states.
+    """Return trainable parameters, persistent buffers and optimizer states by checkpoint name.
 
-    states: of the optimizer, by `<state>.<parameter>`. Where parameters are frozen, only those that
-    are not: the rest is in the files of the model that the run began with.
+    Tensors keep their sharding; tied parameters occur once. states: of the optimizer, by
+    `<state>.<parameter>`. If parameters are frozen, buffers are omitted, because the files of the
+    base model contain them.
     """
     from lib.models.sharded import is_frozen, plain
 
@@ -115,40 +116,42 @@ def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Te
     return tensors | {OPTIMIZER + name: value for name, value in states.items()}
 
 
-def read(path: Path) -> TrainRecord:
-    """Return what the file holds; ArtifactError when a value has another type than is written.
+def read_record(path: Path) -> TrainRecord:
+    """Return the record in a file, which may lack fields (see `require_complete`).
 
-    Values that are not there are for those who need them to miss.
+    Raises ArtifactError if a value has the wrong type.
     """
     content = records.read_json(path)
     if not isinstance(content, dict):
         wrong = [path.name]
     else:
         wrong = [
-            key for key, is_sound in _SOUND.items() if key in content and not is_sound(content[key])
+            key
+            for key, is_valid in _VALIDATORS.items()
+            if key in content and not is_valid(content[key])
         ]
     if wrong:
         raise ArtifactError(
-            f"{path} is not one that stage 04 wrote",
-            found=f"values of another type: {', '.join(wrong)}",
+            f"{path} was not written by stage 04",
+            found=f"values of the wrong type: {', '.join(wrong)}",
         )
     return content
 
 
 def require_complete(record: TrainRecord, checkpoint: Path) -> None:
-    """Raise ArtifactError when a record lacks what a run goes on from."""
-    lacking = _Needed.__annotations__.keys() - record.keys()
-    if not lacking:
-        lacking = _LOSS_SCALE - record["loss_scale"].keys()
-    if lacking:
+    """Raise ArtifactError if a record lacks a field that a resumed run needs."""
+    missing = _RequiredFields.__annotations__.keys() - record.keys()
+    if not missing:
+        missing = _LOSS_SCALE - record["loss_scale"].keys()
+    if missing:
         raise ArtifactError(
-            f"{checkpoint} lacks what a run goes on from",
-            found=f"no {', '.join(sorted(lacking))} in its train state",
+            f"{checkpoint} lacks state that a resumed run needs",
+            found=f"missing in train_state.json: {', '.join(sorted(missing))}",
         )
 
 
-def facts(record: TrainRecord) -> dict[str, Any]:
-    """Return what a COMMIT repeats of a record."""
+def select_facts(record: TrainRecord) -> dict[str, Any]:
+    """Return the fields of a record that COMMIT repeats."""
     content: Mapping[str, Any] = record
     return {key: content[key] for key in _FACTS if key in content}
 
@@ -171,13 +174,13 @@ def _is_probe(value: Any) -> bool:
     )
 
 
-def _all(*kinds: type) -> Callable[[Any], bool]:
+def _is_dict_of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: (
-        isinstance(value, dict) and all(type(each) in kinds for each in value.values())
+        isinstance(value, dict) and all(type(item) in kinds for item in value.values())
     )
 
 
-_SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys(
+_VALIDATORS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     (
         "step",
         "tokens",
@@ -191,9 +194,11 @@ _SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     ),
     _is_count,
 ) | {
-    "loss_scale": _all(int, float),
-    "model_files": _all(str),
-    "base": _all(str),
+    "loss_scale": _is_dict_of(int, float),
+    "model_files": _is_dict_of(str),
+    "base": _is_dict_of(str),
     "probe": _is_probe,
-    "cursors": lambda value: isinstance(value, list) and all(map(_all(int, type(None)), value)),
+    "cursors": lambda value: (
+        isinstance(value, list) and all(map(_is_dict_of(int, type(None)), value))
+    ),
 }

@@ -1,4 +1,4 @@
-"""From a sharded checkpoint to safetensors files, one group of tensors in memory at a time."""
+"""Write a sharded checkpoint as safetensors files, one group of tensors at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, contents
 from lib.checkpoints.storage import ShardFile, StrictReader
-from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
+from lib.checkpoints.tensor_file import Entry, TensorFile, make_read_back_error
 from lib.core import manifest, units
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
@@ -30,9 +30,9 @@ Described = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What will be read together, and what each file will hold, both in the order of writing.
+    """The groups of tensors to read together and the content of each file, in writing order.
 
-    groups: of the module's names. files: entries by file name.
+    groups: names in the module. files: entries by file name.
     """
 
     groups: list[tuple[str, ...]]
@@ -47,11 +47,11 @@ class ExportPlan:
         return sum(entry.bytes for entry in self.entries)
 
 
-def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
-    """Return what is to be written.
+def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
+    """Return the plan of an export.
 
     model: on meta. dtype: of floating-point tensors; others keep theirs. A tensor larger than
-    max_shard_bytes gets a file of its own.
+    max_shard_bytes gets its own file.
     """
     tensors = model.state_dict(keep_vars=True)
     groups = keys.group_for_export(model)
@@ -70,7 +70,7 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
     return ExportPlan(groups, dict(zip(_file_names(len(shards)), shards, strict=True)))
 
 
-def write(
+def write_model(
     model: PreTrainedModel,
     checkpoint: commit.Checkpoint,
     planned: ExportPlan,
@@ -81,12 +81,13 @@ def write(
 ) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
-    advance: called with the bytes of each tensor written. folded: the adapters of the run. base:
-    what they were trained beside, where the checkpoint holds nothing else. Raises ArtifactError
-    when the checkpoint is of another model, or what is on disk is not what was written.
+    advance: called with the bytes of each written tensor. folded: changes of the run to the model,
+    which are merged. base: the base model of a LoRA run, whose checkpoint contains only adapters.
+    Raises ArtifactError if the checkpoint belongs to another model, or if a file does not read back
+    as it was written.
     """
     files = []
-    # A conversion (experts) copies: with a tensor read ahead that would be one too many.
+    # Converting experts copies them; reading ahead as well would need memory for a third group.
     converts = len(planned.entries) > len(planned.groups)
     with (
         closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
@@ -102,7 +103,7 @@ def write(
                     advance(entry.bytes)
             files.append((file, checker.submit(file.reads_back)))  # while the next is written
         if bad := [file.path for file, reads_back in files if not reads_back.result()]:
-            raise not_as_written(bad[0])
+            raise make_read_back_error(bad[0])
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:
         _write_index(model, planned, out / INDEX)
@@ -110,15 +111,15 @@ def write(
     return written
 
 
-def verify(model: PreTrainedModel, out: Path) -> None:
-    """Compare names and shapes in the files that were written with the model's.
+def verify_model(model: PreTrainedModel, out: Path) -> None:
+    """Compare the names and shapes in the written files with the model's.
 
-    Raises ArtifactError when anything differs.
+    Raises ArtifactError if anything differs.
     """
     found: dict[str, tuple[int, ...]] = {}
     for path in out.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            names = list(file.keys())  # the file is no mapping
+            names = list(file.keys())  # the file itself is not iterable
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     expected = keys.list_expected(model)
     problems = [
@@ -128,7 +129,7 @@ def verify(model: PreTrainedModel, out: Path) -> None:
     ]
     if problems:
         raise ArtifactError(
-            "the export holds other tensors than the model", found="\n".join(problems[:8])
+            "the exported tensors do not match the model", found="\n".join(problems[:8])
         )
 
 
@@ -147,9 +148,9 @@ def _hub_tensors(
     folded: Sequence[ModelAdapter],
     base: StoredModel | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hub names and full tensors in the planned order, each valid until the next.
+    """Yield Hub names and full tensors in the planned order, each valid until the next one.
 
-    A thread reads one group ahead if the reader does. What adapters have added stays in memory.
+    If the reader reads ahead, a thread reads the next group. Tensors of adapters stay in memory.
     """
     saved, extra = _saved_names(model, groups, reader, path, folded, base is not None)
     added = {
@@ -180,10 +181,10 @@ def _saved_names(
     folded: Sequence[ModelAdapter],
     beside_base: bool,
 ) -> tuple[list[list[str]], list[str]]:
-    """Return each group's names where it is read from, and those that adapters have added.
+    """Return the names under which each group is read, and the names of adapter tensors.
 
-    beside_base: the checkpoint holds nothing but these. Raises ArtifactError when it is of another
-    model.
+    beside_base: the checkpoint contains only adapters. Raises ArtifactError if the checkpoint
+    belongs to another model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
@@ -199,7 +200,7 @@ def _saved_names(
             there = reader.described.get(key, (None, None))[0]
             if there != shape:
                 raise ArtifactError(
-                    f"checkpoint {path} is of another model",
+                    f"checkpoint {path} belongs to another model",
                     expected=f"{name} {list(shape)}",
                     found="nothing" if there is None else str(list(there)),
                 )
@@ -210,13 +211,15 @@ def _saved_names(
         if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used
     )
     added = [
-        key for key in others if any(each.owns(key.removeprefix(contents.MODEL)) for each in folded)
+        key
+        for key in others
+        if any(change.owns(key.removeprefix(contents.MODEL)) for change in folded)
     ]
     if left := [key for key in others if key not in added]:
         raise ArtifactError(
-            f"checkpoint {path} holds more than {path.parents[1]}/model",
+            f"checkpoint {path} contains tensors that {path.parents[1]}/model does not have",
             found=", ".join(left[:5]),
-            expected="the config.json that the run was begun with",
+            expected="the config.json that the run was started with",
         )
     return saved, added
 
@@ -233,12 +236,12 @@ def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> Non
 
 
 class PieceReader:
-    """Reads full tensors out of the shards that ranks wrote; verify the digests before.
+    """Read full tensors from the shards of all ranks. Verify the digests first.
 
-    `dcp.load` would hold a shard, its copy in the tensor and what unpickling needs at once. Here
-    each shard goes from the file into its place, in memory that is used over and over.
-    described: shape and dtype by name. reads_ahead: what was read is valid until the next but one
-    call of `read`, at the cost of memory for two; else until the next.
+    `dcp.load` would keep a shard, its copy in the tensor and the memory of unpickling at the same
+    time. This class reads each shard directly into its place, in reused memory. described: shape
+    and dtype by name. reads_ahead: tensors stay valid until the call of `read` after the next one,
+    which needs memory for two groups; otherwise until the next call.
     """
 
     def __init__(self, directory: Path, reads_ahead: bool) -> None:
@@ -250,7 +253,7 @@ class PieceReader:
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in self._tensors.items()
         }
-        # Opened now, so that a run that goes on may delete the checkpoint while it is read.
+        # All files are opened now, so that a running training may delete the checkpoint meanwhile.
         names = {place.relative_path for place in self._places.values()}
         self._files = {name: ShardFile(directory / name) for name in sorted(names)}
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
@@ -261,14 +264,14 @@ class PieceReader:
             file.close()
 
     def read(self, names: Sequence[str]) -> list[Tensor]:
-        """Return full tensors; ArtifactError when a file is cut short."""
+        """Return full tensors; raise ArtifactError if a file is truncated."""
         spans = [
             _aligned(torch.Size(shape).numel() * dtype.itemsize)
             for shape, dtype in (self.described[name] for name in names)
         ]
         memory = self._memory.pop(0)
         if sum(spans) > len(memory):
-            del memory  # before the larger one is there
+            del memory  # before the larger one is allocated
             memory = torch.empty(sum(spans), dtype=torch.uint8)
         self._memory.append(memory)
         return [

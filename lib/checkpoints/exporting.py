@@ -1,4 +1,4 @@
-"""The ways out of a checkpoint: a whole model, or the adapters of a run alone."""
+"""Export a checkpoint as a full model, or the LoRA adapter of a run alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lib.checkpoints import adapter_files, export, proofs
-from lib.checkpoints.adapted import AdaptedRun
+from lib.checkpoints import adapter_checks, adapter_files, export
 from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.lora_run import LoraRun
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models import adapters
@@ -21,9 +21,10 @@ from lib.models.stored import StoredModel
 
 
 class Export(ABC):
-    """Writes what a checkpoint holds in the form of others.
+    """Write the weights of a checkpoint in a format that other libraries load.
 
-    bytes, tensors, files: of the weights. adapter_of: the name of the base, of adapters alone.
+    bytes, tensors, files: of the weights. adapter_of: the name of the base model if the export is
+    an adapter, else "".
     """
 
     bytes: int
@@ -35,10 +36,10 @@ class Export(ABC):
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        adapted: AdaptedRun | None,
+        adapted: LoraRun | None,
         dtype: torch.dtype,
     ) -> None:
-        """model: of the run without adapters, on meta. adapted: the adapters of the run, if any."""
+        """Plan an export. model: of the run, without adapters, on meta. adapted: of a LoRA run."""
         self.model = model
         self.checkpoint = checkpoint
         self.adapted = adapted
@@ -46,41 +47,44 @@ class Export(ABC):
 
     @abstractmethod
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Write the weights of a verified checkpoint, read them back; return manifest entries.
+        """Write the weights of a verified checkpoint, read them back, and return manifest entries.
 
-        advance: called with the bytes of each tensor written. Raises ArtifactError when the
-        checkpoint is of another model, or what is on disk is not what was written.
+        advance: called with the bytes of each written tensor. Raises ArtifactError if the
+        checkpoint belongs to another model, or if a file does not read back as it was written.
         """
 
     @abstractmethod
     def verify(self, out: Path) -> None:
-        """Raise ArtifactError when names or shapes in the files are not those looked for."""
+        """Raise ArtifactError if the names or shapes in the files differ from the expected ones."""
 
-    def prove(self, out: Path, progress: bool) -> None:
-        """Print what is proved of adapters; ArtifactError where something is not so."""
+    def check_adapter(self, out: Path, progress: bool) -> None:
+        """Check the adapter of a LoRA run numerically and log the results; see adapter_checks.
+
+        Raises ArtifactError if a check fails.
+        """
         if self.adapted is None:
             return
         began = time.monotonic()
-        numbers = proofs.PASSES * self.model.num_parameters()
-        with Progress("proving", numbers, "numbers", progress) as bar:
-            for proof in proofs.prove(self.adapted, out, self._dtype, bar.advance):
-                log.info(f"proved: {proof}")
-        log.info(f"proved in {units.duration(time.monotonic() - began)}")
+        numbers = adapter_checks.PASSES * self.model.num_parameters()
+        with Progress("checking", numbers, "numbers", progress) as bar:
+            for result in adapter_checks.check_adapter(self.adapted, out, self._dtype, bar.advance):
+                log.info(f"checked: {result}")
+        log.info(f"checked in {units.duration(time.monotonic() - began)}")
 
 
 class ModelExport(Export):
-    """A model as `save_pretrained` writes it, with the adapters of the run merged into it."""
+    """Export a full model as `save_pretrained` does, with the adapter of a LoRA run merged in."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        adapted: AdaptedRun | None,
+        adapted: LoraRun | None,
         dtype: torch.dtype,
         max_shard_bytes: int,
     ) -> None:
         super().__init__(model, checkpoint, adapted, dtype)
-        self._plan = export.plan(model, dtype, max_shard_bytes)
+        self._plan = export.plan_export(model, dtype, max_shard_bytes)
         self.bytes = self._plan.bytes
         self.tensors = len(self._plan.entries)
         self.files = len(self._plan.files)
@@ -88,34 +92,38 @@ class ModelExport(Export):
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the model, tensor by tensor."""
         options = self.checkpoint.commit().get("identity", {}).get("options", {})
-        folded = adapters.make(adapters.asked_by(options))
+        model_changes = adapters.make(adapters.asked_by(options))
         if self.adapted is None:
-            return export.write(self.model, self.checkpoint, self._plan, out, advance, folded)
+            return export.write_model(
+                self.model, self.checkpoint, self._plan, out, advance, model_changes
+            )
         with StoredModel(self.model, self.adapted.base) as base:
-            return export.write(self.model, self.checkpoint, self._plan, out, advance, folded, base)
+            return export.write_model(
+                self.model, self.checkpoint, self._plan, out, advance, model_changes, base
+            )
 
     def verify(self, out: Path) -> None:
-        """Compare with the names and shapes of the model."""
-        export.verify(self.model, out)
+        """Compare the files with the names and shapes of the model."""
+        export.verify_model(self.model, out)
 
 
 class AdapterExport(Export):
-    """Adapters as PEFT writes them, see adapter_files."""
+    """Export a LoRA adapter as PEFT does; see adapter_files."""
 
     files = 1
 
-    def __init__(self, model: PreTrainedModel, adapted: AdaptedRun, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, adapted: LoraRun, dtype: torch.dtype) -> None:
         super().__init__(model, adapted.checkpoint, adapted, dtype)
         self._adapted = adapted
-        self._plan = adapter_files.plan(adapted, dtype)
+        self._plan = adapter_files.plan_adapter(adapted, dtype)
         self.bytes = sum(entry.bytes for entry in self._plan)
         self.tensors = len(self._plan)
         self.adapter_of = adapter_files.name_of(adapted.base)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Write config and tensors."""
-        return adapter_files.write(self._adapted, self._plan, out, advance)
+        """Write the config and the tensors of the adapter."""
+        return adapter_files.write_adapter(self._adapted, self._plan, out, advance)
 
     def verify(self, out: Path) -> None:
-        """Compare with the names and shapes that PEFT looks for."""
-        adapter_files.verify(self._adapted, out)
+        """Compare the files with the names and shapes that PEFT expects."""
+        adapter_files.verify_adapter(self._adapted, out)

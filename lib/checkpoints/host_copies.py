@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, so that training goes on while they are made and written."""
+"""Copy tensors to host memory, so that training continues while a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from lib.checkpoints import contents
 from lib.core import units, workers
 from lib.models.sharded import local_tensor
 
-_USABLE = 0.9  # of the free host memory: the rest is for the file cache and the data's workers
-_ALIGNED = 512  # bytes; what a copy begins at
+_USABLE = 0.9  # of the free host memory; the rest is for the page cache and the data workers
+_ALIGNMENT = 512  # bytes
 
 
 class HostCopies:
-    """Copies beside the next forward and backward pass, which only read what is copied.
+    """Copy tensors during the next forward and backward pass, which only read them.
 
-    What comes before the tensors change waits for the copies: the optimizer's next step by itself,
-    anything else (loading a checkpoint, say) by `wait`. The memory is kept: to allocate, lock and
-    touch it again would cost as much as the copy. room: returns the bytes of host memory that this
-    rank can still be given. waited: seconds that the optimizer's next step waited on the host for
-    the last copies.
+    The optimizer's next step waits for the copies by itself. Anything else that changes the tensors
+    (loading a checkpoint, for example) must call `wait` first. The memory is kept, because
+    allocating, locking and touching it again would cost as much as the copy. free_memory: returns
+    the bytes of host memory that this rank can still use. waited: seconds that the last optimizer
+    step waited on the host.
     """
 
-    def __init__(self, optimizer: Optimizer, room: Callable[[], float] = lambda: math.inf) -> None:
-        self._room = room
-        self._optimizer: Optimizer | None = optimizer  # until its steps wait for the copies
+    def __init__(
+        self, optimizer: Optimizer, free_memory: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        self._free_memory = free_memory
+        self._optimizer: Optimizer | None = optimizer  # None once its hook is registered
         self._thread = workers.thread_pool(name="staging")
         self._memory: Future[HostMemory] | None = None
         self._on_cpu: Future[None] | None = None
@@ -45,11 +47,11 @@ class HostCopies:
 
     @property
     def bytes(self) -> int:
-        """Return the host memory that the copies take on this rank."""
-        return sum(tensor.nbytes for tensor in self._prepared().tensors.values())
+        """Return the bytes of host memory that the copies use on this rank."""
+        return sum(tensor.nbytes for tensor in self._get_memory().tensors.values())
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Begin to make room for copies of these tensors, in a thread: it takes seconds."""
+        """Start to allocate memory for copies of these tensors, in a thread: it takes seconds."""
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
         self._memory = self._thread.submit(
@@ -62,46 +64,47 @@ class HostCopies:
     def _allocate(
         self, shapes: dict[str, tuple[torch.Size, torch.dtype]], needed: int, locked: bool
     ) -> HostMemory:
-        room = self._room()
-        if needed > _USABLE * room:
+        available = _USABLE * self._free_memory()
+        if needed > available:
             raise NoHostMemoryError(
-                f"{units.memory(needed)} of host memory is needed on each "
-                f"rank, and a rank can have {units.memory(_USABLE * room)}"
+                f"each rank needs {units.memory(needed)} of host memory, and only "
+                f"{units.memory(available)} is available"
             )
         return HostMemory(shapes, locked)
 
-    def refusal(self) -> str:
-        """Say why there is no room for the copies, nothing where there is; waits for `prepare`."""
+    def describe_refusal(self) -> str:
+        """Return why there is not enough memory for the copies, or ""; waits for `prepare`."""
         try:
-            self._prepared()
+            self._get_memory()
         except NoHostMemoryError as error:
             return str(error)
         return ""
 
-    def _prepared(self) -> HostMemory:
+    def _get_memory(self) -> HostMemory:
         assert self._memory is not None, "prepare was called"
         return self._memory.result()
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors as they are now, sharded in the same way; the last copies are gone.
+    def copy_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Start to copy the tensors and return the copies, which overwrite the last ones.
 
-        They are whole after `wait`. Buffers, which a forward pass may change, are copied at once.
-        Raises NoHostMemoryError where `refusal` says so.
+        The copies are sharded like the tensors, and complete after `wait`. Buffers, which a forward
+        pass may change, are copied immediately. Raises NoHostMemoryError if there is not enough
+        host memory.
         """
         if self._memory is None:
             self.prepare(tensors)
-        if self._optimizer is not None:  # not before: its hooks would keep memory that is refused
+        if self._optimizer is not None:  # not earlier: the hook would keep rejected memory alive
             self._optimizer.register_step_pre_hook(self._before_step)
             self._optimizer = None
-        copies = self._prepared().tensors
-        taken: dict[str, Tensor] = {}
+        copies = self._get_memory().tensors
+        result: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
             local = local_tensor(tensor)
             copy = copies[name]
-            # Not `from_local`, which would move the copy back to the mesh's device.
-            taken[name] = (
+            # `from_local` would move the copy back to the mesh's device.
+            result[name] = (
                 DTensor(copy, tensor._spec, requires_grad=False)
                 if isinstance(tensor, DTensor)
                 else copy
@@ -111,10 +114,10 @@ class HostCopies:
             else:
                 pairs.append((copy, local))
         self._begin(pairs)
-        return taken
+        return result
 
     def wait(self) -> None:
-        """Return when the copies are whole."""
+        """Wait until the copies are complete."""
         if self._on_cpu is not None:
             self._on_cpu.result()
         if self._on_gpu is not None:
@@ -132,7 +135,7 @@ class HostCopies:
                 self._on_gpu = self._stream.record_event()
 
     def _before_step(self, *_: Any) -> None:
-        """Hold the optimizer's kernels back until the copies are whole; the host goes on."""
+        """Delay the optimizer's kernels until the copies are complete; the host continues."""
         if self._on_cpu is not None:
             began = time.monotonic()
             self._on_cpu.result()
@@ -147,31 +150,31 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class NoHostMemoryError(Exception):
-    """There is not enough host memory, or it cannot be page-locked; says which."""
+    """There is not enough host memory, or it cannot be page-locked."""
 
 
 class HostMemory:
-    """One mapping with a tensor for each name, all of its pages there and, if asked, locked.
+    """One memory mapping with a tensor for each name, with resident and optionally locked pages.
 
-    torch's allocator of pinned memory rounds each tensor up to a power of two: 162 GiB for 85. It
-    stays until the process ends.
+    torch's allocator of pinned memory would round each tensor up to a power of two (162 GiB instead
+    of 85), and keep the memory until the process ends.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], locked: bool) -> None:
-        """Raise NoHostMemoryError where the system or the driver refuses."""
+        """Allocate the memory; raise NoHostMemoryError if the system or the driver refuses."""
         starts = {}
         end = 0
         for name, (shape, dtype) in shapes.items():
             starts[name] = end
-            end += units.ceil_div(shape.numel() * dtype.itemsize, _ALIGNED) * _ALIGNED
+            end += units.ceil_div(shape.numel() * dtype.itemsize, _ALIGNMENT) * _ALIGNMENT
         try:
             self._pages = mmap.mmap(-1, max(end, 1))
         except OSError as error:
-            raise NoHostMemoryError(f"host memory is refused: {error.strerror}") from error
+            raise NoHostMemoryError(f"the system refuses host memory: {error.strerror}") from error
         self.tensors = {name: self._tensor(starts[name], *shapes[name]) for name in shapes}
         for tensor in self.tensors.values():
-            # A page that is there is copied to at three times the speed. The driver would make
-            # those that are not by one thread, and keep others from mapping memory meanwhile.
+            # Copies to resident pages are three times as fast. The driver would touch missing pages
+            # in a single thread, and block other threads from mapping memory meanwhile.
             tensor.zero_()
         if locked:
             self._lock(end)
@@ -181,12 +184,12 @@ class HostMemory:
         result = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(result) != 0:
             raise NoHostMemoryError(
-                f"the driver does not page-lock {units.memory(size)} of host "
+                f"the driver cannot page-lock {units.memory(size)} of host "
                 f"memory (CUDA error {int(result)})"
             )
 
     def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a part as a tensor with a storage of its own, which DCP writes as it stands."""
+        """Return a part as a tensor with its own storage, which DCP writes without a copy."""
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._pages, dtype=dtype, count=shape.numel(), offset=start).view(

@@ -1,13 +1,13 @@
-"""The second tier on each node's own disk.
+"""Store the second tier on each node's own disk.
 
-Protocol and files are those of commit.py, but that each node commits what its own ranks wrote, and
-each rank writes its shards as they are:
+The protocol and the files are those of commit.py, except that each node commits the files of its
+own ranks, and each rank writes its own shards:
 
     step_00001050/dcp/rank_00003/*.distcp, .metadata       shards and random states of a rank
     step_00001050/train_state.json, manifest.json, COMMIT.json
 
-It exists when every node has committed its part of the same save, and serves as many ranks, on the
-same nodes, as wrote it. Everybody else takes the newest shared one.
+A checkpoint exists if every node has committed its part of the same save. Only the same ranks on
+the same nodes can load it; otherwise a run uses the newest shared checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.contents import facts
-from lib.checkpoints.snapshot import Snapshot, require_same
-from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
-from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
+from lib.checkpoints.contents import select_facts
+from lib.checkpoints.snapshot import Snapshot, require_same_tensors
+from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
+from lib.checkpoints.tier import Note, Tier, get_local_tensors, ignore_event
 from lib.core import log, manifest, partial_dirs, paths, publish
 from lib.core.errors import StageError, UsageError
 from lib.core.identity import differences
@@ -37,11 +37,11 @@ _KEEP = 2
 
 
 class LocalTier(Tier):
-    """Checkpoints of one run in a directory that each node has for itself.
+    """Checkpoints of one run in a local directory of each node.
 
-    The directory must not be that of another run: its leftovers would be taken for this one's. All
-    ranks must call everything here together. `write` talks over the group `saving`, the rest over
-    `control`. Raises UsageError when the directory cannot be used.
+    Each run needs its own directory, because it takes all checkpoints and leftovers in it for its
+    own. All ranks must call every method. `write` communicates over the group `saving`, the rest
+    over `control`. Raises UsageError if the directory cannot be used.
     """
 
     where = "the nodes' own disks"
@@ -51,7 +51,7 @@ class LocalTier(Tier):
         directory: Path,
         control: dist.ProcessGroup,
         saving: dist.ProcessGroup,
-        note: Note = unnoted,
+        note: Note = ignore_event,
     ) -> None:
         self._directory = directory
         self.note = note
@@ -59,20 +59,19 @@ class LocalTier(Tier):
         self._saving = saving
         self._rank = dist.get_rank(control)
         self._ranks = dist.get_world_size(control)
-        self._node = self._ranks_that_share()
-        self._leads = self._rank == self._node[0]
+        self._node = self._find_node_ranks()
+        self._is_node_leader = self._rank == self._node[0]
         self._prune_may_fail = log.Tolerated(
             f"old checkpoints in {directory}", OSError, StageError, done="deleted"
         )
-        cleaned = gather(commit.clean(directory) if self._leads else [], control)
+        cleaned = gather(
+            commit.delete_leftovers(directory) if self._is_node_leader else [], control
+        )
         if left := [name for names in cleaned for name in names]:
             note("clean", 0, paths=left, where=self.where)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
-        """Commit what all ranks captured: on all nodes or on none.
-
-        Raises on every rank what went wrong on any.
-        """
+        """Commit a checkpoint on all nodes or on none; if a rank fails, all ranks raise."""
         snapshot.ready()
         save = on_rank_0(lambda: f"{time.time_ns():x}", self._saving)
         attempt = self._directory / f"{paths.step_name(snapshot.step)}.tmp-{save}"
@@ -81,114 +80,110 @@ class LocalTier(Tier):
             files = [entry for rank in self._node for entry in written[rank]]
             together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
         except BaseException:
-            commit.remove(attempt)
+            commit.delete_attempt(attempt)
             raise
-        gone = together(lambda: self._publish(attempt, snapshot.step), self._saving)
-        self.note_deleted(snapshot.step, gone[0])
+        deleted = together(lambda: self._publish(attempt, snapshot.step), self._saving)
+        self.note_deleted(snapshot.step, deleted[0])
         return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
 
     def _publish(self, attempt: Path, step: int) -> list[int]:
-        """Name what this node has sealed; return the steps that went for it."""
-        if not self._leads:
+        """Rename this node's sealed attempt, prune, and return the deleted steps."""
+        if not self._is_node_leader:
             return []
         final = attempt.with_name(paths.step_name(step))
-        gone = []
-        if final.exists():  # of an earlier launch, which some other node has lost
-            commit.discard([final])
-            gone.append(step)
-        commit.give_name(attempt, step)
+        deleted = []
+        if final.exists():  # from an earlier launch; another node has lost its part
+            commit.delete_checkpoints([final])
+            deleted.append(step)
+        commit.publish_attempt(attempt, step)
         with self._prune_may_fail:
-            gone += commit.prune(self._directory, _KEEP)
-        return gone
+            deleted += commit.prune_checkpoints(self._directory, _KEEP)
+        return deleted
 
-    def newest_valid(
+    def find_newest_valid(
         self,
         identity: dict[str, Any],
         after: int,
-        quarantined: Callable[[int, str], None],
+        on_quarantine: Callable[[int, str], None],
         before: int | None = None,
     ) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole on every node, every byte of it.
+        """Return the newest checkpoint that is intact on every node; see Tier.
 
-        identity: as of the run now; others are left out. after: only a later step than this one.
-        before: only this step or an earlier one. A damaged part is moved to quarantine, one that a
-        disk fails to read is left where it is, and `quarantined(step, why)` called on rank 0.
+        A damaged part is moved to quarantine; a part that a disk fails to read stays where it is.
         """
-        there = self._whole()
-        mine = {
-            (step, found["save"])
-            for step, found in there.items()
-            if found["world_size"] == self._ranks
-            and found["ranks"] == self._node
-            and not differences(found["identity"], identity)
+        usable = {
+            (step, facts["save"])
+            for step, facts in self._read_commits().items()
+            if facts["world_size"] == self._ranks
+            and facts["ranks"] == self._node
+            and not differences(facts["identity"], identity)
         }
-        shared = set.intersection(*gather(mine, self._control))
-        for step, _ in sorted(shared, reverse=True):
+        on_all_nodes = set.intersection(*gather(usable, self._control))
+        for step, _ in sorted(on_all_nodes, reverse=True):
             if step <= after or (before is not None and step > before):
                 continue
             checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
-            found, is_read = self._content_problems(checkpoint)
-            parts = gather((found, is_read), self._control)
+            parts = gather(self._content_problems(checkpoint), self._control)
             problems = [text for part, _ in parts for text in part]
             if not problems:
                 return checkpoint
-            if self._leads and all(is_read for _, is_read in parts):
+            if self._is_node_leader and all(is_readable for _, is_readable in parts):
                 commit.quarantine(checkpoint, problems[0])
             if self._rank == 0:
-                quarantined(step, f"on a node's own disk: {problems[0]}")
+                on_quarantine(step, f"on a node's own disk: {problems[0]}")
         return None
 
-    def _whole(self) -> dict[int, dict[str, Any]]:
-        """Return by step what COMMIT says of those that are whole on this node, as sizes tell.
+    def _read_commits(self) -> dict[int, dict[str, Any]]:
+        """Return the content of COMMIT by step, for checkpoints of this node with correct sizes.
 
-        A disk that fails to read costs this tier, and never the run, which has the shared ones.
+        A disk error costs only this tier; the run falls back to the shared checkpoints.
         """
-        there = {}
+        commits = {}
         with log.Tolerated(str(self._directory), StageError, done="read"):
-            for checkpoint in commit.scan(self._directory):
+            for checkpoint in commit.list_checkpoints(self._directory):
                 try:
                     if not checkpoint.problems():
-                        there[checkpoint.step] = checkpoint.commit()
+                        commits[checkpoint.step] = checkpoint.commit()
                 except (OSError, StageError) as error:
-                    log.warn(f"{checkpoint.path} is left where it is: {error}")
-        return there
+                    log.warn(f"{checkpoint.path} is not used, and stays where it is: {error}")
+        return commits
 
     def _content_problems(self, checkpoint: Checkpoint) -> tuple[list[str], bool]:
-        """Return what this rank found wrong, and whether it could read its part."""
+        """Return the problems that this rank finds, and whether it could read its share."""
         try:
             return checkpoint.content_problems(self._node.index(self._rank), len(self._node)), True
         except (OSError, StageError) as error:
             return [str(error)], False
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Tell whether a checkpoint is one of these."""
+        """Return whether a checkpoint belongs to this tier."""
         return checkpoint.path.parent == self._directory
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
-        reader = StrictReader(checkpoint.path / _shards(self._rank))
-        require_same(tensors, reader, checkpoint.path)
-        with torch.no_grad(), plain_errors():
+        reader = StrictReader(checkpoint.path / _shard_directory(self._rank))
+        require_same_tensors(tensors, reader, checkpoint.path)
+        with torch.no_grad(), unwrap_dcp_errors():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
 
-    def remove(self, step: int) -> None:
-        """Delete them all: the run is complete, at this step."""
-        if not self._leads:
+    def delete_all(self, step: int) -> None:
+        """Delete all checkpoints of the tier, because the run is complete at this step."""
+        if not self._is_node_leader:
             return
         with self._prune_may_fail:
-            commit.clean(self._directory)
-            there = commit.scan(self._directory)
-            commit.discard(c.path for c in there)
-            self.note_deleted(step, [c.step for c in there], "the run is complete")
-            with suppress(OSError):  # what was set aside stays
+            commit.delete_leftovers(self._directory)
+            checkpoints = commit.list_checkpoints(self._directory)
+            commit.delete_checkpoints(c.path for c in checkpoints)
+            self.note_deleted(step, [c.step for c in checkpoints], "the run is complete")
+            with suppress(OSError):  # fails if something is in quarantine, which stays
                 self._directory.rmdir()
 
-    def supersede(self, step: int, why: str) -> None:
-        """Set aside what is newer than the step that the run goes on from."""
-        if self._leads:
-            commit.supersede(self._directory, step, why)
+    def drop_newer(self, step: int, why: str) -> None:
+        """Quarantine the checkpoints after a step, because the run continues from that step."""
+        if self._is_node_leader:
+            commit.quarantine_newer(self._directory, step, why)
 
-    def _ranks_that_share(self) -> list[int]:
-        """Return the ranks that see what this one writes."""
+    def _find_node_ranks(self) -> list[int]:
+        """Return the ranks on this node, found by the files that they see in the directory."""
         launch = on_rank_0(lambda: f".seen-{time.time_ns():x}-", self._control)
         mark = self._directory / f"{launch}{self._rank}"
         problem = ""
@@ -197,51 +192,51 @@ class LocalTier(Tier):
             mark.touch()
         except OSError as error:
             problem = f"{self._directory} cannot be written ({error.strerror})"
-        gather(None, self._control)  # all marks are made
+        gather(None, self._control)  # wait until all ranks have written their file
         seen = sorted(
             int(path.name.removeprefix(launch)) for path in self._directory.glob(f"{launch}*")
         )
         sets = gather((problem, seen), self._control)
         mark.unlink(missing_ok=True)
-        found = [text for text, _ in sets if text] or [
-            f"ranks {rank} and {other} do not see the same of {self._directory}"
+        problems = [text for text, _ in sets if text] or [
+            f"ranks {rank} and {other} do not see the same files in {self._directory}"
             for rank, (_, ranks) in enumerate(sets)
             for other in ranks
             if sets[other][1] != ranks
         ]
-        if found:
+        if problems:
             raise UsageError(
-                f"--ckpt-local-dir: {found[0]}", expected="a directory on each node's own disk"
+                f"--ckpt-local-dir: {problems[0]}", expected="a directory on each node's own disk"
             )
         return seen
 
     def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-        directory = attempt / _shards(self._rank)
+        directory = attempt / _shard_directory(self._rank)
         attempt.mkdir(parents=True, exist_ok=True)
         partial_dirs.mark_path(attempt).touch()
         directory.mkdir(parents=True)
         writer = HashingWriter(directory)
-        with plain_errors():
-            dcp.save(tensors_of(snapshot), storage_writer=writer, no_dist=True)
+        with unwrap_dcp_errors():
+            dcp.save(get_local_tensors(snapshot), storage_writer=writer, no_dist=True)
         publish.fsync(directory)
-        return writer.entries(_shards(self._rank))
+        return writer.entries(_shard_directory(self._rank))
 
     def _seal(
         self, attempt: Path, snapshot: Snapshot, files: list[dict[str, Any]], save: str
     ) -> None:
-        if not self._leads:
+        if not self._is_node_leader:
             return
         manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
         files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
-        commit.seal(
+        commit.seal_attempt(
             attempt,
             snapshot.step,
             files,
             snapshot.identity,
             self._ranks,
-            facts(snapshot.record) | {"save": save, "ranks": self._node},
+            select_facts(snapshot.record) | {"save": save, "ranks": self._node},
         )
 
 
-def _shards(rank: int) -> str:
+def _shard_directory(rank: int) -> str:
     return f"{commit.TENSORS}/rank_{rank:05d}"

@@ -8,91 +8,94 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lib.checkpoints import aside, commit
+from lib.checkpoints import commit, quarantine
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands
 from lib.core.errors import ArtifactError, StageError
 from lib.parallel.layout import on_rank_0, together
 
-_PAUSES_S = (1.0, 3.0)  # until all ranks see the same
+_PAUSES_S = (1.0, 3.0)  # before the ranks compare again what they see
 
 
-def newest_valid(
+def find_newest_valid(
     checkpoints: Path,
     group: dist.ProcessGroup,
-    quarantined: Callable[[int, str], None],
+    on_quarantine: Callable[[int, str], None],
     before: int | None = None,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint whose every byte is as written; all ranks must call this.
+    """Return the newest checkpoint whose files all match their digests; all ranks must call this.
 
-    before: only of this step or an earlier one. A damaged one is moved to quarantine (and
-    `quarantined(step, why)` called on rank 0) and the next older is tried. None when there never
-    was one. Raises ArtifactError when there are some, be it in quarantine, and none is valid:
-    training does not silently start again. Raises StageError, and moves nothing, when a rank cannot
-    read what is there.
+    before: consider only this step and earlier ones. A damaged checkpoint is moved to quarantine,
+    `on_quarantine(step, why)` is called on rank 0, and the next older one is tried. Returns None if
+    the run never saved. Raises ArtifactError if there are checkpoints, in quarantine or not, but
+    none is valid: training must not silently start from the beginning. Raises StageError, and moves
+    nothing, if a rank cannot read the files.
     """
-    candidates, set_aside = on_rank_0(
-        lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group
+    candidates, in_quarantine = on_rank_0(
+        lambda: (commit.list_checkpoints(checkpoints), commit.list_quarantined(checkpoints)), group
     )
-    refused = [f"{path.name}: in quarantine" for path in set_aside]
+    refused = [f"{path.name}: in quarantine" for path in in_quarantine]
     for candidate in candidates:
         if before is not None and candidate.step > before:
             continue
-        problems = _agreed_problems(candidate, group)
+        problems = _find_problems(candidate, group)
         if not problems:
             return candidate
         refused.append(f"{candidate.path.name}: {problems[0]}")
         if dist.get_rank(group) == 0:
             commit.quarantine(candidate, problems[0])
-            quarantined(candidate.step, problems[0])
+            on_quarantine(candidate.step, problems[0])
     if refused:
         raise ArtifactError(
-            f"no valid checkpoint is left in {checkpoints}",
+            f"no valid checkpoint in {checkpoints}",
             found="\n".join(refused[-8:]),
-            **_way_back(checkpoints, group),
+            **_suggest_recovery(checkpoints, group),
         )
     return None
 
 
-def _way_back(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
-    """Return what to do when none is valid, as parts of an error; all ranks must call this."""
-    for candidate in on_rank_0(lambda: aside.unread(checkpoints), group):
-        if not _agreed_problems(candidate, group):
+def _suggest_recovery(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the parts of an error that say what to do; all ranks must call this."""
+    for candidate in on_rank_0(lambda: quarantine.list_unreadable(checkpoints), group):
+        if not _find_problems(candidate, group):
             return {
-                "hint": f"step {candidate.step:,} is whole: it was set aside when a disk "
-                "failed to read it; to go on from it:",
-                "run": aside.brought_back(candidate) + "\n" + commands.as_typed(),
+                "hint": f"step {candidate.step:,} in quarantine is intact; it was moved there "
+                "after a disk failed to read it. To restore it and continue:",
+                "run": quarantine.restore_command(candidate) + "\n" + commands.as_typed(),
             }
     return {
-        "expected": "look at checkpoints/quarantine/; to train from the start, use another "
-        "experiment name or --overwrite"
+        "expected": "at least one valid checkpoint",
+        "hint": "inspect checkpoints/quarantine/. To train from the beginning, use another "
+        "experiment name or --overwrite",
     }
 
 
 def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
-    """Raise ArtifactError when any byte of a checkpoint has changed; all ranks must call this."""
-    if problems := _agreed_problems(checkpoint, group):
+    """Raise ArtifactError if a file of a checkpoint is damaged; all ranks must call this."""
+    if problems := _find_problems(checkpoint, group):
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems))
 
 
-def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str]:
-    """Return what any rank found wrong; the ranks share the hashing.
+def _find_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str]:
+    """Return the problems that any rank finds; the ranks share the hashing.
 
-    Raises StageError on all when one cannot read its part, or sees other files than the others.
+    Raises StageError on all ranks if one cannot read its share, or does not see the same files.
     """
     for pause in (*_PAUSES_S, None):
-        seen = together(checkpoint.problems, group)
-        if all(seen) or not any(seen):
+        by_rank = together(checkpoint.problems, group)
+        if all(by_rank) or not any(by_rank):
             break
         if pause is None:
-            rank = next(rank for rank, found in enumerate(seen) if found)
+            rank = next(rank for rank, problems in enumerate(by_rank) if problems)
             raise StageError(
-                f"the ranks do not see the same of {checkpoint.path}; nothing was moved or deleted",
-                found=f"rank {rank}: {seen[rank][0]}; rank {seen.index([])}: all files",
-                hint="see to the mount on the node of that rank; the same command then goes on",
+                f"the ranks do not see the same files in {checkpoint.path}; nothing was moved or "
+                "deleted",
+                found=f"rank {rank}: {by_rank[rank][0]}; rank {by_rank.index([])}: all files",
+                hint=f"check the mount on the node of rank {rank}, then run the same command again",
             )
-        time.sleep(pause)  # a network file system may show late what is there
+        time.sleep(pause)  # a network file system can show new files late
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
-    found = seen if any(seen) else together(lambda: checkpoint.content_problems(rank, ranks), group)
-    return list(dict.fromkeys(problem for part in found for problem in part))
+    if not any(by_rank):
+        by_rank = together(lambda: checkpoint.content_problems(rank, ranks), group)
+    return list(dict.fromkeys(problem for problems in by_rank for problem in problems))

@@ -1,6 +1,6 @@
-"""One checkpoint: what each rank contributes to it, written to its directory and filled in again.
+"""Write one checkpoint from the state of all ranks, and load it again.
 
-All ranks write their shards, and rank 0 commits. What is loaded has been verified before.
+All ranks write their shards, and rank 0 commits. Verify a checkpoint before loading it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lib.checkpoints import commit, contents
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import TrainRecord
 from lib.checkpoints.host_copies import HostCopies
-from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
+from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
 from lib.core import log, manifest, publish, units
 from lib.core.errors import ArtifactError
 from lib.parallel.layout import gather, on_rank_0
@@ -29,11 +29,11 @@ from lib.parallel.layout import gather, on_rank_0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank contributes to a checkpoint.
+    """The part of a checkpoint that one rank contributes.
 
-    tensors: by name, sharded as they are. random_states: this rank's, by kind, uint8 [bytes].
-    identity: what a run that resumes from here must share. ready: returns when the tensors can be
-    written.
+    tensors: by name, sharded as in the model. random_states: of this rank, by kind, uint8 [bytes].
+    identity: what a run that resumes from here must have in common. ready: waits until the tensors
+    can be written.
     """
 
     step: int
@@ -44,35 +44,37 @@ class Snapshot:
     ready: Callable[[], None] = lambda: None
 
 
-def capture(
+def capture_snapshot(
     tensors: dict[str, Tensor],
     record: TrainRecord,
     identity: dict[str, Any],
     device: torch.device,
     copies: HostCopies | None = None,
 ) -> Snapshot:
-    """Return this rank's state after the step of the record.
+    """Return a snapshot of this rank's state after the step of the record.
 
-    Without copies the tensors are those in use: write them before the next step. With copies, that
-    step waits until they are made.
+    Without copies, the snapshot refers to the tensors in use; write it before the next step. With
+    copies, the next optimizer step waits until they are complete.
     """
-    states = random_states(device)
+    states = get_random_states(device)
     if copies is None:
         return Snapshot(record["step"], tensors, states, record, identity)
-    return Snapshot(record["step"], copies.take(tensors), states, record, identity, copies.wait)
+    return Snapshot(
+        record["step"], copies.copy_tensors(tensors), states, record, identity, copies.wait
+    )
 
 
-def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint:
-    """Commit what all ranks captured; all ranks must call this, one at a time on a group.
+def write_snapshot(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint:
+    """Write and commit a checkpoint; all ranks must call this, one call at a time per group.
 
-    Raises on every rank when any rank failed: DiskFullError, ArtifactError when ranks do not share
-    the directory, or what DCP raised. Nothing of the attempt is left then.
+    If a rank fails, all ranks raise and the attempt is deleted. Raises DiskFullError, ArtifactError
+    if the ranks do not share the directory, or the error of DCP.
     """
     snapshot.ready()
-    attempt = on_rank_0(lambda: commit.attempt_directory(checkpoints, snapshot.step), group)
+    attempt = on_rank_0(lambda: commit.create_attempt(checkpoints, snapshot.step), group)
     try:
         writer = HashingWriter(attempt / commit.TENSORS)
-        with plain_errors():
+        with unwrap_dcp_errors():
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=group)
         entries = [
             entry for part in gather(writer.entries(commit.TENSORS), group) for entry in part
@@ -83,7 +85,7 @@ def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
         )
     except BaseException:
         if dist.get_rank(group) == 0:
-            commit.remove(attempt)
+            commit.delete_attempt(attempt)
         raise
 
 
@@ -94,46 +96,51 @@ def _commit(
     states: dict[str, Tensor],
     ranks: int,
 ) -> Checkpoint:
-    """Write what is not sharded and commit (rank 0)."""
+    """Write the files that are not sharded, and commit, on rank 0."""
     manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
-    # Not `save_file`: a full disk would raise its own kind of error there.
+    # `save_file` would raise an error of its own type if the disk is full.
     (attempt / commit.RNG).write_bytes(safetensors_bytes(states))
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
-    return commit.commit(
-        attempt, snapshot.step, entries, snapshot.identity, ranks, contents.facts(snapshot.record)
+    return commit.commit_attempt(
+        attempt,
+        snapshot.step,
+        entries,
+        snapshot.identity,
+        ranks,
+        contents.select_facts(snapshot.record),
     )
 
 
-def fill(
+def load_snapshot(
     checkpoint: Checkpoint,
     tensors: dict[str, Tensor],
     record: TrainRecord,
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Fill tensors and random states from a verified checkpoint; all ranks must call this.
+    """Load tensors and random states from a verified checkpoint; all ranks must call this.
 
-    Raises ArtifactError when names, shapes or dtypes differ.
+    Raises ArtifactError if names, shapes or dtypes differ.
     """
     reader = StrictReader(checkpoint.path / commit.TENSORS)
-    require_same(tensors, reader, checkpoint.path)
-    with torch.no_grad(), plain_errors():
+    require_same_tensors(tensors, reader, checkpoint.path)
+    with torch.no_grad(), unwrap_dcp_errors():
         dcp.load(tensors, storage_reader=reader, process_group=group)
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
     if not _restore_random_states(checkpoint.path / commit.RNG, device, rank, ranks):
         torch.manual_seed(record["seed"] + 1_000_003 * checkpoint.step + rank)
-        log.info("other ranks or devices than at the save: random states are drawn anew")
+        log.info("the number of ranks or the device type has changed: random states are reseeded")
 
 
-def require_same(tensors: dict[str, Tensor], reader: StrictReader, path: Path) -> None:
-    """Raise ArtifactError when names, shapes or dtypes differ from those in a checkpoint.
+def require_same_tensors(tensors: dict[str, Tensor], reader: StrictReader, path: Path) -> None:
+    """Raise ArtifactError if names, shapes or dtypes differ from those in a checkpoint.
 
-    DCP itself ignores extra keys and casts in silence.
+    DCP itself ignores extra keys and casts dtypes silently.
     """
-    require_described(
+    require_same_specs(
         tensors,
         {
             name: (tuple(entry.size), entry.properties.dtype)
@@ -143,30 +150,31 @@ def require_same(tensors: dict[str, Tensor], reader: StrictReader, path: Path) -
     )
 
 
-def require_described(
+def require_same_specs(
     tensors: dict[str, Tensor], saved: dict[str, tuple[tuple[int, ...], torch.dtype]], path: Path
 ) -> None:
-    """Raise ArtifactError when names, shapes or dtypes differ from those that were saved."""
+    """Raise ArtifactError if names, shapes or dtypes differ from the saved ones."""
     problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
     problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]
     for name in tensors.keys() & saved.keys():
-        there = saved[name]
-        here = (tuple(tensors[name].shape), tensors[name].dtype)
-        if there != here:
+        old = saved[name]
+        new = (tuple(tensors[name].shape), tensors[name].dtype)
+        if old != new:
             problems.append(
-                f"{name} is {there[1]} {list(there[0])}, the model has {here[1]} {list(here[0])}"
+                f"{name} is {old[1]} {list(old[0])}, the model has {new[1]} {list(new[0])}"
             )
     if problems:
-        shown = "\n".join(sorted(problems)[:8])
+        listing = "\n".join(sorted(problems)[:8])
         raise ArtifactError(
-            f"checkpoint {path} is of another model ({units.counted(len(problems), 'difference')})",
-            found=shown,
-            expected="the model that this experiment was begun with",
+            f"checkpoint {path} belongs to another model "
+            f"({units.counted(len(problems), 'difference')})",
+            found=listing,
+            expected="the model that this experiment was started with",
         )
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's random states by kind, uint8 [bytes] each."""
+def get_random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return this rank's random states by kind, each uint8 [bytes]."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -174,17 +182,17 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Take up random states, as random_states returned them."""
-    # Copies: torch 2.13 crashes on a state that is a row of a mapped file.
+    """Set the random states that `get_random_states` returned."""
+    # torch 2.13 crashes on a state that is a row of a mapped file, so copy it.
     torch.set_rng_state(states["cpu"].clone())
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def _gather_random_states(states: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Return the random states of all ranks, uint8 [ranks, bytes] per kind; empty but on rank 0.
+    """Return the random states of all ranks on rank 0, uint8 [ranks, bytes] per kind.
 
-    All ranks must call this.
+    Other ranks return an empty dictionary. All ranks must call this.
     """
     if dist.get_rank(group) != 0:
         dist.gather_object(states, None, group=group)
@@ -195,7 +203,7 @@ def _gather_random_states(states: dict[str, Tensor], group: dist.ProcessGroup) -
 
 
 def _restore_random_states(path: Path, device: torch.device, rank: int, ranks: int) -> bool:
-    """Take up this rank's random states; False when they are of other ranks or devices."""
+    """Load this rank's random states; return False if the ranks or device types differ."""
     states = load_file(path)
     if len(states["cpu"]) != ranks or (device.type == "cuda") != ("cuda" in states):
         return False

@@ -1,4 +1,4 @@
-"""DCP storage that hashes what it writes and unpickles nothing but what it expects."""
+"""Extend DCP's storage: hash while writing, and unpickle only allowlisted classes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from lib.core import commands, hashing, records, workers
 from lib.core.errors import ArtifactError, StageError, from_os_error
 from lib.models.tensors import read_into
 
-_READERS = 4  # files that a rank reads at a time
+_READERS = 4  # files that a rank reads in parallel
 
-# All that the `.metadata` of a checkpoint of tensors is made of. With BytesStorageMetadata left
-# out, pickled objects beside the tensors are refused as well: DCP would load them without care.
+# All classes in the `.metadata` of a checkpoint of tensors. BytesStorageMetadata is not allowed, so
+# pickled objects among the tensors are refused; DCP would unpickle them without any check.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -68,10 +68,10 @@ _ALLOWED = {
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise what DCP wraps in its CheckpointException, where it is a matter of files or disk.
+def unwrap_dcp_errors() -> Iterator[None]:
+    """Re-raise the file or disk error that DCP has wrapped in its CheckpointException.
 
-    That exception is no `Exception` but a BaseException (torch 2.11 to 2.13), and hides the errno.
+    That exception is a BaseException (torch 2.11 to 2.13) and hides the errno.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def plain_errors() -> Iterator[None]:
                 known = from_os_error(cause) if isinstance(cause, OSError) else cause
                 if isinstance(cause, FileNotFoundError):
                     known = ArtifactError(
-                        f"{cause.filename} vanished while it was in use", run=commands.as_typed()
+                        f"{cause.filename} was deleted while it was in use", run=commands.as_typed()
                     )
                 if isinstance(known, StageError):
                     raise known from failure
@@ -91,7 +91,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class _HashingStream(io.RawIOBase):
-    """Passes writes on to a file and hashes them; it cannot seek, so the hash is the content's."""
+    """Write to a file and hash what is written; without seeking, the hash is the file's."""
 
     def __init__(self, file: BinaryIO, algorithm: str) -> None:
         self._file = file
@@ -123,7 +123,7 @@ class _HashingStream(io.RawIOBase):
 
 
 class _HashingFileSystem(FileSystem):
-    """Notes bytes and digest of every file that it creates."""
+    """Record the size and digest of every file that is written."""
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[int, str]] = {}
@@ -134,14 +134,14 @@ class _HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        # `.metadata` is what gets unpickled: it is guarded by a cryptographic digest.
+        # `.metadata` is unpickled, so it gets a cryptographic digest.
         algorithm = "sha256" if Path(path).name.startswith(".metadata") else hashing.FAST
         with super().create_stream(path, mode) as file:
             stream = _HashingStream(file, algorithm)
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's zip writer hides what a write raised behind an error of its own.
+                # torch's zip writer replaces the error of a write with its own.
                 raise stream.error or error from None
             self.entries[Path(path).name] = (stream.bytes, hashing.digest(stream.hasher, algorithm))
 
@@ -151,13 +151,13 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes two fsynced files per rank; `entries()` are the manifest entries of this rank's files.
+    """Write two fsynced files per rank, with their digests.
 
-    The optimizer has one of its own: an export need neither read nor verify it.
+    The optimizer state has its own file, so that an export need neither read nor verify it.
 
-    One thread: with more, an exception in a writer thread is lost and the save "succeeds"
-    (torch up to 2.13, pytorch 191391). Nothing copied ahead: torch would do that on a stream of the
-    thread's, and wait for another one before the bytes are hashed.
+    The writer uses one thread: with more, an exception in a writer thread is lost and the save
+    "succeeds" (torch up to 2.13, pytorch 191391). It copies nothing ahead: torch would copy on the
+    thread's CUDA stream but wait for another one before the bytes are hashed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -168,7 +168,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        # torch (2.11 to 2.13) never looks at them, and they take several times our digest's time.
+        # torch (2.11 to 2.13) never checks these CRCs, and they cost several times our digest.
         checksums = get_crc32_options()
         set_crc32_options(False)
         try:
@@ -189,7 +189,7 @@ class HashingWriter(FileSystemWriter):
         return done
 
     def entries(self, under: str) -> list[dict[str, Any]]:
-        """Return path (below `under`), bytes and digest of each file."""
+        """Return the manifest entries of this rank's files, with paths below `under`."""
         return [
             {"path": f"{under}/{name}", "bytes": size, "digest": digest}
             for name, (size, digest) in sorted(self.fs.entries.items())
@@ -201,13 +201,13 @@ class _Unpickler(pickle.Unpickler):
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise ArtifactError(
-            f"the checkpoint's .metadata wants {module}.{name}",
-            expected="nothing but the description of tensors; do not use this file",
+            f"the checkpoint's .metadata would load {module}.{name}",
+            expected="only descriptions of tensors; do not use this file",
         )
 
 
 class ShardFile:
-    """Reads shards as DCP writes them, without a copy of each; verify the file's digest before."""
+    """Read shards from a file of DCP without extra copies. Verify the file's digest first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -231,30 +231,35 @@ class ShardFile:
         self._file.close()
 
     def read(self, place: _StorageInfo, target: Tensor, offsets: Sequence[int]) -> None:
-        """Fill a tensor with the part of a shard that begins at `offsets` and has its sizes.
+        """Fill a tensor with the part of a shard that begins at `offsets`.
 
-        Raises ArtifactError when the file is cut short.
+        Raises ArtifactError if the file is truncated.
         """
         saved, begin = self._describe(place)
-        rows = saved.is_contiguous() and saved.shape[1:] == target.shape[1:]
-        if rows and target.is_cpu and target.is_contiguous() and target.dtype == saved.dtype:
+        has_whole_rows = saved.is_contiguous() and saved.shape[1:] == target.shape[1:]
+        if (
+            has_whole_rows
+            and target.is_cpu
+            and target.is_contiguous()
+            and target.dtype == saved.dtype
+        ):
             first = saved.storage_offset() + (offsets[0] * saved.stride(0) if saved.dim() else 0)
             read_into(target, self._file.fileno(), begin + first * saved.itemsize, self._path)
             return
-        whole = torch.empty(saved.untyped_storage().nbytes() // saved.itemsize, dtype=saved.dtype)
-        read_into(whole, self._file.fileno(), begin, self._path)
-        part = whole.as_strided(saved.shape, saved.stride(), saved.storage_offset())
+        values = torch.empty(saved.untyped_storage().nbytes() // saved.itemsize, dtype=saved.dtype)
+        read_into(values, self._file.fileno(), begin, self._path)
+        part = values.as_strided(saved.shape, saved.stride(), saved.storage_offset())
         for dimension, (offset, size) in enumerate(zip(offsets, target.shape, strict=True)):
             part = part.narrow(dimension, offset, size)
         target.copy_(part)
 
     def _describe(self, place: _StorageInfo) -> tuple[Tensor, int]:
-        """Return a shard without its content, and the byte at which that begins."""
+        """Return a shard as a fake tensor, and the byte offset of its content."""
         archive = torch._C.PyTorchFileReader(
             _create_file_view(self._file, place.offset, place.length)
         )
         description = archive.get_record("data.pkl")
-        if description not in self._described:  # most shards are like others: a load takes 1 ms
+        if description not in self._described:  # most descriptions repeat, and a load takes 1 ms
             with self._fake:
                 self._described[description] = torch.load(
                     _create_file_view(self._file, place.offset, place.length),
@@ -265,7 +270,7 @@ class ShardFile:
 
 
 class StrictReader(FileSystemReader):
-    """Reads `.metadata` through an allowlist, once, and shards without a detour; verify before."""
+    """Read `.metadata` once, with an allowlist, and shards without extra copies. Verify first."""
 
     _metadata: Metadata | None = None
 
@@ -284,7 +289,7 @@ class StrictReader(FileSystemReader):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         with workers.thread_pool(_READERS, "reader") as readers:
             for _ in readers.map(lambda name: self._read(name, by_file[name], planner), by_file):
-                pass  # but raise what a thread raised
+                pass  # raises the error of a thread
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -292,9 +297,9 @@ class StrictReader(FileSystemReader):
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         if records.leads_out(name):
             raise ArtifactError(
-                f"the .metadata in {self.path} names a file elsewhere",
+                f"the .metadata in {self.path} names a file outside this directory",
                 found=repr(name),
-                expected="one beside it; do not use this file",
+                expected="a file beside it; do not use this checkpoint",
             )
         with ShardFile(Path(self.path) / name) as file:
             for item in items:

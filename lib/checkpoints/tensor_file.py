@@ -1,8 +1,8 @@
-"""A safetensors file written in pieces: hashed and sent to the disk while the next is made.
+"""Write a safetensors file in pieces, hashing and writing each one while the next is filled.
 
-The pieces go past the page cache where the file system allows it (O_DIRECT). That costs a tenth
-of the processor time of a buffered write, does not push out what a run that goes on reads, and
-lets the file be read back from the disk itself.
+If the file system allows it, the pieces bypass the page cache (O_DIRECT). That takes a tenth of the
+CPU time of a buffered write, does not evict the files that a training run reads, and makes it
+possible to read the file back from the disk itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as it will be written."""
+    """A tensor to write: its key, shape and dtype in the file."""
 
     key: str
     shape: tuple[int, ...]
@@ -43,9 +43,9 @@ class Entry:
 
 
 class TensorFile:
-    """Writes one safetensors file; durable when the `with` ends without an error.
+    """Write one safetensors file, which is durable after a `with` block without an error.
 
-    While a piece is filled here, others are hashed and written by a thread each.
+    While the caller fills a piece, threads hash and write the previous ones.
     """
 
     def __init__(self, path: Path, entries: list[Entry]) -> None:
@@ -53,12 +53,12 @@ class TensorFile:
         self._entries = entries
         self._hashers = {kind: hashing.new(kind) for kind in {"sha256", hashing.FAST}}
         self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(self._hashers))]
-        self._pieces = [mmap.mmap(-1, _PIECE) for _ in range(3)]  # mapped: aligned, as it must be
+        self._pieces = [
+            mmap.mmap(-1, _PIECE) for _ in range(3)
+        ]  # mapped memory has the alignment that O_DIRECT needs
         self._converted = torch.empty(_PIECE, dtype=torch.uint8)
         self._busy: list[list[Future[Any]]] = [[] for _ in self._pieces]
-        self._turn = 0
-        self._filled = 0
-        self._offset = 0
+        self._current = self._filled = self._offset = 0
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -89,13 +89,13 @@ class TensorFile:
     def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """Write a tensor's content as `dtype`."""
         for part in tensor.reshape(-1).split(_PIECE // dtype.itemsize):
-            # Not `part.to(dtype)`: fresh memory for each part left the heap five times as large.
+            # `part.to(dtype)` allocates for each part, which made the heap five times as large.
             converted = self._converted[: part.numel() * dtype.itemsize]
             converted.view(dtype).copy_(part)
             self._append(memoryview(converted.numpy()))
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Return path, bytes and SHA-256; after the `with`."""
+        """Return the manifest entry of the file, after the `with` block."""
         return {
             "path": self.path.name,
             "bytes": self._offset,
@@ -103,41 +103,41 @@ class TensorFile:
         }
 
     def reads_back(self) -> bool:
-        """Tell whether the file, read again, is what was written; after the `with`."""
+        """Return whether the file reads back as it was written, after the `with` block."""
         hasher = hashing.new()
-        for piece in _read(self.path):
+        for piece in _read_pieces(self.path):
             hasher.update(piece)
         return hasher.hexdigest() == self._hashers[hashing.FAST].hexdigest()
 
     def _append(self, data: memoryview) -> None:
         while data:
             part = data[: _PIECE - self._filled]
-            self._pieces[self._turn][self._filled : self._filled + len(part)] = part
+            self._pieces[self._current][self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             data = data[len(part) :]
             if self._filled == _PIECE:
                 self._send()
 
     def _send(self) -> None:
-        """Hand the piece to the threads, and wait until the next one is free again."""
-        view = memoryview(self._pieces[self._turn])[: self._filled]
+        """Hand the piece to the threads, and wait until the next buffer is free."""
+        view = memoryview(self._pieces[self._current])[: self._filled]
         writer, *hashers = self._threads
-        self._busy[self._turn] = [
-            writer.submit(_write, self._file, view, self._offset),
+        self._busy[self._current] = [
+            writer.submit(_write_piece, self._file, view, self._offset),
             *(
                 thread.submit(hasher.update, view)
                 for thread, hasher in zip(hashers, self._hashers.values(), strict=True)
             ),
         ]
         self._offset += self._filled
-        self._turn = (self._turn + 1) % len(self._pieces)
+        self._current = (self._current + 1) % len(self._pieces)
         self._filled = 0
-        for future in self._busy[self._turn]:
+        for future in self._busy[self._current]:
             future.result()
 
 
-def not_as_written(path: Path) -> ArtifactError:
-    """Return the error for a file that does not read back."""
+def make_read_back_error(path: Path) -> ArtifactError:
+    """Return the error for a file that does not read back as it was written."""
     return ArtifactError(
         f"{path} does not read back as it was written",
         hint="check the disk (`dmesg`), then:",
@@ -149,35 +149,35 @@ def _open(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without direct access
+        if error.errno != errno.EINVAL:  # this file system has no direct I/O
             raise
         return os.open(path, flags, 0o666)
 
 
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write a piece at an offset. An incomplete last block goes through the page cache."""
+def _write_piece(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write a piece at an offset; a short last piece goes through the page cache."""
     if len(data) < _PIECE:
-        _through_the_cache(descriptor)
+        _disable_direct_io(descriptor)
     while data:
         try:
             written = os.pwrite(descriptor, data, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _through_the_cache(descriptor):
+            if error.errno != errno.EINVAL or not _disable_direct_io(descriptor):
                 raise
             continue
         data = data[written:]
         offset = offset + written
 
 
-def _through_the_cache(descriptor: int) -> bool:
-    """Stop direct access; False when there was none."""
+def _disable_direct_io(descriptor: int) -> bool:
+    """Switch direct I/O off; return False if it was off already."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)
 
 
-def _read(path: Path) -> Iterator[memoryview]:
-    """Yield a file's content in pieces, each valid until the next."""
+def _read_pieces(path: Path) -> Iterator[memoryview]:
+    """Yield the content of a file in pieces, each valid until the next one."""
     piece = memoryview(mmap.mmap(-1, _PIECE))
     offset = 0
     descriptor = _open(path, os.O_RDONLY)
@@ -185,15 +185,15 @@ def _read(path: Path) -> Iterator[memoryview]:
         while True:
             try:
                 count = os.preadv(descriptor, [piece], offset)
-            except OSError as error:  # a file system that takes the flag and no such read
-                if error.errno != errno.EINVAL or not _through_the_cache(descriptor):
+            except OSError as error:  # this file system accepts the flag but not the read
+                if error.errno != errno.EINVAL or not _disable_direct_io(descriptor):
                     raise
                 continue
             if not count:
                 return
             yield piece[:count]
             offset += count
-            if offset % mmap.PAGESIZE:  # the end; anything that is left would be misaligned
-                _through_the_cache(descriptor)
+            if offset % mmap.PAGESIZE:  # the end of the file; a further read would be misaligned
+                _disable_direct_io(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The second tier: frequent checkpoints beside the shared ones, which are what a run relies on."""
+"""Define the second tier: frequent checkpoints in addition to the shared ones."""
 
 from __future__ import annotations
 
@@ -10,89 +10,89 @@ import torch
 from torch import Tensor
 
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.snapshot import Snapshot, random_states, set_random_states
+from lib.checkpoints.snapshot import Snapshot, get_random_states, set_random_states
 from lib.models.sharded import local_tensor
 
 _RANDOM = "random."  # prefix of random states among the tensors
 
 
-Note = Callable[..., None]  # notes an event of the run: its name, step and facts
+Note = Callable[..., None]  # records an event of the run: (name, step, **facts)
 
 
-def unnoted(event: str, step: int, **facts: Any) -> None:
-    """Note nothing."""
+def ignore_event(event: str, step: int, **facts: Any) -> None:
+    """Ignore an event."""
 
 
 class Tier(ABC):
-    """Checkpoints of one run, each rank's state as it is, for as many ranks as wrote them.
+    """Frequent checkpoints of one run, which only the same number of ranks can load.
 
-    where: the place, as a sentence names it. note: is told what is deleted. All ranks must call
-    everything here together.
+    Each rank writes its own shards. The run does not rely on this tier: it can always fall back to
+    the shared checkpoints. where: the place, as messages name it. note: records deletions. All
+    ranks must call every method.
     """
 
     where: str
     note: Note
 
     def note_deleted(self, step: int, steps: list[int], why: str = "") -> None:
-        """Note which checkpoints are gone, if any. step: that of the run."""
+        """Record deleted checkpoints, if any. step: the current step of the run."""
         if steps:
-            self.note(
-                "prune", step, steps=steps, where=self.where, **({"reason": why} if why else {})
-            )
+            reason = {"reason": why} if why else {}
+            self.note("prune", step, steps=steps, where=self.where, **reason)
 
     @abstractmethod
     def write(self, snapshot: Snapshot) -> Checkpoint:
-        """Commit what all ranks captured, or raise on every rank what went wrong on any."""
+        """Write and commit a checkpoint; if a rank fails, all ranks raise."""
 
     @abstractmethod
-    def newest_valid(
+    def find_newest_valid(
         self,
         identity: dict[str, Any],
         after: int,
-        quarantined: Callable[[int, str], None],
+        on_quarantine: Callable[[int, str], None],
         before: int | None = None,
     ) -> Checkpoint | None:
-        """Return the newest checkpoint of which every rank's part is whole, every byte of it.
+        """Return the newest checkpoint of which every rank's files match their digests.
 
-        identity: as of the run now; others are left out. after: only a later step than this one.
-        before: only this step or an earlier one. Of a damaged one `quarantined(step, why)` is
-        called on rank 0.
+        identity: of the current run; checkpoints with another one are ignored. after: consider only
+        later steps. before: consider only this step and earlier ones. For each damaged checkpoint,
+        `on_quarantine(step, why)` is called on rank 0.
         """
 
     @abstractmethod
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Tell whether a checkpoint is one of these."""
+        """Return whether a checkpoint belongs to this tier."""
 
     @abstractmethod
-    def remove(self, step: int) -> None:
-        """Delete them all: the run is complete, at this step."""
+    def delete_all(self, step: int) -> None:
+        """Delete all checkpoints of the tier, because the run is complete at this step."""
 
     @abstractmethod
-    def supersede(self, step: int, why: str) -> None:
-        """Put out of the way what is newer than the step that the run goes on from."""
+    def drop_newer(self, step: int, why: str) -> None:
+        """Make the checkpoints after a step unusable, because the run continues from that step."""
 
     @abstractmethod
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors from this rank's part; ArtifactError when they are others than those."""
+        """Load tensors from this rank's part; raise ArtifactError if names or shapes differ."""
 
     def fill(
         self, checkpoint: Checkpoint, tensors: dict[str, Tensor], device: torch.device
     ) -> None:
-        """Fill tensors and random states of this rank.
+        """Load the tensors and random states of this rank.
 
-        Raises ArtifactError when names, shapes or dtypes differ.
+        Raises ArtifactError if names, shapes or dtypes differ.
         """
-        states = random_states(device)
-        self._fill(checkpoint, _of_rank(tensors, states))
+        states = get_random_states(device)
+        self._fill(checkpoint, _merge_local(tensors, states))
         set_random_states(states, device)
 
 
-def tensors_of(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return all tensors of a snapshot as this rank holds them, random states among them."""
-    return _of_rank(snapshot.tensors, snapshot.random_states)
+def get_local_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return this rank's tensors of a snapshot, including its random states."""
+    return _merge_local(snapshot.tensors, snapshot.random_states)
 
 
-def _of_rank(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[str, Tensor]:
+def _merge_local(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: local_tensor(tensor) for name, tensor in tensors.items()} | {
         _RANDOM + kind: state for kind, state in states.items()
     }

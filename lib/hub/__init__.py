@@ -1,1 +1,1 @@
-"""Fetches what stage 03 and --online need of the network."""
+"""Download models and datasets for stage 03 and `--online`."""

@@ -1,4 +1,4 @@
-"""Finds files in the Hugging Face cache of this machine, see lib/models/directory.py."""
+"""Find files in the Hugging Face cache of this machine (layout: lib/models/hf_cache.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lib.models import hf_cache
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 
 
-def look_up(name: str, revision: str, kind: str) -> Repository | None:
-    """Return what the cache holds of a repository at a revision, None when it holds nothing.
+def find_cached_repository(name: str, revision: str, kind: str) -> Repository | None:
+    """Return the cached files of a repository at a revision, or None if there are none.
 
-    The names of the blobs are the digests that the Hub declared; what is not a link is left out.
+    Each file is a link to a blob whose name is the digest that the Hub declared. Other entries are
+    ignored.
     """
     directory = hf_cache.find_snapshot(name, revision, kind)
     if directory is None:
@@ -40,17 +41,21 @@ def look_up(name: str, revision: str, kind: str) -> Repository | None:
 
 
 def find_blob(file: RemoteFile, name: str, kind: str) -> Path | None:
-    """Return the cached content of a file, of whatever revision, if its size is right."""
-    path = hf_cache.find_repository(name, kind) / "blobs" / file.declared
-    return path if file.declared and path.is_file() and path.stat().st_size == file.size else None
+    """Return the path of a file's cached content (from any revision) if its size matches."""
+    path = hf_cache.find_repository(name, kind) / "blobs" / file.declared_digest
+    return (
+        path
+        if file.declared_digest and path.is_file() and path.stat().st_size == file.size
+        else None
+    )
 
 
-def copy(source: Path, destination: Path) -> None:
-    """Copy a file's content; where the file system can, both share the blocks until one changes."""
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file, as a copy-on-write clone if the file system supports it (FICLONE)."""
     with source.open("rb") as old, destination.open("wb") as new:
         try:
             fcntl.ioctl(new, _FICLONE, old.fileno())
             return
         except OSError:
-            pass  # another file system, or one without shared blocks
+            pass  # different file systems, or no support for clones
         shutil.copyfileobj(old, new, 1 << 22)

@@ -1,7 +1,7 @@
-"""Talks to the Hugging Face Hub; nothing else may open a connection.
+"""Talk to the Hugging Face Hub. No other module may open a connection.
 
-A request that fails for a passing reason is made again, after as long as the Hub asks for; a
-stream that breaks is taken up where it broke. The token goes into request headers only.
+Requests with a transient error are retried, after the delay that the Hub asks for, if any. A broken
+stream continues at the byte where it broke. The token is sent in request headers only.
 """
 
 from __future__ import annotations
@@ -28,126 +28,128 @@ from lib.models import hf_cache
 
 Result = TypeVar("Result")
 
-_PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
-_RETRIES = 5
-_LOOK_UP_TIMEOUT_S = 30
-_LONGEST_S = 30.0
-_LONGEST_ASKED_S = 600.0
+_TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
+_MAX_RETRIES = 5
+_METADATA_TIMEOUT_S = 30
+_MAX_BACKOFF_S = 30.0
+_MAX_RETRY_AFTER_S = 600.0
 
 
-class OutOfReachError(UsageError):
-    """Says that the Hub gave no answer."""
+class HubUnreachableError(UsageError):
+    """The Hub did not answer."""
 
 
 class Hub:
-    """Fetches from a Hub; `HF_ENDPOINT` names another than the public one.
+    """Download from the public Hub, or from the one that `HF_ENDPOINT` names.
 
-    A request to wait holds for all threads: the Hub limits users, not connections. token: of a
-    user, or "" for the one in `HF_TOKEN` or of a login on this machine, if any.
+    When the Hub asks for a delay, all threads wait, because the Hub limits users and not
+    connections. token: a user's access token; "" uses `HF_TOKEN` or the login stored on this
+    machine, if any.
     """
 
     def __init__(self, token: str) -> None:
-        # Read when huggingface_hub is imported; telemetry would make requests of its own.
+        # huggingface_hub reads both at import; telemetry would send requests of its own.
         _require_endpoint()
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         from huggingface_hub import constants, get_token, logging
 
-        logging.set_verbosity_error()  # it would log retries a second time, with addresses
-        given = token or get_token()
-        if given and not re.fullmatch(r"[\x21-\x7e]+", given):
+        logging.set_verbosity_error()  # it would log each retry again, with its URL
+        access_token = token or get_token()
+        if access_token and not re.fullmatch(r"[\x21-\x7e]+", access_token):
             raise UsageError(
-                "the token holds spaces or characters that no token has",
-                expected="a token as the settings page of a Hub account shows it",
+                "the token contains spaces or characters that a token cannot contain",
+                expected="a token exactly as the settings page of your Hub account shows it",
             )
-        self._token = given or False  # None would look for a login once more
+        self._token = access_token or False  # with None, huggingface_hub would look for a login
         self.endpoint = constants.ENDPOINT
         _require_settings()
-        self.stopped = threading.Event()  # set from outside, it ends all waiting
+        self.stopped = threading.Event()  # Transfer sets it to end all waiting after an error
         self._paused_until = 0.0
         self._lock = threading.Lock()
 
-    def look_up(self, name: str, revision: str, kind: str = "model") -> Repository:
-        """Return what a repository holds at a revision (branch, tag or commit).
+    def find_repository(self, name: str, revision: str, kind: str = "model") -> Repository:
+        """Return the file list of a repository at a revision (branch, tag or commit).
 
-        When the Hub is out of reach, what the Hugging Face cache of this machine holds of it.
-        Raises UsageError when it is not there, not allowed, or neither can be had.
+        If the Hub is unreachable, return the files that the Hugging Face cache of this machine
+        contains. Raises UsageError if the repository does not exist or may not be read, or if the
+        Hub is unreachable and nothing is cached.
         """
         try:
-            with self._explained(name, revision, kind):
-                return self._retry(lambda: self._ask(name, revision, kind))
-        except OutOfReachError as error:
-            cached = cache.look_up(name, revision, kind)
+            with self._translate_errors(name, revision, kind):
+                return self._retry(lambda: self._request_metadata(name, revision, kind))
+        except HubUnreachableError as error:
+            cached = cache.find_cached_repository(name, revision, kind)
             if cached is None:
                 raise
             log.warn(
-                f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
-                f"{hf_cache.find()}, as it was when it came there; files that never "
-                "came there will be missing"
+                f"{error.problem}; using the copy of {name} at {revision} in the Hugging Face "
+                f"cache {hf_cache.find()}. It may be older than the Hub's, and files that were "
+                "never downloaded are missing"
             )
             return cached
 
-    def read(self, repository: Repository, file: RemoteFile, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to `end`."""
-        with self._explained(repository.name, repository.commit, repository.kind):
+    def read_range(self, repository: Repository, file: RemoteFile, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` (exclusive) of a file."""
+        with self._translate_errors(repository.name, repository.commit, repository.kind):
             return self._retry(
-                lambda: b"".join(self._stream(repository, file, start, end)), lambda: False
+                lambda: b"".join(self._stream_range(repository, file, start, end)), lambda: False
             )
 
-    def receive(
+    def fetch_piece(
         self, repository: Repository, part: PartialFile, piece: int, advance: Callable[[int], None]
     ) -> None:
-        """Complete a piece of a file, taking up a broken connection where it broke."""
+        """Download the missing bytes of a piece, continuing where a connection broke."""
 
-        def left() -> int:
-            return len(range(*part.range_left(piece)))
+        def count_missing() -> int:
+            return len(range(*part.missing_range(piece)))
 
-        lefts = [left()]
+        missing = [count_missing()]
 
-        def came_further() -> bool:
-            lefts.append(left())
-            return lefts[-1] < lefts[-2]
+        def made_progress() -> bool:
+            missing.append(count_missing())
+            return missing[-1] < missing[-2]
 
-        def take_up() -> None:
-            with part.appending(piece) as append:
-                for chunk in self._stream(repository, part.file, *part.range_left(piece)):
-                    advance(append(chunk))  # as it comes: what came survives a kill
+        def continue_stream() -> None:
+            with part.open_piece(piece) as append:
+                for chunk in self._stream_range(repository, part.file, *part.missing_range(piece)):
+                    advance(append(chunk))  # write each chunk at once, so that it survives a kill
 
-        with self._explained(repository.name, repository.commit, repository.kind):
-            while left():  # a stream may also end early without an error
-                self._retry(take_up, came_further)
-                if left() and not came_further():
+        with self._translate_errors(repository.name, repository.commit, repository.kind):
+            while count_missing():  # a stream can also end early without an error
+                self._retry(continue_stream, made_progress)
+                if count_missing() and not made_progress():
                     raise ArtifactError(
-                        f"{repository.name}: {part.file.path} arrived incomplete",
-                        expected=f"{part.file.size} bytes, as the Hub declares",
-                        hint="later:",
+                        f"{repository.name}: the download of {part.file.path} is incomplete",
+                        expected=f"{part.file.size} bytes, the size that the Hub declares",
+                        hint="try again later:",
                         run=commands.as_typed(),
                     )
 
-    def _ask(self, name: str, revision: str, kind: str) -> Repository:
+    def _request_metadata(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
 
         api = HfApi(token=self._token)
         try:
             if kind == "model":
                 info = api.model_info(
-                    name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S
+                    name, revision=revision, files_metadata=True, timeout=_METADATA_TIMEOUT_S
                 )
-                found: Any = info.siblings or []
+                listed_files: Any = info.siblings or []
             else:
-                # The list that comes with the facts is cut short at some thousand files
-                # (huggingface_hub 3565); the tree comes in pages.
-                info = api.dataset_info(name, revision=revision, timeout=_LOOK_UP_TIMEOUT_S)
-                found = [
+                # `siblings` is truncated at some thousand files (huggingface_hub 3565); the tree
+                # is paginated.
+                info = api.dataset_info(name, revision=revision, timeout=_METADATA_TIMEOUT_S)
+                listed_files = [
                     entry
                     for entry in api.list_repo_tree(
                         name, recursive=True, revision=info.sha or revision, repo_type=kind
                     )
-                    if hasattr(entry, "blob_id")
-                ]  # no folder
-        except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
+                    if hasattr(entry, "blob_id")  # folders do not have one
+                ]
+        except (ValueError, TypeError, KeyError):  # not JSON, or not the Hub's
             raise UsageError(
-                f"what answers at {redact(self.endpoint)} is not a Hub",
-                expected="HF_ENDPOINT unset, or the address of a Hub",
+                f"the server at {redact(self.endpoint)} is not a Hub",
+                expected="HF_ENDPOINT unset, or the URL of a Hub",
             ) from None
         files = {
             f.rfilename: RemoteFile(
@@ -156,14 +158,14 @@ class Hub:
                 f.lfs.sha256 if f.lfs else "",
                 (not f.lfs and f.blob_id) or "",
             )
-            for f in found
+            for f in listed_files
         }
         return Repository(name, info.sha or revision, files, kind)
 
-    def _stream(
+    def _stream_range(
         self, repository: Repository, file: RemoteFile, start: int, end: int
     ) -> Iterator[bytes]:
-        """Yield what one request brings of the bytes of a file from `start` to `end`."""
+        """Yield bytes `start` to `end` of a file, as far as one request delivers them."""
         from huggingface_hub import constants, get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -172,7 +174,8 @@ class Hub:
         )
         headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
         if (start, end) != (0, file.size):
-            headers["Range"] = f"bytes={start}-" + (str(end - 1) if end < file.size else "")
+            last = end - 1 if end < file.size else ""
+            headers["Range"] = f"bytes={start}-{last}"
         with get_session().stream(
             "GET",
             url,
@@ -181,59 +184,64 @@ class Hub:
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         ) as response:
             hf_raise_for_status(response)
-            at = start if response.status_code == 206 else 0  # not all know ranges
+            offset = start if response.status_code == 206 else 0  # some servers ignore ranges
             for chunk in response.iter_bytes():
-                if wanted := chunk[max(0, start - at) : end - at]:
-                    yield wanted
-                if (at := at + len(chunk)) >= end:
+                if part := chunk[max(0, start - offset) : end - offset]:
+                    yield part
+                if (offset := offset + len(chunk)) >= end:
                     break
 
     def _retry(
-        self, request: Callable[[], Result], came_further: Callable[[], bool] | None = None
+        self, request: Callable[[], Result], made_progress: Callable[[], bool] | None = None
     ) -> Result:
-        """Return what a request returns, making it again while it fails for passing reasons.
+        """Return the result of a request, and retry it after transient errors.
 
-        came_further: tells whether bytes came since it was last asked; without it, no answer at
-        all is final, since nothing is lost then.
+        made_progress: returns whether bytes have arrived since its last call; progress resets the
+        count of failures. Without it (a metadata request), a request without an answer is not
+        retried.
         """
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         failures = 0
         while True:
-            while (left := self._paused_until - time.monotonic()) > 0 and not self.stopped.wait(
-                left
-            ):
-                pass
+            while (delay := self._paused_until - time.monotonic()) > 0:
+                if self.stopped.wait(delay):
+                    break
             try:
                 return request()
             except HTTPError as error:
                 response = error.response if isinstance(error, HfHubHTTPError) else None
-                failures = 0 if came_further and came_further() else failures + 1
-                final = (
-                    response.status_code not in _PASSING
+                failures = 0 if made_progress and made_progress() else failures + 1
+                is_final = (
+                    response.status_code not in _TRANSIENT_STATUSES
                     if response is not None
-                    else not came_further
+                    else not made_progress
                 )
-                if final or failures > _RETRIES or _is_lasting(error) or self.stopped.is_set():
+                if (
+                    is_final
+                    or failures > _MAX_RETRIES
+                    or _is_permanent(error)
+                    or self.stopped.is_set()
+                ):
                     raise
-                self._pause(_read_wait_s(getattr(response, "headers", {})), failures)
+                self._pause(_read_retry_after(getattr(response, "headers", {})), failures)
 
-    def _pause(self, asked: float, failures: int) -> None:
-        """Back off after each failure, or let all threads wait the seconds a server asked for."""
-        if not asked:  # with chance, so that not all who were refused come back at once
+    def _pause(self, requested: float, failures: int) -> None:
+        """Back off after a failure, or make all threads wait the seconds that the Hub requests."""
+        if not requested:  # with jitter, so that refused clients do not all return at once
             self.stopped.wait(
-                min(_LONGEST_S, 2.0 ** max(0, failures - 1)) * random.uniform(0.75, 1.25)
+                min(_MAX_BACKOFF_S, 2.0 ** max(0, failures - 1)) * random.uniform(0.75, 1.25)
             )
             return
-        seconds = min(asked, _LONGEST_ASKED_S)
+        seconds = min(requested, _MAX_RETRY_AFTER_S)
         with self._lock:
-            if seconds > _LONGEST_S:
-                log.info(f"the Hub asks to wait {units.duration(seconds)}")
+            if seconds > _MAX_BACKOFF_S:
+                log.info(f"the Hub asks us to wait {units.duration(seconds)}")
             self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     @contextmanager
-    def _explained(self, name: str, revision: str, kind: str) -> Iterator[None]:
-        """Turn what huggingface_hub raises into one sentence each, never quoting a header."""
+    def _translate_errors(self, name: str, revision: str, kind: str) -> Iterator[None]:
+        """Translate each exception of huggingface_hub into one of ours, without request headers."""
         from huggingface_hub import errors
 
         endpoint = redact(self.endpoint)
@@ -241,15 +249,16 @@ class Hub:
         try:
             yield
         except errors.OfflineModeIsEnabled:
-            raise OutOfReachError(
-                "the Hub is needed, but the environment says to stay offline",
+            raise HubUnreachableError(
+                "the Hub is needed, but HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set",
+                hint="to allow the network for this command:",
                 run="env -u HF_HUB_OFFLINE -u TRANSFORMERS_OFFLINE " + commands.as_typed(),
             ) from None
         except errors.GatedRepoError:
             raise UsageError(
                 f"{name} is gated: its owner grants access to users one by one",
-                expected="a token of a user who has access (--token or HF_TOKEN)",
-                hint=f"ask for access at {page}",
+                expected="the token of a user who has access (--token or HF_TOKEN)",
+                hint=f"request access at {page}",
             ) from None
         except errors.RevisionNotFoundError:
             raise UsageError(
@@ -259,83 +268,83 @@ class Hub:
         except errors.RepositoryNotFoundError:
             raise UsageError(
                 f"there is no {kind} {name} at {endpoint}, or it is private",
-                found=f"nothing that you may read at {page}",
-                expected="ORG/NAME; for a private one also --token or HF_TOKEN",
+                found=f"{page} does not exist or may not be read",
+                expected="ORG/NAME; a private repository also needs --token or HF_TOKEN",
             ) from None
         except errors.HfHubHTTPError as error:
-            raise _refused(error, name, endpoint, bool(self._token)) from None
+            raise _refusal_error(error, name, endpoint, bool(self._token)) from None
         except errors.HTTPError as error:
-            raise _out_of_reach(error, endpoint) from None
+            raise _unreachable_error(error, endpoint) from None
 
 
-def _read_wait_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that the Hub asks to wait, 0 when it asks for nothing."""
+def _read_retry_after(headers: Mapping[str, str]) -> float:
+    """Return the delay in seconds that the Hub requests, or 0 if it requests none."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     limit = parse_ratelimit_headers(headers)
-    asked = headers.get("Retry-After", "").strip()
-    if asked.isascii() and asked.isdigit():
-        return float(asked)
-    try:  # or a date: RFC 9110, section 10.2.3
-        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+    retry_after = headers.get("Retry-After", "").strip()
+    if retry_after.isascii() and retry_after.isdigit():
+        return float(retry_after)
+    try:  # it may also be a date: RFC 9110, section 10.2.3
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return limit.reset_in_seconds if limit and not limit.remaining else 0.0
 
 
 def _require_endpoint() -> None:
-    """Raise UsageError when HF_ENDPOINT is not an address."""
-    given = os.environ.get("HF_ENDPOINT", "")
+    """Raise UsageError if HF_ENDPOINT is set but is not a valid URL."""
+    endpoint = os.environ.get("HF_ENDPOINT", "")
     try:
-        parts = urlsplit(given)
-        is_good = (
+        parts = urlsplit(endpoint)
+        is_valid = (
             parts.scheme in ("http", "https")
             and parts.hostname
             and parts.port != 0
             and not parts.query
             and not parts.fragment
-            and re.fullmatch(r"[\x21-\x7e]+", given)
+            and re.fullmatch(r"[\x21-\x7e]+", endpoint)
         )
-    except ValueError:  # brackets that do not close, a port beyond 65535
-        is_good = False
-    if "HF_ENDPOINT" in os.environ and not is_good:
+    except ValueError:  # unclosed brackets, or a port above 65535
+        is_valid = False
+    if "HF_ENDPOINT" in os.environ and not is_valid:
         raise UsageError(
-            "HF_ENDPOINT is not an address of a Hub",
-            found=repr(redact(given)),
+            "HF_ENDPOINT is not a valid URL of a Hub",
+            found=repr(redact(endpoint)),
             expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset",
         )
 
 
 def _require_settings() -> None:
-    """Raise UsageError when the proxy or certificates of the environment cannot be used."""
+    """Raise UsageError if the configured proxy or certificate file cannot be used."""
     from huggingface_hub import get_session
 
     try:
         get_session()
     except (OSError, ssl.SSLError) as error:
         raise UsageError(
-            "the certificates that the environment names cannot be read",
+            "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read",
             found=str(error),
             expected="a PEM file in SSL_CERT_FILE",
         ) from None
-    except Exception as error:  # ValueError, InvalidURL: the client checks them when it is made
+    except Exception as error:  # ValueError or InvalidURL from the client's constructor
         raise UsageError(
-            "the proxy that the environment names cannot be used",
+            "the proxy in HTTPS_PROXY or HTTP_PROXY cannot be used",
             found=redact(str(error)),
-            expected="http://HOST:PORT in HTTPS_PROXY or HTTP_PROXY",
+            expected="http://HOST:PORT",
         ) from None
 
 
-def _is_lasting(error: Exception) -> bool:
-    """Tell whether an error would come again: certificates and proxies do not mend by waiting."""
+def _is_permanent(error: Exception) -> bool:
+    """Return whether a retry is pointless: certificates and proxies do not change by waiting."""
     return type(error).__name__ in (
         "ProxyError",
         "UnsupportedProtocol",
         "InvalidURL",
         "TooManyRedirects",
-    ) or _is_certificate(error)
+    ) or _is_certificate_error(error)
 
 
-def _is_certificate(error: BaseException | None) -> bool:
+def _is_certificate_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ssl.SSLError) or "CERTIFICATE_VERIFY_FAILED" in str(error):
             return True
@@ -343,7 +352,8 @@ def _is_certificate(error: BaseException | None) -> bool:
     return False
 
 
-def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageError:
+def _refusal_error(error: Any, name: str, endpoint: str, has_token: bool) -> UsageError:
+    """Return the error for a request that the Hub answered with an error status."""
     status = error.response.status_code
     if status == 401 and has_token:
         return UsageError(
@@ -351,44 +361,48 @@ def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageErro
             found="HTTP status 401",
             expected="a valid token (--token or HF_TOKEN), or none",
         )
-    busy = status in _PASSING
+    problem = f"the Hub at {endpoint} refused to serve {name}"
+    if status not in _TRANSIENT_STATUSES:
+        return UsageError(problem, found=f"HTTP status {status}")
     return UsageError(
-        f"the Hub at {endpoint} refused to serve {name}",
-        found=f"HTTP status {status}" + (f", {_RETRIES + 1} times" if busy else ""),
-        hint="later; finished files are kept:" if busy else "",
-        run=commands.as_typed() if busy else "",
+        problem,
+        found=f"HTTP status {status}, {_MAX_RETRIES + 1} times",
+        hint="finished files are kept; try again later:",
+        run=commands.as_typed(),
     )
 
 
-def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
-    """Return the error for a request that got no answer."""
-    found = type(error).__name__ + (f": {redact(str(error))}" if "Bearer" not in str(error) else "")
-    if _is_certificate(error):
-        return OutOfReachError(
-            f"the certificate of {endpoint} is not trusted here",
+def _unreachable_error(error: Exception, endpoint: str) -> HubUnreachableError:
+    """Return the error for a request without an answer."""
+    found = type(error).__name__
+    if "Bearer" not in str(error):  # never print a token
+        found += f": {redact(str(error))}"
+    if _is_certificate_error(error):
+        return HubUnreachableError(
+            f"the certificate of {endpoint} is not trusted",
             found=found,
-            expected="the authority of your network in SSL_CERT_FILE (a PEM file)",
+            expected="SSL_CERT_FILE names a PEM file with the certificate authority in use",
         )
     proxy = _find_proxy_variable(endpoint)
     if type(error).__name__ == "ProxyError":
-        return OutOfReachError(
-            f"the proxy does not let us through to {endpoint}",
+        return HubUnreachableError(
+            f"the proxy refused the connection to {endpoint}",
             found=found,
-            expected=f"a proxy in {proxy or 'https_proxy'} that lets us, with user and password "
-            "in its address if it asks for them; or this host in no_proxy",
+            expected=f"a proxy in {proxy or 'https_proxy'} that allows this host (with user and "
+            "password in its URL if it requires them), or the host in no_proxy",
         )
-    return OutOfReachError(
-        f"the Hub at {endpoint} is out of reach"
+    return HubUnreachableError(
+        f"the Hub at {endpoint} is unreachable"
         + (f" through the proxy in {proxy}" if proxy else ""),
         found=found,
-        expected="a connection, or a copy of .cache/ from a connected machine",
-        hint="finished files are kept:",
+        expected="a network connection, or a copy of .cache/ from a connected machine",
+        hint="finished files are kept; when the network is back:",
         run=commands.as_typed(),
     )
 
 
 def _find_proxy_variable(endpoint: str) -> str:
-    """Return the environment variable of the proxy that requests go through, "" without one."""
+    """Return the name of the environment variable that sets the proxy in use, or ""."""
     scheme, _, rest = endpoint.partition("://")
     names = [
         name

@@ -1,8 +1,8 @@
-"""Fetches shards of a dataset on the Hub one by one, when stage 04 with --online needs them.
+"""Download the shards of a Hub dataset one by one while stage 04 runs with `--online`.
 
-A process of its own fetches them, the only one of the launch that may go online; what it brings
-is as the Hub declares it, and stays in `.cache/streaming/`, where the next epoch and the next run
-find it.
+A child process downloads them; no other process of the launch may use the network. Each shard is
+checked against the digest that the Hub declares. It stays in `.cache/streaming/` for the next epoch
+and the next run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lib.core import log, publish, streams, units
 from lib.core.workers import Worker
 from lib.hub import partial
 from lib.hub.client import Hub
-from lib.hub.repository import RemoteFile, Repository, check_name, select
+from lib.hub.repository import RemoteFile, Repository, check_name, select_by_globs
 from lib.hub.transfer import Transfer
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class HubDataset:
-    """Fetches files of a dataset at one commit.
+    """Download files of a dataset at one commit, in a child process.
 
-    sizes: bytes and digest by path. Raises UsageError when the Hub is out of reach, has no such
-    dataset, or no file matches `include`.
+    sizes: (bytes, digest) by path. Raises UsageError if the Hub is unreachable, the dataset does
+    not exist, or no file matches `include`.
     """
 
     def __init__(self, name: str, revision: str, include: Sequence[str], directory: Path) -> None:
@@ -42,31 +42,32 @@ class HubDataset:
         self.commit, self.sizes = self._worker.receive()
 
     def send(self, path: str) -> None:
-        """Have a file fetched, after those that were sent before."""
+        """Queue a file for download."""
         self._worker.send(path)
 
     def receive(self) -> Path:
-        """Wait for the file that was sent first; UsageError, ArtifactError or DiskFullError when
-        it cannot be had.
+        """Wait for the oldest queued file and return its path.
+
+        Raises UsageError, ArtifactError or DiskFullError if it cannot be downloaded.
         """
         return self._worker.receive()
 
     def close(self) -> None:
-        """Stop fetching; what has come of a file stays."""
+        """Stop downloading; partially downloaded files are kept."""
         self._worker.close()
 
 
 def _go_online(
     name: str, revision: str, include: Sequence[str], directory: Path
 ) -> Callable[[str | None], Any]:
-    """Return what lists or fetches files; called in the process that fetches."""
-    for variable in _OFFLINE:  # read when huggingface_hub is imported
+    """Return the function that answers requests; called in the child process."""
+    for variable in _OFFLINE:  # huggingface_hub reads them at import
         os.environ.pop(variable, None)
     streams.outlive_readers()
     log.setup()
     hub = Hub("")
-    repository = hub.look_up(name, revision, "dataset")
-    files = {file.path: file for file in select(repository.files.values(), include, name)}
+    repository = hub.find_repository(name, revision, "dataset")
+    files = {file.path: file for file in select_by_globs(repository.files.values(), include, name)}
     return functools.partial(_answer, hub, repository, files, directory)
 
 
@@ -77,24 +78,26 @@ def _answer(
     directory: Path,
     path: str | None,
 ) -> Any:
-    """Return commit and files of the dataset, or the place of one of them once it is there."""
+    """Download a file and return its path; for None, return the commit and the file list."""
     if path is None:
-        return repository.commit, {file.path: (file.size, file.declared) for file in files.values()}
+        return repository.commit, {
+            file.path: (file.size, file.declared_digest) for file in files.values()
+        }
     file = files[path]
     target = directory / path
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target):
-        left = file.size - partial.count_bytes(file, directory)
-        if left > 0:
-            log.info(f"fetching {path} of {repository.name}, {units.size(left)}")
-            publish.require_space(directory, left, path)
+    with _file_lock(target):
+        missing = file.size - partial.count_fetched_bytes(file, directory)
+        if missing > 0:
+            log.info(f"downloading {path} of {repository.name}, {units.size(missing)}")
+            publish.require_space(directory, missing, path)
         Transfer(hub, repository).fetch([file], directory)
     return target
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Let one process of the machine fetch a file, while others that want it wait."""
+def _file_lock(target: Path) -> Iterator[None]:
+    """Hold a lock on a file, so that one process of this machine downloads it at a time."""
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Fetches a model, or raw files of a dataset, from the Hub: asks for, brings and converts them."""
+"""Download a model, or raw files of a dataset, from the Hub, and convert pickled weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from typing import Any
 from lib.core import log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
-from lib.hub.client import Hub, OutOfReachError
-from lib.hub.repository import RemoteFile, Repository, check_name, choose, select
-from lib.hub.transfer import Transfer, bring_headers, clear_others
+from lib.hub.client import Hub, HubUnreachableError
+from lib.hub.repository import (
+    RemoteFile,
+    Repository,
+    check_name,
+    choose_model_files,
+    select_by_globs,
+)
+from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
 from lib.models import remote_code, tokenizer
 from lib.models.directory import CODE_DIGESTS, CONFIG, find_whole_snapshot, rename_in_errors
 
-_LARGE = 64 << 20  # bytes of weights that are worth looking at their headers first
+_LARGE = 64 << 20  # bytes of weights from which the headers are checked before the download
 _SHOWN = 10
 
 
 @dataclass
 class RemoteFiles:
-    """Fetches files of a repository, and says where their bytes came from."""
+    """Download files of a repository, and count the bytes by source."""
 
     hub: Hub
     repository: Repository
@@ -33,26 +39,26 @@ class RemoteFiles:
     bytes_from: dict[str, int] = field(default_factory=dict, init=False)
     seconds: float = field(default=0.0, init=False)
 
-    def bring(
+    def fetch_files(
         self,
         directory: Path,
         *,
-        earlier: Sequence[Path],
+        reuse_from: Sequence[Path],
         workers: int,
         show_progress: bool,
         preview: Path | None = None,
-        beside: int = 0,
+        extra_bytes: int = 0,
     ) -> list[dict[str, Any]]:
-        """Bring the files into a directory; return manifest entries.
+        """Download the files into a directory and return their manifest entries.
 
-        earlier, preview: see Transfer. beside: bytes of room that they need besides their own.
+        reuse_from, preview: see Transfer. extra_bytes: disk space needed besides the files.
         """
-        needed = clear_others(self.files, directory, earlier) + beside
+        needed = prepare_directory(self.files, directory, reuse_from) + extra_bytes
         publish.require_space(directory, needed, self.repository.name)
         transfer = Transfer(
             self.hub,
             self.repository,
-            earlier,
+            reuse_from,
             preview=preview,
             workers=workers,
             show_progress=show_progress,
@@ -64,7 +70,7 @@ class RemoteFiles:
         return entries
 
     def describe_source(self) -> str:
-        """Return in words how much came, from where, and how fast."""
+        """Return a text with the number of files, the bytes by source, and the speed."""
         parts = [
             f"{units.size(size)} from {place}" for place, size in self.bytes_from.items() if size
         ]
@@ -75,7 +81,7 @@ class RemoteFiles:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return what the manifest says of the source."""
+        """Return the entries about the source for the manifest."""
         return {
             "source": "Hugging Face cache" if self.repository.cached else "hub",
             "commit": self.repository.commit,
@@ -83,23 +89,26 @@ class RemoteFiles:
         }
 
     def describe_checks(self) -> str:
-        """Return in words what the files were compared with."""
+        """Return a text that says how the files were checked."""
         if not (names := self._list_undeclared()):
-            return "each file as the Hub declares it"
+            return "every file matches the digest that the Hub declares"
         return (
-            "of the content of these files the Hub declares nothing, so that only their size "
-            f"was checked: {units.join_names(names, _SHOWN)}"
+            "the Hub declares no digest for these files, so only their size was checked: "
+            f"{units.join_names(names, _SHOWN)}"
         )
 
     def _list_undeclared(self) -> list[str]:
-        return [file.path for file in self.files if not file.declared]
+        return [file.path for file in self.files if not file.declared_digest]
 
 
-def look_up_raw(name: str, revision: str, include: Sequence[str], *, token: str) -> RemoteFiles:
-    """Ask for raw files of a dataset; UsageError when the Hub is out of reach, or none matches."""
+def find_raw_files(name: str, revision: str, include: Sequence[str], *, token: str) -> RemoteFiles:
+    """Return the raw files of a dataset that match the globs.
+
+    Raises UsageError if the Hub is unreachable or no file matches.
+    """
     hub = Hub(token)
-    repository = hub.look_up(name, revision, "dataset")
-    files = select(repository.files.values(), include, str(repository))
+    repository = hub.find_repository(name, revision, "dataset")
+    files = select_by_globs(repository.files.values(), include, str(repository))
     log.info(
         f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
         f"{units.size(sum(file.size for file in files))}"
@@ -109,14 +118,18 @@ def look_up_raw(name: str, revision: str, include: Sequence[str], *, token: str)
 
 @dataclass
 class RemoteModel(RemoteFiles):
-    """Fetches a model. pickles: files to convert. code: files by repository ("" for its own)."""
+    """Download a model.
+
+    pickles: files to convert. code: code files by repository ("" is the model's own). preview: the
+    directory with the small files that were downloaded for the checks.
+    """
 
     pickles: list[RemoteFile]
     code: dict[str, list[str]]
     preview: Path
 
     @classmethod
-    def look_up(
+    def from_hub(
         cls,
         name: str,
         revision: str,
@@ -126,32 +139,32 @@ class RemoteModel(RemoteFiles):
         allow_pickle: bool,
         trust_code: bool,
     ) -> RemoteModel:
-        """Ask the Hub, and refuse what cannot be trained before the large files come.
+        """Return the model of a repository, after the checks that need no large file.
 
-        preview: an empty directory for small files. Raises UsageError, and ArtifactError when the
-        files do not make a whole model.
+        preview: an empty directory for small files. Raises UsageError if the model cannot be
+        trained, and ArtifactError if its files are incomplete or contradict each other.
         """
-        if trust_code:  # read when transformers is imported: it copies the code that it runs
+        if trust_code:  # transformers reads it at import: it copies the code that it runs
             os.environ["HF_MODULES_CACHE"] = str(preview / "modules")
         hub = Hub(token)
-        repository = hub.look_up(name, revision)
+        repository = hub.find_repository(name, revision)
 
-        def bring(files: list[RemoteFile]) -> Path:
+        def fetch_small(files: list[RemoteFile]) -> Path:
             Transfer(hub, repository).fetch(files, preview)
             return preview
 
-        files, pickles = choose(repository, bring, allow_pickle=allow_pickle)
+        files, pickles = choose_model_files(repository, fetch_small, allow_pickle=allow_pickle)
         for file in pickles:
             if not file.sha256:
                 raise UsageError(
-                    f"{repository}: {file.path} is not opened, since the Hub "
-                    "declares no SHA-256 of it"
+                    f"{repository}: {file.path} is a pickle without a checksum",
+                    expected="a SHA-256 that the Hub declares; without one, no pickle is opened",
                 )
         model = cls(hub, repository, files, pickles, {}, preview)
         with rename_in_errors(name, preview):
             if trust_code:
-                model._take_code()
-            model._look_ahead()
+                model._fetch_code()
+            model._check_small_files()
         log.info(
             f"commit {repository.commit}: {units.counted(len(model.files), 'file')}, "
             f"{units.size(sum(file.size for file in model.files))}"
@@ -159,8 +172,8 @@ class RemoteModel(RemoteFiles):
         return model
 
     def summary(self) -> dict[str, Any]:
-        """Return what the manifest says of the source."""
-        code = {where or self.repository.name: names for where, names in self.code.items()}
+        """Return the entries about the source for the manifest."""
+        code = {source or self.repository.name: names for source, names in self.code.items()}
         return {
             **super().summary(),
             "converted": [file.path for file in self.pickles],
@@ -168,27 +181,28 @@ class RemoteModel(RemoteFiles):
         }
 
     def fetch(
-        self, directory: Path, *, earlier: Sequence[Path], workers: int, show_progress: bool
+        self, directory: Path, *, reuse_from: Sequence[Path], workers: int, show_progress: bool
     ) -> list[dict[str, Any]]:
-        """Bring the files into a directory, convert pickles; return manifest entries."""
-        entries = self.bring(
+        """Download the files into a directory, convert pickles, and return manifest entries."""
+        entries = self.fetch_files(
             directory,
-            earlier=[self.preview, *earlier],
+            reuse_from=[self.preview, *reuse_from],
             workers=workers,
             show_progress=show_progress,
             preview=self.preview,
-            # A pickle and the safetensors made of it are both there for a while.
-            beside=max((file.size for file in self.pickles), default=0),
+            # During the conversion, a pickle and its safetensors file exist side by side.
+            extra_bytes=max((file.size for file in self.pickles), default=0),
         )
         if self.code:
             entries += self._add_code(directory)
         if self.pickles:
             entries += self._convert(directory, show_progress)
-        last = {entry["path"]: entry for entry in entries if (directory / entry["path"]).exists()}
-        return [last[path] for path in sorted(last)]
+        # A file that was rewritten has two entries, of which the later one counts.
+        latest = {entry["path"]: entry for entry in entries if (directory / entry["path"]).exists()}
+        return [latest[path] for path in sorted(latest)]
 
-    def _look_ahead(self) -> None:
-        """Check config and tokenizer and, if the weights are large, their headers."""
+    def _check_small_files(self) -> None:
+        """Check the config, the tokenizer and, if the weights are large, their headers."""
         from lib.models import check
 
         small = [file for file in self.files if file.path in tokenizer.FILES]
@@ -196,7 +210,7 @@ class RemoteModel(RemoteFiles):
         check.examine(self.preview, weights=True, coming={}, trust_code=bool(self.code))
         weights = [file for file in self.files if file.path.endswith(".safetensors")]
         if sum(file.size for file in weights) > _LARGE:
-            bring_headers(self.hub, self.repository, weights, self.preview)
+            fetch_headers(self.hub, self.repository, weights, self.preview)
             check.examine(
                 self.preview,
                 weights=True,
@@ -204,29 +218,33 @@ class RemoteModel(RemoteFiles):
                 coming={file.path: file.size for file in weights},
             )
 
-    def _take_code(self) -> None:
-        """Fetch the code of a model whose type only that knows."""
+    def _fetch_code(self) -> None:
+        """Download the modeling code if transformers does not know the model's type."""
         from lib.models import architecture
 
         if remote_code.is_needed(architecture.read_content(self.preview)):
-            self.code = remote_code.collect(self.preview / CONFIG, self._bring_code)
+            self.code = remote_code.collect(self.preview / CONFIG, self._fetch_code_files)
             remote_code.make_local(self.preview / CONFIG)
             remote_code.record(self.preview, self._list_code())
 
     def _list_code(self) -> list[str]:
         return [name for names in self.code.values() for name in names]
 
-    def _bring_code(self, name: str, files: list[str]) -> Path:
+    def _fetch_code_files(self, name: str, files: list[str]) -> Path:
         if name:
             check_name(name, "auto_map of config.json:")
-        where = self.hub.look_up(name, "main") if name else self.repository
-        if missing := [path for path in files if path not in where.files]:
-            raise UsageError(f"{where} lacks code of the model", found=", ".join(missing))
-        Transfer(self.hub, where).fetch([where.files[path] for path in files], self.preview)
+        source = self.hub.find_repository(name, "main") if name else self.repository
+        if missing := [path for path in files if path not in source.files]:
+            raise UsageError(
+                f"{source} does not contain all code of the model",
+                expected="the files that auto_map in config.json names",
+                found=f"missing: {', '.join(missing)}",
+            )
+        Transfer(self.hub, source).fetch([source.files[path] for path in files], self.preview)
         return self.preview
 
     def _add_code(self, directory: Path) -> list[dict[str, Any]]:
-        """Put the code beside the model, with a config that looks for it there."""
+        """Copy the code into the model's directory, and make its config refer to it there."""
         remote_code.make_local(directory / CONFIG)
         remote_code.carry(self.preview, directory)
         names = [CONFIG, CODE_DIGESTS, *self._list_code()]
@@ -247,16 +265,16 @@ class RemoteModel(RemoteFiles):
 
 @contextmanager
 def mention_cache_in_errors(name: str, revision: str) -> Iterator[None]:
-    """If the Hub is out of reach, add to the error that the local cache holds the model.
+    """If the Hub is unreachable and the local cache has the whole model, say so in the error.
 
-    The cache is searched for `main` alone.
+    Only the revision `main` is looked up in the cache.
     """
     try:
         yield
-    except OutOfReachError as error:
-        if revision == "main" and (found := find_whole_snapshot(name)):
-            there = f"whole in the Hugging Face cache: {found}"
-            way = f"stage 04 takes it from that cache, without stage 03: -m {name}"
-            error.found = f"{error.found}\n{there}".strip()
-            error.hint = f"{way}\n{error.hint}".strip()
+    except HubUnreachableError as error:
+        if revision == "main" and (snapshot := find_whole_snapshot(name)):
+            cached = f"the complete model is in the Hugging Face cache: {snapshot}"
+            shortcut = f"stage 04 can use that cache without stage 03: -m {name}"
+            error.found = f"{error.found}\n{cached}".strip()
+            error.hint = f"{shortcut}\n{error.hint}".strip()
         raise

@@ -1,4 +1,4 @@
-"""Keeps what arrives of files, several pieces at a time, through a kill at any moment."""
+"""Store partially downloaded files so that they survive a kill at any moment."""
 
 from __future__ import annotations
 
@@ -12,61 +12,65 @@ from pathlib import Path
 from lib.core import units
 from lib.hub.repository import Digest, RemoteFile
 
-PIECE_BYTES = 512 << 20  # so large that asking for one takes no time beside fetching it
+PIECE_BYTES = 512 << 20  # large enough that the time of a request is negligible
 _COUNT = struct.Struct("<Q")
 
 
 class PartialFile:
-    """Keeps an unfinished file and, beside it in `….at`, the number of bytes of each piece.
+    """Keep a partially downloaded file, with the bytes written per piece in `….at` beside it.
 
-    The bytes are written first and counted then, so after a kill the count is never too high;
-    after a power cut it may be, which the digest shows.
+    The data is written before its count, so after a kill a count is never too high. After a power
+    cut it can be; the digest shows that.
     """
 
     def __init__(self, file: RemoteFile, directory: Path) -> None:
         self.file = file
         self.target = directory / file.path
-        self._part = directory / file.part
+        self._part = directory / file.part_name
         self._counts_path = _counts_path(self._part)
         self.pieces = max(1, units.ceil_div(file.size, PIECE_BYTES))
-        self.refused = 0  # how often the whole turned out to differ from what was declared
+        self.failed_checks = 0  # number of complete downloads with a wrong digest
         self._lock = threading.Lock()
         self._is_claimed = False
         self._counts = [0] * self.pieces
         self._digest = Digest(file)
 
     def open(self) -> int:
-        """Take up what an earlier run left; return the bytes that are there."""
+        """Open the file, reuse the pieces of an earlier run, and return the bytes reused."""
         self._part.parent.mkdir(parents=True, exist_ok=True)
-        there = _read_counts(self._part)
+        counts = _read_counts(self._part)
         if (
-            len(there) == self.pieces
+            len(counts) == self.pieces
             and self._part.stat().st_size == self.file.size
-            and all(count <= self.piece_size(i) for i, count in enumerate(there))
+            and all(count <= self.piece_size(i) for i, count in enumerate(counts))
         ):
-            self._counts = there
-            return sum(there)
+            self._counts = counts
+            return sum(counts)
         self._counts_path.write_bytes(bytes(_COUNT.size * self.pieces))
         with self._part.open("wb") as part:
             part.truncate(self.file.size)
         return 0
 
     def piece_size(self, piece: int) -> int:
-        """Return the size of a piece."""
+        """Return the size of a piece in bytes."""
         return min(PIECE_BYTES, self.file.size - piece * PIECE_BYTES)
 
-    def range_left(self, piece: int) -> tuple[int, int]:
-        """Return the first and the end offset of what a piece still lacks."""
+    def missing_range(self, piece: int) -> tuple[int, int]:
+        """Return the offsets (start, end) of the bytes that a piece still lacks."""
         start = piece * PIECE_BYTES
         return start + self._counts[piece], start + self.piece_size(piece)
 
     @contextmanager
-    def appending(self, piece: int) -> Iterator[Callable[[bytes], int]]:
-        """Open a piece; yields what appends as much of a chunk as belongs to it, and counts it."""
+    def open_piece(self, piece: int) -> Iterator[Callable[[bytes], int]]:
+        """Open a piece for writing.
+
+        Yields a function that appends a chunk, up to the end of the piece, and returns the number
+        of bytes written.
+        """
         data, counts = (os.open(path, os.O_WRONLY) for path in (self._part, self._counts_path))
 
         def append(chunk: bytes) -> int:
-            start, end = self.range_left(piece)
+            start, end = self.missing_range(piece)
             view = memoryview(chunk)[: end - start]
             written = 0
             while written < len(view):
@@ -82,34 +86,39 @@ class PartialFile:
             os.close(counts)
 
     def is_complete(self) -> bool:
-        """Tell whether all pieces are whole, and check along the way what is there in one row."""
-        if self._lock.acquire(blocking=False):  # else another thread is at it, or will be
+        """Return whether all pieces are complete, and hash the complete pieces at the beginning."""
+        if self._lock.acquire(blocking=False):  # else another thread hashes
             try:
-                whole = 0
-                while whole < self.pieces and self._counts[whole] == self.piece_size(whole):
-                    whole += 1
-                self._digest.read(self._part, min(whole * PIECE_BYTES, self.file.size))
+                complete = 0
+                while complete < self.pieces and self._counts[complete] == self.piece_size(
+                    complete
+                ):
+                    complete += 1
+                self._digest.update_to(self._part, min(complete * PIECE_BYTES, self.file.size))
             finally:
                 self._lock.release()
         return sum(self._counts) == self.file.size
 
     def claim(self) -> bool:
-        """Return True to the first who asks of a complete file, and is to finish it."""
+        """Return True to one thread once the file is complete; that thread must finish it."""
         with self._lock:
             is_mine = not self._is_claimed and sum(self._counts) == self.file.size
             self._is_claimed = self._is_claimed or is_mine
         return is_mine
 
     def finish(self) -> str:
-        """Give the file its name if it is what was declared; else say in words how it differs."""
+        """Check the digest and give the file its final name.
+
+        Returns "" on success. Otherwise deletes the downloaded data and returns the difference.
+        """
         with self._lock:
-            self._digest.read(self._part, self.file.size)
-            difference = self._digest.compare()
+            self._digest.update_to(self._part, self.file.size)
+            difference = self._digest.describe_mismatch()
             if difference:
                 self._part.unlink()
                 self._counts = [0] * self.pieces
                 self._digest = Digest(self.file)
-                self.refused = self.refused + 1
+                self.failed_checks += 1
                 self._is_claimed = False
             else:
                 self._part.replace(self.target)
@@ -117,21 +126,23 @@ class PartialFile:
         return difference
 
 
-def count_bytes(file: RemoteFile, directory: Path) -> int:
-    """Return how many bytes of a file are in a directory, whole or unfinished."""
+def count_fetched_bytes(file: RemoteFile, directory: Path) -> int:
+    """Return the bytes of a file that are in a directory, whether it is complete or not."""
     target = directory / file.path
-    return target.stat().st_size if target.is_file() else sum(_read_counts(directory / file.part))
+    return (
+        target.stat().st_size if target.is_file() else sum(_read_counts(directory / file.part_name))
+    )
 
 
-def forget(file: RemoteFile, directory: Path) -> None:
-    """Delete what is left of the pieces of a file that is whole."""
-    for path in (directory / file.part, _counts_path(directory / file.part)):
+def delete_partial(file: RemoteFile, directory: Path) -> None:
+    """Delete the partial file and the counts of a file that is complete."""
+    for path in (directory / file.part_name, _counts_path(directory / file.part_name)):
         path.unlink(missing_ok=True)
 
 
-def list_names(file: RemoteFile) -> set[str]:
-    """Return the relative paths that a file may be found under while it arrives."""
-    return {file.path, file.part, str(_counts_path(Path(file.part)))}
+def list_possible_names(file: RemoteFile) -> set[str]:
+    """Return the relative paths that belong to a file during and after its download."""
+    return {file.path, file.part_name, str(_counts_path(Path(file.part_name)))}
 
 
 def _counts_path(part: Path) -> Path:

@@ -1,9 +1,10 @@
-"""Puts raw files of a dataset on the Hub where stage 01 finds them.
+"""Place raw files of a Hub dataset where stage 01 reads them.
 
-    raw_text/org--name/en/train.00000.json.gz    as in the repository
-    raw_text/org--name/.hub/manifest.json        what they are; hidden, so no stage takes it as text
+    raw_text/org--name/en/train.00000.json.gz    at the same path as in the repository
+    raw_text/org--name/.hub/manifest.json        the list of files; hidden, so stage 01 skips it
 
-They arrive in `.hub.partial-…`, hidden too, and move to their places once all are whole.
+The files are downloaded into `.hub.partial-…`, which is hidden too, and are moved to their places
+when all are complete.
 """
 
 from __future__ import annotations
@@ -23,59 +24,60 @@ KIND = "raw/1"
 _SHOWN = 5
 
 
-def locate(root: Path, name: str) -> Path:
-    """Return the directory whose manifest says what was fetched of a dataset."""
+def locate_record(root: Path, name: str) -> Path:
+    """Return the directory with the manifest of a dataset's downloaded files."""
     return root / paths.model_dir_name(name) / paths.RAW_RECORD
 
 
-def list_earlier(target: Path) -> list[str]:
-    """Return the paths that an earlier run fetched, relative to the dataset's directory."""
-    made = manifest.read_if_any(target)
-    return [entry["path"].removeprefix("../") for entry in made["files"]] if made else []
+def list_fetched(target: Path) -> list[str]:
+    """Return the paths that an earlier run downloaded, relative to the dataset's directory."""
+    record = manifest.read_if_any(target)
+    return [entry["path"].removeprefix("../") for entry in record["files"]] if record else []
 
 
-def name_errors(target: Path) -> AbstractContextManager[None]:
-    """Let errors name the dataset's directory, not the hidden one in it."""
+def rename_paths_in_errors(target: Path) -> AbstractContextManager[None]:
+    """Make error messages name the dataset's directory instead of the hidden one inside it."""
     hidden = target.resolve()
     return rename_in_errors(str(target.parent), hidden / "..", hidden, target / "..", target)
 
 
-def join_globs(
+def merge_globs(
     target: Path, revision: str, include: list[str], overwrite: bool
 ) -> tuple[list[str], bool]:
-    """Return these globs with those of an earlier run, and whether they are more than it had.
+    """Return the globs of this run merged with those of an earlier run, and whether any is new.
 
-    The files of another revision are not mixed with these; `overwrite` has these alone.
+    With `overwrite`, or if the earlier run used another revision, the earlier globs are dropped.
     """
-    made = manifest.read_if_any(target)
-    before = made["identity"].get("options", {}) if made and made["kind"] == KIND else {}
-    if overwrite or before.get("revision") != revision:
+    record = manifest.read_if_any(target)
+    earlier = record["identity"].get("options", {}) if record and record["kind"] == KIND else {}
+    if overwrite or earlier.get("revision") != revision:
         return sorted(set(include)), False
-    both = sorted({*include, *before["include"]})
-    return both, both != before["include"]
+    merged = sorted({*include, *earlier["include"]})
+    return merged, merged != earlier["include"]
 
 
-def warn_of_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
-    """Say which files of an earlier run are not among those wanted, and will be deleted."""
-    if outdated := sorted(set(list_earlier(target)) - {file.path for file in wanted}):
+def warn_about_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
+    """Warn about files of an earlier run that this run does not ask for and will delete."""
+    if outdated := sorted(set(list_fetched(target)) - {file.path for file in wanted}):
         log.warn(
-            f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
-            f"does not ask for will be deleted: {units.join_names(outdated, _SHOWN)}"
+            f"this run will delete {units.counted(len(outdated), 'file')} that an earlier run "
+            f"downloaded and no --include matches: {units.join_names(outdated, _SHOWN)}"
         )
 
 
-def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
-    """Raise UsageError when files that no run of ours put there are in the way of those wanted.
+def require_no_conflicts(target: Path, wanted: Iterable[RemoteFile]) -> None:
+    """Raise UsageError if a wanted path is taken by a file that no earlier run downloaded.
 
-    A run that was killed while it moved them left whole ones.
+    A file with the right content is accepted: a run that was killed while it moved its files leaves
+    such files.
     """
-    ours = set(list_earlier(target))
+    ours = set(list_fetched(target))
     places = {file: target.parent / file.path for file in wanted if file.path not in ours}
-    in_the_way = {
+    conflicts = {
         file.path
         for file, place in places.items()
         if os.path.lexists(place)
-        and (not place.is_file() or place.is_symlink() or file.differs(place))
+        and (not place.is_file() or place.is_symlink() or file.describe_difference(place))
     }
     for folder in {folder for file in places for folder in PurePosixPath(file.path).parents}:
         if (
@@ -83,48 +85,49 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
             and not (target.parent / folder).is_dir()
             and folder.as_posix() not in ours
         ):
-            in_the_way.add(folder.as_posix())
-    if in_the_way:
+            conflicts.add(folder.as_posix())
+    if conflicts:
         raise UsageError(
-            f"{units.counted(len(in_the_way), 'file')} in the way in {target.parent}",
-            found=", ".join(sorted(in_the_way)[:_SHOWN]),
-            expected="files that this stage put there, or none",
-            hint="move them away, or choose another --dst-root",
+            f"stage 03 would overwrite {units.counted(len(conflicts), 'file')} in {target.parent} "
+            "that it did not write",
+            found=", ".join(sorted(conflicts)[:_SHOWN]),
+            expected="no files at these paths, or files that stage 03 downloaded",
+            hint="move the files away, or choose another --dst-root",
         )
 
 
-def put_in_place(
-    arrived: Path, target: Path, entries: list[dict[str, Any]]
+def move_into_place(
+    source: Path, target: Path, entries: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Move whole files from where they arrived to their places; return the manifest's entries.
+    """Move downloaded files from `source` to their final places; return their manifest entries.
 
-    The entries' paths lead from the target to the files. When one cannot be moved, those that were
-    come back.
+    The paths in the entries are relative to `target`. If one file cannot be moved, the files moved
+    so far are moved back.
     """
-    moves = [(arrived / entry["path"], target.parent / entry["path"]) for entry in entries]
-    moved = []
+    moves = [(source / entry["path"], target.parent / entry["path"]) for entry in entries]
+    completed = []
     try:
-        for there, place in moves:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            there.replace(place)
-            there.unlink(missing_ok=True)  # two links to one file are left alone by rename
-            moved.append((there, place))
+        for old, new in moves:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            old.replace(new)
+            old.unlink(missing_ok=True)  # rename keeps both names if they are links to one file
+            completed.append((old, new))
     except OSError:
-        for there, place in moved:
-            place.replace(there)
+        for old, new in completed:
+            new.replace(old)
         raise
-    for directory in sorted((path for path in arrived.rglob("*") if path.is_dir()), reverse=True):
+    for directory in sorted((path for path in source.rglob("*") if path.is_dir()), reverse=True):
         directory.rmdir()
     return [{**entry, "path": f"../{entry['path']}"} for entry in entries]
 
 
-def remove_outdated(target: Path, before: Iterable[str]) -> None:
-    """Delete the files of an earlier manifest that the present one does not name."""
-    for path in set(before) - set(list_earlier(target)):
+def delete_outdated(target: Path, before: Iterable[str]) -> None:
+    """Delete the files of an earlier manifest that the current one does not name."""
+    for path in set(before) - set(list_fetched(target)):
         try:
             place = records.safe_join(target.parent, path)
         except ArtifactError:
-            log.warn(f"{target.parent / path} is left alone: it lies behind a link")
+            log.warn(f"{target.parent / path} is not deleted: its path leads through a link")
             continue
         place.unlink(missing_ok=True)
         for directory in place.parents:

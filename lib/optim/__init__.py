@@ -1,1 +1,1 @@
-"""From gradients to weights."""
+"""Update the weights from the gradients: optimizers, schedule and step guard."""

@@ -1,4 +1,4 @@
-"""AdamW by torch's fused kernel."""
+"""AdamW with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """Tells its states before its first step.
+    """AdamW that can create its state before the first step.
 
-    Built after sharding, so that `exp_avg` and `exp_avg_sq` are sharded like the weights.
+    Build it after sharding, so that `exp_avg` and `exp_avg_sq` are sharded like the weights.
     """
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:

@@ -1,14 +1,15 @@
-"""AdamW whose moments take one byte per number instead of four: `--optimizer adamw8bit`.
+"""AdamW with 8-bit moments, one byte per number instead of four (`--optimizer adamw8bit`).
 
-A moment of a matrix is kept in blocks of up to 256 numbers of a row, each block as 8-bit floats
-(e4m3) and one float32 scale, after Dettmers et al. 2022, "8-bit optimizers via block-wise
-quantization" (arXiv:2110.02861). Three things differ from there:
+Each row of a matrix is split into blocks of up to 256 numbers. The moments of a block are stored as
+8-bit floats (e4m3) with one float32 scale, as in Dettmers et al. 2022, "8-bit optimizers via
+block-wise quantization" (arXiv:2110.02861), with three differences:
 
-- Of the second moment its root is kept: the range of gradients, not of their squares.
-- Where between two codes a number is rounded up is another place in each step. Rounded always to
-  the nearest, a moment that moves by less than half their distance would never move.
-- Blocks end with their row, and sharding deals out whole rows: neither the update nor what a
-  checkpoint holds depends on the number of ranks.
+- The root of the second moment is stored, which has the range of the gradients, not of their
+  squares.
+- The rounding threshold between two codes changes in every step. With rounding to nearest, a moment
+  that changes by less than half the distance of two codes would never change.
+- Blocks end at the end of a row, and sharding keeps rows whole. So neither the update nor the
+  content of a checkpoint depends on the number of ranks.
 
 Vectors (norms, biases) keep float32 moments.
 """
@@ -31,27 +32,28 @@ from lib.optim import e4m3
 
 BLOCK = 256  # numbers
 _FLOAT8 = torch.float8_e4m3fn
-_LARGEST = 256.0  # of a block, in units of its scale; e4m3 ends at 448, so nothing is cut off
-_SMALLEST_SCALE = 1e-30  # of a block of zeros
-_CUT = 1 << 20  # what the last of a float32's 23 bits is worth that e4m3's fraction of 3 keeps
-_GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1 evenly
-# Numbers of a parameter that are float32 at a time: what a core's cache holds; on a GPU enough to
-# be worth starting its kernels for.
-AT_ONCE = {"cpu": 1 << 16}
-_AT_ONCE_ON_GPU = 1 << 22
-_TRIED = 64  # rows
-_ROUNDING = 0.01  # mean difference, as a share of the mean
-_CASTS_SINCE = (8, 9)  # the compute capability from which Triton casts to e4m3
+_MAX_SCALED = 256.0  # in units of the block's scale; e4m3 reaches 448, so no code overflows
+_MIN_SCALE = 1e-30  # of a block of zeros
+_E4M3_ULP = 1 << 20  # last mantissa bit that e4m3 keeps (3 of a float32's 23)
+_GOLDEN_RATIO = 0.6180339887498949  # the fractions of its multiples fill 0 to 1 evenly
+# Numbers of a parameter that are decoded to float32 at a time. On a CPU they fit the cache of a
+# core; on a GPU they are enough to amortise the kernel launches.
+SLICE_NUMBERS = {"cpu": 1 << 16}
+_GPU_SLICE_NUMBERS = 1 << 22
+_CHECKED_ROWS = 64
+_MAX_DIFFERENCE = 0.01  # mean difference, relative to the mean
+_MIN_CAST_CAPABILITY = (8, 9)  # compute capability from which Triton can cast to e4m3
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Has nothing change where `found_inf` is set, as torch's fused AdamW.
+    """AdamW with 8-bit moments and the interface of torch's fused AdamW.
 
-    Gradients are divided by `grad_scale` where it is set (float32 scalar), and stay as they are.
+    If `found_inf` is set, a step changes nothing. If `grad_scale` is set (float32 scalar), the
+    update divides the gradients by it, without changing them in place.
 
-    Per parameter: `step` float32 scalar; of a matrix [R, …] `exp_avg` and `exp_avg_root` uint8
-    [R, …] and their `…_scale` float32 [R, blocks]; of a vector `exp_avg` and `exp_avg_root`
-    float32. All but `step` are sharded like the parameter.
+    State per parameter: `step`, a float32 scalar. For a matrix [R, …]: `exp_avg` and
+    `exp_avg_root`, uint8 [R, …], and their `…_scale`, float32 [R, blocks]. For a vector: `exp_avg`
+    and `exp_avg_root`, float32. All but `step` are sharded like the parameter.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         self._step_supports_amp_scaling = True
-        self._update = _in_slices if wrap is None else _Fused(wrap)
+        self._update = _apply_step_in_slices if wrap is None else _CompiledUpdate(wrap)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
@@ -74,8 +76,8 @@ class AdamW8bit(torch.optim.Optimizer):
             if parameter.ndim < 2:
                 state[moment] = torch.zeros_like(parameter, requires_grad=False)
                 continue
-            state[moment] = _zeros(parameter, torch.uint8)
-            state[f"{moment}_scale"] = _zeros(parameter, torch.float32, per_block=True)
+            state[moment] = _sharded_zeros(parameter, torch.uint8)
+            state[f"{moment}_scale"] = _sharded_zeros(parameter, torch.float32, per_block=True)
         return state
 
     @torch.no_grad()
@@ -91,23 +93,23 @@ class AdamW8bit(torch.optim.Optimizer):
             counts = [self.state[parameter]["step"] for parameter in parameters]
             skip = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
             torch._foreach_add_(counts, [1 - skip] * len(counts))
-            rule = _Rule.from_group(group, counts[0].device)
-            scalars = step_scalars(group, torch.stack(counts)).unbind()
+            settings = _Settings.from_group(group, counts[0].device)
+            rows = step_scalars(group, torch.stack(counts)).unbind()
             skips = skip > 0
-            for parameter, now in zip(parameters, scalars, strict=True):
+            for parameter, scalars in zip(parameters, rows, strict=True):
                 moments = list(self.state[parameter].values())[1:]
                 tensors = [
                     local_tensor(t, padded=True) for t in (parameter, parameter.grad, *moments)
                 ]
                 if tensors[0].numel():
-                    self._update(rule, now, skips, self.grad_scale, *tensors)
+                    self._update(settings, scalars, skips, self.grad_scale, *tensors)
 
 
-class _Rule(NamedTuple):
-    """Holds what a group's parameters share in all steps.
+class _Settings(NamedTuple):
+    """Constants of a parameter group.
 
-    by_bits: compiled code computes e4m3 codes by integer arithmetic, since the compiler does not
-    know casts to that type for this device.
+    by_bits: compute e4m3 codes with integer arithmetic, because the compiler cannot cast to that
+    type on this device.
     """
 
     beta1: float
@@ -116,59 +118,69 @@ class _Rule(NamedTuple):
     by_bits: bool
 
     @classmethod
-    def from_group(cls, group: dict[str, Any], device: torch.device) -> _Rule:
-        by_bits = device.type == "cuda" and torch.cuda.get_device_capability(device) < _CASTS_SINCE
+    def from_group(cls, group: dict[str, Any], device: torch.device) -> _Settings:
+        by_bits = (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) < _MIN_CAST_CAPABILITY
+        )
         beta1, beta2 = group["betas"]
         return cls(beta1, beta2, group["eps"], by_bits)
 
 
 def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
-    """Return what the update of each parameter multiplies by, float32 [parameters, 4].
+    """Return the scalars of each parameter's update, float32 [parameters, 4].
 
-    counts: the steps that each parameter has taken, float32 [parameters]; they differ where one had
-    no gradient at times. The columns: `rate` and `shrink`, which a moment and a weight are
-    multiplied by; `root_correction`, which divides a root; `raised`, a whole number. Computed once
-    per step and group: within the compiled update, the float64 powers would be computed for each
-    number. A row takes 16 bytes, so each is as aligned as the compiler wants its inputs.
+    counts: the number of steps per parameter, float32 [parameters]; lower for a parameter that had
+    no gradient in some steps. Columns: `rate`, the factor of the first moment; `shrink`, the factor
+    of the weight; `root_correction`, the divisor of the root; `round_offset`, an integer (see
+    `_encode_moment`). They are computed once per step and group, because the compiled update would
+    compute the float64 powers for each number. A row has 16 bytes, the alignment that the compiler
+    wants for its inputs.
     """
     beta1, beta2 = group["betas"]
     counts = counts.double()
     rate = group["lr"] / (1 - beta1**counts)
     shrink = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
     root_correction = (1 - beta2**counts).sqrt()
-    raised = ((counts * _GOLDEN).frac() * _CUT).trunc()
-    return torch.stack([rate, shrink, root_correction, raised], 1).float()
+    round_offset = ((counts * _GOLDEN_RATIO).frac() * _E4M3_ULP).trunc()
+    return torch.stack([rate, shrink, root_correction, round_offset], 1).float()
 
 
-def _in_slices(
-    rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+def _apply_step_in_slices(
+    settings: _Settings, scalars: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
 ) -> None:
-    """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar).
+    """Update this rank's shard, some rows at a time, unless `skip` (bool scalar) is true.
 
-    now: the parameter's row of `step_scalars`. scale: divides the gradient.
+    scalars: the parameter's row of `step_scalars`. scale: divisor of the gradient.
     """
-    at_once = AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
-    rows = max(1, at_once * len(tensors[0]) // tensors[0].numel())
-    rule = rule._replace(by_bits=False)  # without the compiler, torch's casts work on any device
+    numbers = SLICE_NUMBERS.get(tensors[0].device.type, _GPU_SLICE_NUMBERS)
+    rows = max(1, numbers * len(tensors[0]) // tensors[0].numel())
+    # Without the compiler, torch can cast to e4m3 on any device.
+    settings = settings._replace(by_bits=False)
     for parts in zip(*(t.split(rows) for t in tensors), strict=True):
-        _take(rule, now, skip, scale, *parts)
+        _apply_step(settings, scalars, skip, scale, *parts)
 
 
-class _Fused:
-    """The compiled update: a kernel per parameter, which reads and writes each number once, where
-    there are some fifty per slice otherwise.
+class _CompiledUpdate:
+    """The compiled update: one kernel per parameter instead of about fifty per slice.
 
-    One graph serves all matrices, as rows of one block, and one all vectors. Rows that end within
-    a block are updated in slices: the compiler gets them wrong (torch 2.13, on a CPU). So each
-    graph is tried, on the first rows that it is for.
+    One graph serves all matrices, viewed as rows of one block, and another one all vectors. Rows
+    whose last block is incomplete are updated in slices, because the compiler gets them wrong
+    (torch 2.13, on a CPU). For the same reason, the first call of each graph compares its result
+    with the uncompiled update.
     """
 
     def __init__(self, wrap: Callable[..., Callable[..., None]]) -> None:
-        self._update = wrap(_take, instead=_in_slices)
-        self._is_right: dict[int, bool] = {}  # by dimensions
+        self._update = wrap(_apply_step, instead=_apply_step_in_slices)
+        self._is_correct: dict[int, bool] = {}  # by number of dimensions
 
     def __call__(
-        self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+        self,
+        settings: _Settings,
+        scalars: Tensor,
+        skip: Tensor,
+        scale: Tensor | None,
+        *tensors: Tensor,
     ) -> None:
         columns = tensors[0].shape[1:].numel()
         kind = min(tensors[0].ndim, 2)
@@ -177,131 +189,158 @@ class _Fused:
                 t.view(-1, BLOCK if t.shape == tensors[0].shape else 1) for t in tensors
             )
         elif kind == 2:
-            return _in_slices(rule, now, skip, scale, *tensors)
-        if kind not in self._is_right:
-            self._is_right[kind] = self._tries(rule, now, scale, *(t[:_TRIED] for t in tensors))
-        update = self._run if self._is_right[kind] else _in_slices
-        return update(rule, now, skip, scale, *tensors)
+            return _apply_step_in_slices(settings, scalars, skip, scale, *tensors)
+        if kind not in self._is_correct:
+            self._is_correct[kind] = self._matches_uncompiled(
+                settings, scalars, scale, *(t[:_CHECKED_ROWS] for t in tensors)
+            )
+        update = self._run if self._is_correct[kind] else _apply_step_in_slices
+        return update(settings, scalars, skip, scale, *tensors)
 
     def _run(
-        self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor
+        self,
+        settings: _Settings,
+        scalars: Tensor,
+        skip: Tensor,
+        scale: Tensor | None,
+        *tensors: Tensor,
     ) -> None:
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        self._update(rule, now, skip, scale, *tensors)
+        self._update(settings, scalars, skip, scale, *tensors)
 
-    def _tries(self, rule: _Rule, now: Tensor, scale: Tensor | None, *tensors: Tensor) -> bool:
-        """Tell whether copies change as they do without the compiler, but for rounding.
+    def _matches_uncompiled(
+        self, settings: _Settings, scalars: Tensor, scale: Tensor | None, *tensors: Tensor
+    ) -> bool:
+        """Return whether the compiled update of a copy equals the uncompiled one, up to rounding.
 
-        The first step in float16 often overflows and is skipped. So NaN and infinite gradients
-        count as 0 here, and the scalars of a step that has not been counted as 1.
+        The first step in float16 often overflows and is skipped. So NaN and infinite gradients are
+        replaced by 0 here, and invalid scalars by 1.
         """
-        weight, gradient, *kept = tensors
-        tensors = (weight, torch.nan_to_num(gradient, 0.0, 0.0, 0.0), *kept)
+        weight, gradient, *moments = tensors
+        tensors = (weight, torch.nan_to_num(gradient, 0.0, 0.0, 0.0), *moments)
         scale = None if scale is None else torch.where(torch.isfinite(scale), scale, 1.0)
-        now = torch.where(torch.isfinite(now) & (now != 0), now, 1.0)
-        updated, wanted = ([t.clone() for t in tensors] for _ in range(2))
-        for update, copies in ((self._run, updated), (_in_slices, wanted)):
-            update(rule, now, torch.zeros((), dtype=torch.bool, device=now.device), scale, *copies)
-        moments = (len(tensors) - 2) // 2  # tensors of each
-        pairs = [(updated[0] - tensors[0], wanted[0] - tensors[0])]
+        scalars = torch.where(torch.isfinite(scalars) & (scalars != 0), scalars, 1.0)
+        compiled, expected = ([t.clone() for t in tensors] for _ in range(2))
+        for update, copies in ((self._run, compiled), (_apply_step_in_slices, expected)):
+            update(
+                settings,
+                scalars,
+                torch.zeros((), dtype=torch.bool, device=scalars.device),
+                scale,
+                *copies,
+            )
+        size = len(moments) // 2  # tensors of each moment
+        pairs = [(compiled[0] - tensors[0], expected[0] - tensors[0])]
         pairs += [
-            (_read(updated[i : i + moments]), _read(wanted[i : i + moments]))
-            for i in range(2, len(tensors), moments)
+            (_decode_moment(compiled[i : i + size]), _decode_moment(expected[i : i + size]))
+            for i in range(2, len(tensors), size)
         ]
-        if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
+        if all((a - b).abs().mean() <= _MAX_DIFFERENCE * b.abs().mean() for a, b in pairs):
             return True
         log.warn(
-            "adamw8bit runs uncompiled, which is slower: compiled it does not compute the same here"
+            "adamw8bit runs uncompiled, which is slower: its compiled update gave other results"
         )
         return False
 
 
-def _take(
-    rule: _Rule,
-    now: Tensor,
+def _apply_step(
+    settings: _Settings,
+    scalars: Tensor,
     skip: Tensor,
     scale: Tensor | None,
     weight: Tensor,
     gradient: Tensor,
-    *kept: Tensor,
+    *moments: Tensor,
 ) -> None:
-    rate, shrink, root_correction, raised = now.unbind()
-    first = kept[: len(kept) // 2]
-    second = kept[len(kept) // 2 :]
+    """Update a weight and its moments, unless `skip` is true."""
+    rate, shrink, root_correction, round_offset = scalars.unbind()
+    first = moments[: len(moments) // 2]
+    second = moments[len(moments) // 2 :]
     if scale is not None:
         gradient = gradient / scale
-    average = _read(first, rule.by_bits).lerp_(gradient, 1 - rule.beta1)
-    root = _read(second, rule.by_bits).square_().lerp_(gradient.square(), 1 - rule.beta2).sqrt_()
+    average = _decode_moment(first, settings.by_bits).lerp_(gradient, 1 - settings.beta1)
+    root = (
+        _decode_moment(second, settings.by_bits)
+        .square_()
+        .lerp_(gradient.square(), 1 - settings.beta2)
+        .sqrt_()
+    )
     new = weight * shrink
-    new -= rate * average / (root / root_correction + rule.eps)
+    new -= rate * average / (root / root_correction + settings.eps)
     weight.copy_(torch.where(skip, weight, new))
-    for values, places in ((average, first), (root, second)):
-        written = _written(values, raised.to(torch.int32), places, rule.by_bits)
-        for place, value in zip(places, written, strict=True):
-            place.copy_(torch.where(skip, place, value))
+    for values, stored in ((average, first), (root, second)):
+        encoded = _encode_moment(values, round_offset.to(torch.int32), stored, settings.by_bits)
+        for old, value in zip(stored, encoded, strict=True):
+            old.copy_(torch.where(skip, old, value))
 
 
-def _read(kept: Sequence[Tensor], by_bits: bool = False) -> Tensor:
-    """Return a moment in float32, as a new tensor."""
-    if len(kept) == 1:
-        return kept[0].clone()
-    codes, scale = kept
+def _decode_moment(stored: Sequence[Tensor], by_bits: bool = False) -> Tensor:
+    """Return a moment in float32, as a new tensor.
+
+    stored: [values], or [codes, scales].
+    """
+    if len(stored) == 1:
+        return stored[0].clone()
+    codes, scale = stored
     values = e4m3.decode(codes) if by_bits else codes.view(_FLOAT8).float()
-    return _joined(_blocks(values) * scale[..., None], codes)
+    return _join_blocks(_split_blocks(values) * scale[..., None], codes)
 
 
-def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor], by_bits: bool) -> list[Tensor]:
-    """Return what keeps a moment: itself, or codes and scales.
+def _encode_moment(
+    values: Tensor, round_offset: Tensor, like: Sequence[Tensor], by_bits: bool
+) -> list[Tensor]:
+    """Return a moment as it is stored: [values] for a vector, [codes, scales] for a matrix.
 
-    raised: int32 scalar, what is added to a float32's bits before they are cut off: 0 rounds all
-    down, almost `_CUT` all up (in magnitude), and what a code is exact for stays as it is.
+    round_offset: int32 scalar, added to the bits of a float32 before they are truncated. 0 rounds
+    down and almost `_E4M3_ULP` rounds up (in magnitude); values that a code represents exactly do
+    not change.
     """
     if len(like) == 1:
         return [values]
-    blocks = _blocks(values)
-    scale = (blocks.abs().amax(-1) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
-    bits = ((blocks / scale[..., None]).view(torch.int32) + raised) & -_CUT
-    cut = bits.view(torch.float32)
-    codes = e4m3.encode(cut) if by_bits else cut.to(_FLOAT8).view(torch.uint8)
-    return [_joined(codes, values), scale]
+    blocks = _split_blocks(values)
+    scale = (blocks.abs().amax(-1) / _MAX_SCALED).clamp_(min=_MIN_SCALE)
+    bits = ((blocks / scale[..., None]).view(torch.int32) + round_offset) & -_E4M3_ULP
+    rounded = bits.view(torch.float32)
+    codes = e4m3.encode(rounded) if by_bits else rounded.to(_FLOAT8).view(torch.uint8)
+    return [_join_blocks(codes, values), scale]
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """Return [R, …] as [R, blocks, 256], zeros behind the end of a row."""
+def _split_blocks(values: Tensor) -> Tensor:
+    """Return [R, …] as [R, blocks, 256], padded with zeros at the end of each row."""
     rows = values.flatten(1)
-    if short := -rows.shape[1] % BLOCK:
-        rows = F.pad(rows, (0, short))
+    if padding := -rows.shape[1] % BLOCK:
+        rows = F.pad(rows, (0, padding))
     return rows.unflatten(1, (-1, BLOCK))
 
 
-def _joined(blocks: Tensor, like: Tensor) -> Tensor:
-    """Return [R, blocks, 256] in the shape of `like`."""
+def _join_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """Return [R, blocks, 256] in the shape of `like`, without the padding."""
     return blocks.flatten(1)[:, : like.flatten(1).shape[1]].reshape(like.shape)
 
 
-def _zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Tensor:
-    """Return zeros of a parameter's shape, or [R, blocks], sharded like it, on the same device."""
+def _sharded_zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Tensor:
+    """Return zeros in the shape of a parameter, or [R, blocks], sharded like it."""
 
-    def shape(of: Tensor) -> torch.Size:
-        """Return the shape for a whole parameter or a shard of it."""
+    def state_shape(tensor: Tensor) -> torch.Size:
+        """Return the shape of the state for a full parameter or for a shard of it."""
         if not per_block:
-            return of.shape
-        return torch.Size((len(of), units.ceil_div(of.shape[1:].numel(), BLOCK)))
+            return tensor.shape
+        return torch.Size((len(tensor), units.ceil_div(tensor.shape[1:].numel(), BLOCK)))
 
     local = local_tensor(parameter, padded=True)
-    zeros = torch.zeros(shape(local), dtype=dtype, device=local.device)
+    zeros = torch.zeros(state_shape(local), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
     is_cut = plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK
     assert not (is_cut and any(p.dim for p in parameter.placements if isinstance(p, Shard))), (
-        "blocks are cut"
+        "blocks are split between ranks"
     )  # see OptimizerSpec.block
-    whole = shape(parameter)
-    strides = tuple(math.prod(whole[i + 1 :]) for i in range(len(whole)))
-    # Not `from_local`, which would move what is offloaded back to the mesh's device.
+    size = state_shape(parameter)
+    strides = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    # `from_local` would move offloaded tensors back to the mesh's device.
     return DTensor(
         zeros,
-        DTensorSpec(parameter.device_mesh, parameter.placements, TensorMeta(whole, strides, dtype)),
+        DTensorSpec(parameter.device_mesh, parameter.placements, TensorMeta(size, strides, dtype)),
         requires_grad=False,
     )

@@ -1,7 +1,7 @@
-"""Codes of 8-bit floats (e4m3) by integer arithmetic, for devices without casts to that type.
+"""Convert to and from 8-bit floats (e4m3) with integer arithmetic, for GPUs without such casts.
 
-Triton casts to e4m3 only from compute capability 8.9 on. On older GPUs a kernel that contains such
-a cast does not compile, while these operations do; they give the same bits as torch's casts.
+Triton casts to e4m3 only from compute capability 8.9 on. On older GPUs a kernel with such a cast
+does not compile, but these operations do. They return the same bits as torch's casts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _MAGNITUDE = 0x7F
 _NAN = 0x7F
 _LARGEST = 0x7E  # 448
 _INFINITY = 0x7F800000  # bits of a float32
-_FRACTION = 20  # bits of a float32's fraction that e4m3 does not have
-_REBIAS = 127 - 7  # between the exponents of the two types
-_NORMAL = 1 << 3  # the first code whose exponent is not zero
-_SUBNORMAL_STEP = 2.0**-9  # between the codes below it
-_ALIGN = 2.0**14  # the float32 whose last bit is worth _SUBNORMAL_STEP
+_FRACTION = 20  # mantissa bits of a float32 that e4m3 lacks
+_REBIAS = 127 - 7  # difference of the exponent biases of the two types
+_NORMAL = 1 << 3  # the first normal number, as a code
+_SUBNORMAL_STEP = 2.0**-9  # distance between subnormal numbers
+_ALIGN = 2.0**14  # float32 whose last mantissa bit is worth _SUBNORMAL_STEP
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -34,12 +34,11 @@ def decode(codes: Tensor) -> Tensor:
 def encode(values: Tensor) -> Tensor:
     """Return the e4m3 codes, uint8, of float32 values whose last 20 bits are zero.
 
-    Subnormal results are rounded to the nearest code, to even between two of them. Values above 448
-    become 448.
+    Subnormal results are rounded to the nearest code, ties to even. Values above 448 become 448.
     """
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # The sum moves a small value to the end of a float32's fraction, and rounds it there.
+    # The addition shifts a small value to the end of the mantissa and rounds it there.
     aligned = (magnitude.view(torch.float32) + _ALIGN).view(torch.int32)
     subnormal = aligned & (_NORMAL | (_NORMAL - 1))
     rebiased = (magnitude >> _FRACTION) - (_REBIAS << 3)

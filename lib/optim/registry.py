@@ -1,6 +1,6 @@
-"""The optimizers there are, over sharded parameters, and the states that each keeps.
+"""List the optimizers, and build one over sharded parameters.
 
-A further one is a row of OPTIMIZERS. Nothing here imports torch before an optimizer is built.
+To add an optimizer, add a row to OPTIMIZERS. This module imports torch only when it builds one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 Betas = tuple[float, float]
-# Returns the first function compiled, or `instead` where it cannot be.
+# Returns the compiled function, or its argument `instead` if it cannot be compiled.
 Wrap = Callable[..., Callable[..., None]]
 
 
 class OptimizerSpec(NamedTuple):
-    """Describes an optimizer.
+    """The properties of an optimizer that other rooms need.
 
-    state_bytes: of its states, per parameter. build: (groups, lr, betas, wrap) → the optimizer,
-    which has `new_state(parameter)`, sharded like the parameter but for `step`; where its
-    `found_inf` is set, `step()` changes no weight, state or count, and no one waits for the device.
-    One with `_step_supports_amp_scaling` divides the gradients by `grad_scale` where that is set.
-    block: numbers of a row that have to lie on one rank.
+    state_bytes: size of its state per parameter. build: (groups, lr, betas, wrap) → the optimizer.
+    block: numbers of a row that must be on the same rank.
+
+    An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
+    the parameter. If its `found_inf` is set, `step()` changes no weight, state or count, and does
+    not wait for the device. If it has `_step_supports_amp_scaling`, it divides the gradients by
+    `grad_scale` if that is set.
     """
 
     state_bytes: float
@@ -33,25 +35,25 @@ class OptimizerSpec(NamedTuple):
     block: int = 1
 
 
-def _adamw(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
+def _build_adamw(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
     from lib.optim.adamw import AdamW
 
     return AdamW(groups, lr, betas)
 
 
-def _adamw8bit(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
+def _build_adamw8bit(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
     from lib.optim.adamw8bit import AdamW8bit
 
     return AdamW8bit(groups, lr, betas, wrap)
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(8.0, _adamw),
-    "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _adamw8bit, block=256),
+    "adamw": OptimizerSpec(8.0, _build_adamw),
+    "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _build_adamw8bit, block=256),
 }
 
 
-def build(
+def build_optimizer(
     kind: str,
     model: nn.Module,
     lr: float,
@@ -61,9 +63,9 @@ def build(
 ) -> Optimizer:
     """Return an optimizer over the trainable parameters of a sharded model.
 
-    kind: a key of OPTIMIZERS, else KeyError. wrap: compiles what torch has no kernel for; None: it
-    runs as it is. Norms and biases (all tensors of one dimension) are not decayed, as in the
-    Hugging Face Trainer.
+    kind: a key of OPTIMIZERS, else KeyError. wrap: compiles an update for which torch has no
+    kernel; None runs it uncompiled. Norms and biases (all one-dimensional tensors) get no weight
+    decay, as in the Hugging Face Trainer.
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -75,23 +77,23 @@ def build(
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` in the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all states but the counts as `<state>.<parameter>`, sharded as the parameters are.
+    """Return the optimizer state, except step counts, as `<state>.<parameter>`.
 
-    Frozen parameters have none.
-
-    They are made (zeros) where no step was taken yet.
+    The tensors are sharded like the parameters; frozen parameters have none. If no step was taken
+    yet, the state is created with zeros.
     """
     from lib.models.sharded import without_padding
 
     tensors: dict[str, Tensor] = {}
-    trained = [named for named in model.named_parameters() if named[1].requires_grad]
-    for name, parameter in trained:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         states = optimizer.state[parameter]
         if not states:
             states.update(optimizer.new_state(parameter))
@@ -103,12 +105,12 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def steps_taken(optimizer: Optimizer) -> int:
-    """Return how many steps the optimizer took (fewer than the run's, where some were skipped)."""
+def count_steps(optimizer: Optimizer) -> int:
+    """Return the number of optimizer steps, which is below the run's if steps were skipped."""
     return max((int(states["step"]) for states in optimizer.state.values()), default=0)
 
 
-def set_steps_taken(optimizer: Optimizer, steps: int) -> None:
-    """Let the optimizer's bias correction go on from `steps`."""
+def set_step_count(optimizer: Optimizer, steps: int) -> None:
+    """Set the step count that the bias correction continues from."""
     for states in optimizer.state.values():
         states["step"].fill_(steps)

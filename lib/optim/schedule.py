@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of (step, total steps): there is nothing to save."""
+"""Compute the learning rate as a pure function of (step, total steps), without state to save."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 KINDS = ("cosine", "linear", "constant", "wsd")
-_DECAY_SHARE = 0.2  # of a warm-up-stable-decay schedule
+_DECAY_SHARE = 0.2  # of the steps after the warm-up, in a warmup-stable-decay schedule
 _WARMUP_SHARE = 0.05
-_WARMUP_MOST = 1000
+_WARMUP_MAX = 1000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warms up linearly to `peak` in `warmup` steps, then down to `minimum` at the last step."""
+    """Warm up linearly to `peak` in `warmup` steps, then decay to `minimum` at the last step."""
 
     kind: str
     peak: float
@@ -22,14 +22,14 @@ class Schedule:
     total: int
 
     def lr(self, step: int) -> float:
-        """Return the rate that step number `step` (from 0) uses."""
+        """Return the learning rate of step `step` (from 0)."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.total - 1 - self.warmup)
         return self.minimum + (self.peak - self.minimum) * self._height(min(progress, 1.0))
 
     def _height(self, progress: float) -> float:
-        """Return how far above the minimum the curve is, 1 → 0 over progress 0 → 1."""
+        """Return the height above the minimum, which falls from 1 to 0 as progress rises to 1."""
         if self.kind == "cosine":
             return 0.5 * (1 + math.cos(math.pi * progress))
         if self.kind == "linear":
@@ -40,5 +40,5 @@ class Schedule:
 
 
 def default_warmup(total: int) -> int:
-    """Return 5 % of the steps, at most 1,000."""
-    return min(_WARMUP_MOST, int(total * _WARMUP_SHARE))
+    """Return the default number of warm-up steps: 5 % of the total, at most 1,000."""
+    return min(_WARMUP_MAX, int(total * _WARMUP_SHARE))

@@ -171,7 +171,7 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _attention(model, case),
-        mock.patch.dict(adamw8bit.AT_ONCE, clear=True),  # large pieces, as on a GPU
+        mock.patch.dict(adamw8bit.SLICE_NUMBERS, clear=True),  # large pieces, as on a GPU
     ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
@@ -181,7 +181,7 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
 
 def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, fake or real, and return the memory that it took."""
-    adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
     batch = _batch(case)
     for last in (False, True) if case.accumulates else (True,):

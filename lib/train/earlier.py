@@ -47,14 +47,16 @@ _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
-    return bool(commit.scan(experiment.checkpoints)) or bool(
-        commit.quarantined(experiment.checkpoints)
+    return bool(commit.list_checkpoints(experiment.checkpoints)) or bool(
+        commit.list_quarantined(experiment.checkpoints)
     )
 
 
 def newest(experiment: Experiment) -> Checkpoint | None:
     """Return the newest checkpoint that is whole by its COMMIT, manifest and sizes."""
-    return next((c for c in commit.scan(experiment.checkpoints) if not c.problems()), None)
+    return next(
+        (c for c in commit.list_checkpoints(experiment.checkpoints) if not c.problems()), None
+    )
 
 
 def read(experiment: Experiment) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _describe(
             list(chat.stops),
         )
     inputs.require_unchanged()
-    if left := commit.clean(experiment.checkpoints):
+    if left := commit.delete_leftovers(experiment.checkpoints):
         journal.event("clean", 0, paths=left)
     return start
 

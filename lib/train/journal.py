@@ -79,7 +79,7 @@ class Journal:
             self._is_over |= status != "running"
             if status == "running" and self._is_over:
                 return
-            checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
+            checkpoints = [c.step for c in commit.list_checkpoints(self.experiment.checkpoints)]
             content = {
                 "status": status,
                 **_progress(facts),

@@ -25,7 +25,7 @@ _MOST = 1 << 24  # of the largest models' pre-training
 _MARGIN = 4  # so many times fewer tokens than published are worth a warning
 _WARNS_FROM = 50e6  # parameters
 _LONG = 10_000  # steps
-_FEWEST_KEPT = 2  # checkpoints, as in commit.prune
+_FEWEST_KEPT = 2  # checkpoints, as in commit.prune_checkpoints
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _written(plan: Plan, steps: int) -> int:
 
 
 def _checkpoints(plan: Plan, work: Work) -> str:
-    """Return how many are written and how many lie there at once, as commit.prune keeps them."""
+    """Return how many checkpoints are written, and how many exist at the same time."""
     config = plan.config
     count = _written(plan, plan.total_steps)
     newest = max(config.ckpt_keep, _FEWEST_KEPT)

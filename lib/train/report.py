@@ -14,7 +14,7 @@ from lib.core import log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.optim.guard import Skipped
+from lib.optim.guard import SkippedSteps
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import console, metrics, symptoms
@@ -148,7 +148,7 @@ class Report:
             return None
         return Divergence(captured.step, captured.position, skipped.in_a_row)
 
-    def _write(self, figures: dict[str, Any], ended: float, skipped: Skipped) -> None:
+    def _write(self, figures: dict[str, Any], ended: float, skipped: SkippedSteps) -> None:
         """Write a step's row everywhere, and say how many steps were skipped before it."""
         state = self._state
         config = self._plan.config

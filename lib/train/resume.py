@@ -47,7 +47,7 @@ def resume(
         checkpoint = named
         is_named = True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
-    elif newest := checkpointer.newest():
+    elif newest := checkpointer.find_newest():
         checkpoint = newest
         facts = newest.commit()
     else:
@@ -70,7 +70,7 @@ def resume(
         state.position = BEGINNING
     if is_named:
         is_own = checkpoint.path.parent == experiment.checkpoints.resolve()
-        checkpointer.supersede(checkpoint.step if is_own else -1, _NEWER, tier_step=-1)
+        checkpointer.drop_newer(checkpoint.step if is_own else -1, _NEWER, tier_step=-1)
     journal.event(
         "resume",
         state.step,
@@ -112,7 +112,7 @@ def roll_back(
     checkpoint = None
     if rollbacks <= _MOST_ROLLBACKS:
         try:
-            checkpoint = checkpointer.newest(diverged_at - bad)
+            checkpoint = checkpointer.find_newest(diverged_at - bad)
         except ArtifactError as error:
             log.warn(error.render())
     if checkpoint is None:
@@ -123,7 +123,7 @@ def roll_back(
     state.position = position
     state.rollbacks = rollbacks
     try:
-        checkpointer.supersede(state.step, f"the steps up to {diverged_at} were rolled back")
+        checkpointer.drop_newer(state.step, f"the steps up to {diverged_at} were rolled back")
     except ArtifactError as error:  # at worst a resume goes back to there, and then here again
         log.warn(error.render().removeprefix("error: "))
     report.journal.event("rollback", state.step, diverged_at=diverged_at, bad_steps=bad)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lib.optim.guard import Skipped
+from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import DataStream, Position
 from lib.train.meters import LossSums, LossWindow, Meters, TimedSteps, to_host
@@ -20,7 +20,7 @@ class CapturedRow(NamedTuple):
     """Holds the row of a step until it is written, as it was when the host ended the step.
 
     position: of the data after the step. norm_and_skipped: the gradient norm and the numbers of a
-    Skipped, see `to_host`. validation: figures that are added later. ended: seconds since the
+    SkippedSteps, see `to_host`. validation: figures that are added later. ended: seconds since the
     epoch. done: an event of the device behind the step, None on a CPU, which runs nothing ahead.
     """
 
@@ -89,7 +89,7 @@ def capture_row(
 
 def read_row(
     captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream, meters: Meters
-) -> tuple[dict[str, Any], Skipped]:
+) -> tuple[dict[str, Any], SkippedSteps]:
     """Return the figures of a row, as docs/artifacts.md defines its keys, and what was skipped.
 
     Waits until the device has done the step. The mean loss and all speeds are over the steps since
@@ -124,7 +124,7 @@ def read_row(
         **captured.memory,
         **_compare_ranks(table[:, 2].tolist(), table[:, 3].tolist()),
         **captured.validation,
-    }, Skipped(*map(int, counts))
+    }, SkippedSteps(*map(int, counts))
 
 
 def _compare_ranks(alone: list[float], peaks: list[float]) -> dict[str, float]:

@@ -83,7 +83,7 @@ class TrainState:
             "rollbacks": self.rollbacks,
             "loss_scale": self.guard.state(),
             "model_files": self.model_files,
-            "optimizer_steps": registry.steps_taken(self.optimizer),
+            "optimizer_steps": registry.count_steps(self.optimizer),
         }
         if self.base:
             record["base"] = self.base
@@ -110,4 +110,4 @@ class TrainState:
             )
         self.rollbacks = record["rollbacks"]
         self.guard.restore(record["loss_scale"])
-        registry.set_steps_taken(self.optimizer, record["optimizer_steps"])
+        registry.set_step_count(self.optimizer, record["optimizer_steps"])

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.snapshot import capture, write
+from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
 from lib.models import directory
 from lib.models.architecture import build_on_meta
@@ -71,7 +71,9 @@ def save_adapted_run(
     )
     model = adapted_model(model_dir, lora, strength)
     attention.settle_rope(model, "concat", options.get("seq_length", 32))
-    states = registry.build(optimizer, model, 0.0, (0.9, 0.95), 0.0)  # only its moments count
+    states = registry.build_optimizer(
+        optimizer, model, 0.0, (0.9, 0.95), 0.0
+    )  # only its moments count
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 1e-3)
@@ -101,6 +103,8 @@ def save_adapted_run(
     }
     tensors = contents.name_tensors(model, registry.named_states(model, states))
     change(tensors)
-    return write(
-        experiment.checkpoints, capture(tensors, content, identity, LAYOUT.device), dist.group.WORLD
+    return write_snapshot(
+        experiment.checkpoints,
+        capture_snapshot(tensors, content, identity, LAYOUT.device),
+        dist.group.WORLD,
     )

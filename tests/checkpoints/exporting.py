@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.snapshot import capture, write
+from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
 from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
@@ -43,14 +43,14 @@ def save_run(
     shard(model, None, [world_size])
     model.to_empty(device="cpu")
     load_pretrained(model, model_dir)
-    adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     record = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
     tensors |= {contents.MODEL + name: tensor for name, tensor in (added or {}).items()}
-    return write(
+    return write_snapshot(
         experiment.checkpoints,
-        capture(tensors, record, identity, torch.device("cpu")),
+        capture_snapshot(tensors, record, identity, torch.device("cpu")),
         dist.group.WORLD,
     )
 

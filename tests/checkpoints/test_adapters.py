@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lib.checkpoints import adapter_files, proofs
+from lib.checkpoints import adapter_checks, adapter_files
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.models.lora import Lora
@@ -78,8 +78,8 @@ def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
     save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export(tmp_path, "--adapter")
-    monkeypatch.setattr(proofs.attention, "settle_rope", lambda *arguments: None)
-    with pytest.raises(ArtifactError, match="does not compute what was trained"):
+    monkeypatch.setattr(adapter_checks.attention, "settle_rope", lambda *arguments: None)
+    with pytest.raises(ArtifactError, match="do not compute what was trained"):
         export(tmp_path, "--adapter", "--overwrite")
 
 
@@ -107,7 +107,7 @@ def test_what_is_merged_wrongly_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
-    with pytest.raises(ArtifactError, match="does not compute what was trained") as caught:
+    with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
         export(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
@@ -219,13 +219,13 @@ def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None
 
 
 LOST = {
-    "the slice of rank 0 of 8": (slice(0, 4), ("model.",), "had a gradient, and all is zero"),
-    "that of another rank": (slice(8, 12), ("model.",), "had a gradient, and all is zero"),
+    "the slice of rank 0 of 8": (slice(0, 4), ("model.",), "but are zero"),
+    "that of another rank": (slice(8, 12), ("model.",), "but are zero"),
     "one row": (slice(1, None), ("model.",), "1 row of 32 had a gradient"),
-    "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows, one after"),
+    "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows"),
     "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_NOT_WHOLE = r"lacks a part of its adapters|does not compute what was trained"
+_NOT_WHOLE = r"lacks a part of its adapter|do not compute what was trained"
 
 
 @pytest.mark.parametrize("what", LOST)
@@ -261,8 +261,8 @@ def test_what_was_not_trained_is_no_loss(tmp_path: Path) -> None:
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[..., Any]:
-    """Return an `adapter_files.write` that leaves another config or other tensors."""
-    write = adapter_files.write
+    """Return an `adapter_files.write_adapter` that leaves another config or other tensors."""
+    write = adapter_files.write_adapter
 
     def broken(adapted: Any, planned: Any, out: Path, advance: Any) -> Any:
         entries = write(adapted, planned, out, advance)
@@ -298,10 +298,10 @@ BROKEN_ADAPTERS = {
         lambda t: t.update({f"x.{LAYER}B.weight": t.pop(f"{LAYER}B.weight")}),
         "other tensors than PEFT",
     ),
-    "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "does not compute"),
-    "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "does not compute"),
-    "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "does not compute"),
-    "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "does not compute"),
+    "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "do not compute"),
+    "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "do not compute"),
+    "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "do not compute"),
+    "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "do not compute"),
     "a target missing": (
         CONFIG,
         lambda c: c["target_modules"].remove("down_proj"),
@@ -315,9 +315,9 @@ def test_an_adapter_written_wrongly_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     name, change, says = BROKEN_ADAPTERS[what]
-    monkeypatch.setattr(adapter_files, "write", rewritten(name, change))
+    monkeypatch.setattr(adapter_files, "write_adapter", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
-        export(run, "--adapter", *(["--dtype", "bf16"] if says == "does not compute" else []))
+        export(run, "--adapter", *(["--dtype", "bf16"] if says == "do not compute" else []))
     assert not list(run.glob("out*"))
 
 

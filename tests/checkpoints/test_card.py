@@ -20,7 +20,9 @@ from lib.checkpoints import card
     ],
 )
 def test_the_sentences_and_the_code_of_a_card(base: str, says: str, loads: str) -> None:
-    text = card.text("x", "llama", "float32", 7, {"steps": 1000}, chats=True, adapter_of=base)
+    text = card.render_card(
+        "x", "llama", "float32", 7, {"steps": 1000}, chats=True, adapter_of=base
+    )
     assert says in text and loads in text and "A a " not in text
     # AutoPeftModel looks a bare name up on the Hub, where it is not.
     assert ("`AutoPeftModelForCausalLM` finds the base" in text) == (base == "name")

@@ -1,4 +1,4 @@
-"""What follows a save holds up no step."""
+"""Work that follows a save delays no step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     """Delete, note and draw in the background: only a run's next save waits, no step does."""
     experiment = Experiment(tmp_path, "exp")
     seen = []
-    prune = commit.prune
+    prune = commit.prune_checkpoints
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
 
     def slowly(*rules: object) -> list[int]:
@@ -32,7 +32,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         seen.append(threading.current_thread().name)
         return prune(*rules)
 
-    monkeypatch.setattr(commit, "prune", slowly)
+    monkeypatch.setattr(commit, "prune_checkpoints", slowly)
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([weight])
     longest = 0.0
@@ -43,7 +43,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         total_steps=9,
         every=1,
         keep=2,
-        room=lambda: 1e9,
+        free_memory=lambda: 1e9,
         note=Journal(experiment, 0).event,
     )
     for step in range(1, 5):
@@ -61,7 +61,10 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
             time.sleep(0.001)
     checkpointer.finish(wait=True)
     assert [name.rpartition("_")[0] or name for name in seen] == ["saving", "after"] * 4
-    assert [c.step for c in commit.scan(experiment.checkpoints)] == [4, 3] and longest < 0.1
+    assert [c.step for c in commit.list_checkpoints(experiment.checkpoints)] == [
+        4,
+        3,
+    ] and longest < 0.1
     events = [json.loads(line) for line in experiment.events.open()]
     assert [(e["event"], e.get("steps")) for e in events] == [
         ("save", None),

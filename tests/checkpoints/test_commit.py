@@ -20,7 +20,7 @@ from tests.fault_points import Fault
 
 def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
     """Commit a checkpoint whose only tensor file is some bytes."""
-    attempt = commit.attempt_directory(checkpoints, step)
+    attempt = commit.create_attempt(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
     (attempt / commit.TENSORS / "data").write_bytes(bytes(range(100)))
     (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
@@ -28,14 +28,14 @@ def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
         manifest.file_entry(attempt, attempt / name)
         for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)
     ]
-    return commit.commit(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
+    return commit.commit_attempt(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
 
 
 def test_committed_is_valid_and_newest_first(tmp_path: Path):
     for step in (5, 20, 10):
         assert make(tmp_path, step).problems() == []
-    assert [c.step for c in commit.scan(tmp_path)] == [20, 10, 5]
-    assert commit.scan(tmp_path)[0].commit()["world_size"] == 2
+    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [20, 10, 5]
+    assert commit.list_checkpoints(tmp_path)[0].commit()["world_size"] == 2
 
 
 @pytest.mark.parametrize("name", [commit.COMMIT, commit.MANIFEST, f"{commit.TENSORS}/data"])
@@ -46,7 +46,7 @@ def test_damage_is_seen_without_hashing(tmp_path: Path, name: str, damage: str):
     path.unlink()
     if damage != "missing":
         path.write_bytes(b"" if damage == "empty" else content[:-3])
-    assert commit.scan(tmp_path)[0].problems()
+    assert commit.list_checkpoints(tmp_path)[0].problems()
 
 
 def test_flipped_bit_and_changed_manifest(tmp_path: Path):
@@ -57,48 +57,48 @@ def test_flipped_bit_and_changed_manifest(tmp_path: Path):
     assert sum(len(checkpoint.content_problems(part, 2)) for part in range(2)) == 1
     text = (checkpoint.path / commit.MANIFEST).read_text()
     (checkpoint.path / commit.MANIFEST).write_text(text + " ")
-    assert "not the one" in checkpoint.problems()[0]
+    assert "does not match" in checkpoint.problems()[0]
 
 
 def test_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Path):
     checkpoint = make(tmp_path, 1)
     checkpoint.path.rename(tmp_path / "step_00000009")
-    assert commit.scan(tmp_path)[0].problems() == ["COMMIT.json is of step 1"]
+    assert commit.list_checkpoints(tmp_path)[0].problems() == ["COMMIT.json belongs to step 1"]
 
 
 def test_prune_keeps_the_newest_intact(tmp_path: Path):
     for step in range(1, 6):
         make(tmp_path, step)
     (tmp_path / "step_00000005" / commit.COMMIT).unlink()
-    assert commit.prune(tmp_path, keep=2) == [2, 1]
-    assert [c.step for c in commit.scan(tmp_path)] == [5, 4, 3]
-    assert commit.prune(tmp_path, keep=0) == []
-    assert commit.prune(tmp_path, keep=1) == []  # never fewer than two
+    assert commit.prune_checkpoints(tmp_path, keep=2) == [2, 1]
+    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [5, 4, 3]
+    assert commit.prune_checkpoints(tmp_path, keep=0) == []
+    assert commit.prune_checkpoints(tmp_path, keep=1) == []  # never fewer than two
 
 
 def test_prune_keeps_multiples_and_the_best(tmp_path: Path):
     losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 2.5, 7: None, 8: 1.6}
     for step, loss in losses.items():
         make(tmp_path, step, eval_loss=loss)
-    assert commit.prune(tmp_path, keep=2, keep_every=4) == [6, 5, 2, 1]
-    assert [c.step for c in commit.scan(tmp_path)] == [8, 7, 4, 3]
+    assert commit.prune_checkpoints(tmp_path, keep=2, keep_every=4) == [6, 5, 2, 1]
+    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [8, 7, 4, 3]
 
 
 def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch):
-    commit.require_room(tmp_path)
+    commit.require_space(tmp_path)
     make(tmp_path, 1)
-    commit.require_room(tmp_path)
+    commit.require_space(tmp_path)
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
-    with pytest.raises(DiskFullError, match="no room for a checkpoint"):
-        commit.require_room(tmp_path)
+    with pytest.raises(DiskFullError, match="no disk space"):
+        commit.require_space(tmp_path)
 
 
 def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
-    commit.attempt_directory(tmp_path, 3)
+    commit.create_attempt(tmp_path, 3)
     (tmp_path / ".trash-step_00000001").mkdir()
     (tmp_path / "quarantine").mkdir()
-    assert commit.scan(tmp_path) == []
-    commit.clean(tmp_path)
+    assert commit.list_checkpoints(tmp_path) == []
+    commit.delete_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["quarantine"]
 
 
@@ -110,8 +110,8 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
     for step in range(2, 6):
         make(tmp_path, step)
     (tmp_path / "step_00000001").symlink_to(tmp_path / "old")
-    commit.clean(tmp_path)
-    assert commit.prune(tmp_path, keep=2) == [3, 2]
+    commit.delete_leftovers(tmp_path)
+    assert commit.prune_checkpoints(tmp_path, keep=2) == [3, 2]
     assert {p.name for p in tmp_path.iterdir()} == {
         *mine,
         "step_00000001",
@@ -127,23 +127,23 @@ def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
     killed = True
     while killed:
         at += 1
-        for step in {1, 2} - {c.step for c in commit.scan(tmp_path)}:
+        for step in {1, 2} - {c.step for c in commit.list_checkpoints(tmp_path)}:
             make(tmp_path, step)
         if not (pid := os.fork()):
             Fault(str(tmp_path), at).install()
-            commit.discard([tmp_path / "step_00000001"])
+            commit.delete_checkpoints([tmp_path / "step_00000001"])
             os._exit(0)
         killed = bool(os.waitpid(pid, 0)[1])
-        assert [c.step for c in commit.scan(tmp_path) if not c.problems()] == (
-            [2, 1] if at < 2 else [2]
-        )
-        assert not [c for c in commit.scan(tmp_path) if c.problems()]
-        commit.clean(tmp_path)
+        assert [c.step for c in commit.list_checkpoints(tmp_path) if not c.problems()] == [2, 1][
+            : 1 + (at < 2)
+        ]
+        assert not [c for c in commit.list_checkpoints(tmp_path) if c.problems()]
+        commit.delete_leftovers(tmp_path)
         assert {p.name for p in tmp_path.iterdir()} <= {"step_00000001", "step_00000002"}
     assert at > 5
 
 
-def test_a_damaged_step_saved_again_is_set_aside(tmp_path: Path):
+def test_a_damaged_step_saved_again_is_quarantined(tmp_path: Path):
     (make(tmp_path, 7).path / commit.COMMIT).unlink()
     assert make(tmp_path, 7).problems() == []
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
@@ -165,12 +165,12 @@ def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch, 
         monkeypatch.setattr(Path, name, partialmethod(fail, of=name))
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
     with pytest.raises(StageError) as caught:
-        commit.scan(tmp_path)
+        commit.list_checkpoints(tmp_path)
     assert caught.value.code == (EXIT_USAGE if number == errno.EACCES else EXIT_BUG)
     failing.discard(tmp_path)
-    for ask in (checkpoints[1].problems, lambda: commit.prune(tmp_path, 2)):
+    for ask in (checkpoints[1].problems, lambda: commit.prune_checkpoints(tmp_path, 2)):
         with pytest.raises(StageError, match=r"cannot be read|denied"):
             ask()
-    commit.require_room(tmp_path)
+    commit.require_space(tmp_path)
     failing.clear()
-    assert [c.step for c in commit.scan(tmp_path)] == [3, 2, 1]
+    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [3, 2, 1]

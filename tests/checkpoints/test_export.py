@@ -95,13 +95,13 @@ def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
     checkpoint = save_run(
         tmp_path, tmp_path / "model", added={f"{layer}.factor": torch.arange(float(rows))}
     )
-    planned = export.plan(model, torch.float32, 1 << 30)
+    planned = export.plan_export(model, torch.float32, 1 << 30)
     (out := tmp_path / "out").mkdir()
-    with pytest.raises(ArtifactError, match="holds more than") as caught:
-        export.write(model, checkpoint, planned, out, lambda _: None)
+    with pytest.raises(ArtifactError, match="does not have") as caught:
+        export.write_model(model, checkpoint, planned, out, lambda _: None)
     assert f"{layer}.factor" in caught.value.found
-    export.write(model, checkpoint, planned, out, lambda _: None, [Factors()])
-    export.verify(model, out)
+    export.write_model(model, checkpoint, planned, out, lambda _: None, [Factors()])
+    export.verify_model(model, out)
     for key, (_, _, tensor) in content(tmp_path / "model").items():
         expected = tensor.float()
         if key == f"{layer}.weight":
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_holds_more_than_the_model_is_refused(run: Path) -> No
     config["num_hidden_layers"] -= 1
     config.pop("layer_types", None)
     path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="holds more than") as caught:
+    with pytest.raises(ArtifactError, match="does not have") as caught:
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert f"model.model.layers.{config['num_hidden_layers']}." in caught.value.found
     assert not (run / "out").exists()
@@ -291,10 +291,10 @@ def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
 
     def write(size: int) -> list[dict[str, Any]]:
         model = build_on_meta(run / "exp" / "model")
-        planned = export.plan(model, torch.float32, size)
-        checkpoint = commit.scan(run / "exp" / "checkpoints")[0]
+        planned = export.plan_export(model, torch.float32, size)
+        checkpoint = commit.list_checkpoints(run / "exp" / "checkpoints")[0]
         (run / "files").mkdir()
-        return export.write(model, checkpoint, planned, run / "files", lambda count: None)
+        return export.write_model(model, checkpoint, planned, run / "files", lambda count: None)
 
     return write
 
@@ -310,5 +310,5 @@ def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(
         b'{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n\0\0\xff\xfe\n{"step": 3, "x"'
     )
-    assert card.recorded(tmp_path / "m", "x") == {2: 3.0}
-    assert card.recorded(tmp_path / "none", "x") == {}
+    assert card.read_metric(tmp_path / "m", "x") == {2: 3.0}
+    assert card.read_metric(tmp_path / "none", "x") == {}

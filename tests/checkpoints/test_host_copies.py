@@ -52,7 +52,7 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     for _ in range(2):  # in fresh memory, and in memory that is used again
         began = time.monotonic()
-        taken = copies.take(tensors)
+        taken = copies.copy_tensors(tensors)
         assert time.monotonic() - began < SLOWNESS / 2, "the copy was not made in the background"
         tensors["buffer.seen"] += 1  # as a forward pass may do
         optimizer.step()
@@ -67,7 +67,7 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
 def test_who_writes_waits_too(trained, slow):
     tensors, optimizer = trained
     copies = HostCopies(optimizer)
-    taken = copies.take(tensors)
+    taken = copies.copy_tensors(tensors)
     copies.wait()
     assert all(torch.equal(taken[name], t) for name, t in tensors.items())
     began = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
     monkeypatch.setattr(host_copies, "_copy", broken)
     copies = HostCopies(optimizer)
     before = tensors["model.weight"].detach().clone()
-    copies.take(tensors)
+    copies.copy_tensors(tensors)
     for waiting in (optimizer.step, copies.wait):
         with pytest.raises(RuntimeError, match="no memory"):
             waiting()
@@ -119,7 +119,7 @@ def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("code", "room", "why"),
-    [(2, 1e9, "does not page-lock"), (0, 100.0, "0.1 KiB of host memory is needed")],
+    [(2, 1e9, "cannot page-lock"), (0, 100.0, "needs 0.1 KiB of host memory")],
 )
 def test_without_room_or_locks_a_save_is_written_before_the_next_step(
     trained,
@@ -137,7 +137,7 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
     )
     monkeypatch.setattr(host_copies, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, room=lambda: room)
+    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: room)
     for step in (1, 2):
         saving.save(
             SimpleNamespace(
@@ -147,7 +147,9 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
                 state_dict=lambda step=step: {"step": step},
             )
         )
-        assert next(c.step for c in commit.scan(tmp_path)) == step  # without another `poll`
+        assert (
+            next(c.step for c in commit.list_checkpoints(tmp_path)) == step
+        )  # without another `poll`
     said = caplog.text
     assert re.search(why, said) and said.count("written before the next step") == 1
 
@@ -167,7 +169,7 @@ def test_memory_that_another_rank_refuses_is_given_back(
     monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
     saving = checkpointer.Checkpointer(
-        tmp_path, layout, {}, total_steps=3, every=1, room=lambda: 1e9
+        tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: 1e9
     )
     saving.save(
         SimpleNamespace(

@@ -16,7 +16,7 @@ from torch import nn
 
 from lib.checkpoints import contents, hyperpod
 from lib.checkpoints.hyperpod import HyperPodTier
-from lib.checkpoints.snapshot import Snapshot, random_states
+from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
 from tests.conftest import free_port
@@ -49,7 +49,7 @@ def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
-    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
         for tensor in tensors_of(model, optimizer).values():
             tensor.fill_(value)
@@ -69,7 +69,7 @@ def save(tier: HyperPodTier, *steps: int) -> None:
             Snapshot(
                 step,
                 tensors_of(model, optimizer),
-                random_states(CPU),
+                get_random_states(CPU),
                 {"step": step, "tokens": 10 * step},
                 IDENTITY,
             )
@@ -87,7 +87,9 @@ def newest(
     Fails where any of what was loaded is not of that step.
     """
     left: Left = []
-    found = tier.newest_valid(identity, after, lambda step, why: left.append((step, why)), before)
+    found = tier.find_newest_valid(
+        identity, after, lambda step, why: left.append((step, why)), before
+    )
     if found is None:
         return 0, left
     assert tier.holds(found) and found.commit()["tokens"] == 10 * found.step
@@ -113,9 +115,9 @@ def test_the_newest_is_read_back_as_it_was_written(address: str) -> None:
     assert newest(again, before=3) == (0, []), "two are kept"
     assert newest(again, identity=IDENTITY | {"inputs": {"model": "other"}}) == (0, [])
     assert newest(tier_at(address, run="3c4d")) == (0, []), "of another run"
-    again.remove(6)
+    again.delete_all(6)
     assert newest(again) == (0, [])
-    again.remove(6)  # when there is nothing
+    again.delete_all(6)  # when there is nothing
 
 
 def a_bit(client: Any) -> None:
@@ -202,7 +204,7 @@ def test_a_save_without_a_commit_is_none(address: str) -> None:
 def test_steps_of_a_course_that_was_left_do_not_come_back(address: str) -> None:
     tier = tier_at(address)
     save(tier, 6, 8)
-    tier.supersede(6, "the run went back")
+    tier.drop_newer(6, "the run went back")
     assert newest(tier) == (6, [])
     save(tier, 8, 3)  # an older one than all others, which the service would drop first
     assert newest(tier) == (3, [])
@@ -230,7 +232,7 @@ def test_a_save_that_fails_leaves_the_one_before(
 
 def test_slots_of_other_ranks_are_not_read_and_make_way(address: str) -> None:
     tier = tier_at(address)
-    of_two = hyperpod._client(address, tier._namespace, 0, 2)
+    of_two = hyperpod._make_client(address, tier._namespace, 0, 2)
     of_two.get_or_create_namespace()
     of_two.put_checkpoint(4, b"a part, where the COMMIT of one rank would be", rank=COMMIT)
     assert newest(tier) == (0, [])
@@ -245,22 +247,22 @@ def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:
     with pytest.raises(StageError, match=r"refused"):
         save(tier, 2)
     assert newest(tier) == (0, [])
-    tier.remove(6)
-    with pytest.raises(ArtifactError, match="cannot be deleted in the cluster's memory"):
-        tier.supersede(0, "the run goes on from another one")
+    tier.delete_all(6)
+    with pytest.raises(ArtifactError, match="cannot delete"):
+        tier.drop_newer(0, "the run goes on from another one")
     with service(port):
         save(tier, 4)
         assert newest(tier) == (4, []), "it is used again as soon as it answers"
 
 
 def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hyperpod, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(hyperpod, "_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tier = tier_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StageError, match="Timeout"):
             save(tier, 2)
         assert newest(tier) == (0, [])
-        tier.remove(6)
+        tier.delete_all(6)
 
 
 def test_no_other_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a service that does not answer stays short, since each save may say it."""
+"""What is message of a service that does not answer stays short, since each save may say it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_error_of_the_network_is_one_short_line() -> None:
         pool = f"HTTPConnectionPool(host='h', port=1): Max retries exceeded {'x' * 300} ({error})"
         wrapped = RuntimeError(f"request failed: {pool} " * 3)
         wrapped.__cause__ = ConnectionError(pool)
-    said = hyperpod._text(wrapped)
-    assert said == "RuntimeError: [Errno 111] Connection refused"
-    long = hyperpod._text(ValueError("y" * 1000 + "\nsecond line"))
+    message = hyperpod._summarize_error(wrapped)
+    assert message == "RuntimeError: [Errno 111] Connection refused"
+    long = hyperpod._summarize_error(ValueError("y" * 1000 + "\nsecond line"))
     assert len(long) <= 160 and "\n" not in long

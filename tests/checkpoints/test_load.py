@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lib.checkpoints.snapshot import require_same
+from lib.checkpoints.snapshot import require_same_tensors
 from lib.checkpoints.storage import HashingWriter, StrictReader
 from lib.core.errors import ArtifactError
 
@@ -29,7 +29,7 @@ SAVED = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, tensors: dict, told: str):
     dcp.save(SAVED, storage_writer=HashingWriter(tmp_path / "dcp"), no_dist=True)
-    require_same(SAVED, StrictReader(tmp_path / "dcp"), tmp_path)
-    with pytest.raises(ArtifactError, match="of another model") as caught:
-        require_same(tensors, StrictReader(tmp_path / "dcp"), tmp_path)
+    require_same_tensors(SAVED, StrictReader(tmp_path / "dcp"), tmp_path)
+    with pytest.raises(ArtifactError, match="another model") as caught:
+        require_same_tensors(tensors, StrictReader(tmp_path / "dcp"), tmp_path)
     assert told in caught.value.found

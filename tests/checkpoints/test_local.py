@@ -1,4 +1,4 @@
-"""The tier on a node's own disk: what is deleted is told, what cannot be read stays."""
+"""The tier on a node's own disk records deletions and keeps unreadable checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lib.checkpoints import commit
 from lib.checkpoints.local import LocalTier
-from lib.checkpoints.snapshot import Snapshot, random_states
+from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core import hashing, manifest, reading
 
 
@@ -22,7 +22,7 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     noted: list[tuple] = []
-    left = commit.attempt_directory(tmp_path, 9).name
+    left = commit.create_attempt(tmp_path, 9).name
     tier = LocalTier(
         tmp_path,
         group,
@@ -36,7 +36,7 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
             Snapshot(
                 step,
                 {"model.x": torch.full((3,), step)},
-                random_states(torch.device("cpu")),
+                get_random_states(torch.device("cpu")),
                 {"step": step},
                 {"options": {}},
             )
@@ -51,10 +51,13 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
     for module, name in ((manifest, "find_damage"), (hashing, "matches")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
-            assert tier.newest_valid({"options": {}}, 0, lambda step, why: told.append(why)) is None
-    told += [text for text in caplog.messages if "left where it is" in text]
+            assert (
+                tier.find_newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
+                is None
+            )
+    told += [text for text in caplog.messages if "stays where it is" in text]
     assert len(told) == 4 and all("does not mean that it is damaged" in why for why in told)
-    found = tier.newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
-    assert found is not None and found.step == 3 and not commit.quarantined(tmp_path)
-    tier.remove(3)
+    found = tier.find_newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
+    assert found is not None and found.step == 3 and not commit.list_quarantined(tmp_path)
+    tier.delete_all(3)
     assert noted[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()

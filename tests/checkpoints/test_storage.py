@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
+from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
 from lib.core import hashing
 from lib.core.errors import ArtifactError
 
@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with plain_errors():
+    with unwrap_dcp_errors():
         dcp.load(tensors, storage_reader=StrictReader(directory), no_dist=True)
 
 

@@ -1,4 +1,4 @@
-"""`python -m lib.checkpoints`: a table of what there is, and what is wrong with it."""
+"""`python -m lib.checkpoints`: the table of checkpoints and their problems."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def save(checkpoints: Path, step: int) -> Path:
-    attempt = commit.attempt_directory(checkpoints, step)
+    attempt = commit.create_attempt(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
     (attempt / commit.TENSORS / "data").write_bytes(bytes(1000 + step))
     files = [manifest.file_entry(attempt, attempt / commit.TENSORS / "data")]
-    return commit.commit(
+    return commit.commit_attempt(
         attempt, step, files, {}, 1, {"tokens": step * 1024, "loss": 2.5, "eval_loss": None}
     ).path
 
@@ -39,7 +39,7 @@ def test_what_there_is_and_what_is_damaged(tmp_path: Path) -> None:
     commit.quarantine(commit.Checkpoint(save(checkpoints, 20), 20), "for the test")
     listed = table("list", tmp_path / "exp")
     assert [line.split()[0] for line in listed.splitlines()[1:4]] == ["5", "10", "15"]
-    assert "10,240" in listed and "2.5000" in listed and "set aside: " in listed
+    assert "10,240" in listed and "2.5000" in listed and "in quarantine: " in listed
     assert table("verify", checkpoints).count("valid") == 4  # with the heading's `validation`
     (paths[1] / commit.TENSORS / "data").write_bytes(bytes(1009) + b"\1")
     table("list", tmp_path / "exp")

@@ -11,7 +11,7 @@ import pytest
 
 from lib.core import config_file, manifest, records
 from lib.core.errors import ArtifactError, UsageError
-from lib.hub.raw_text import remove_outdated
+from lib.hub.raw_text import delete_outdated
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -129,7 +129,7 @@ def test_a_record_deletes_nothing_outside(tmp_path: Path) -> None:
     for path in ("../../mine/f", str(tmp_path / "mine/f"), "en/f", "g"):
         with pytest.raises(ArtifactError, match="names a file outside"):
             records.safe_join(target.parent, path)
-        remove_outdated(target, [path])
+        delete_outdated(target, [path])
     assert (tmp_path / "mine/f").read_text() == "mine"
 
 

@@ -44,7 +44,7 @@ def test_threads_that_touch_tensors_do(
     """Copies, saves, loads and reading ahead use threads; one thread copies what is on a GPU."""
     weight = torch.nn.Parameter(torch.ones(3))
     copies = HostCopies(torch.optim.SGD([weight], lr=1.0))
-    taken = copies.take({"model.weight": weight})
+    taken = copies.copy_tensors({"model.weight": weight})
     copies.wait()
     list(read_ahead(iter([1, 2])))
 

@@ -1,4 +1,4 @@
-"""What stands before any request: the address of the Hub, and how long it asks to wait."""
+"""Check the URL of the Hub, and read the delay that it requests."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from lib.hub import client
         "http://ü",
     ],
 )
-def test_an_address_that_is_none(monkeypatch, address):
+def test_an_invalid_url_of_the_hub_is_refused(monkeypatch, address):
     monkeypatch.setenv("HF_ENDPOINT", address)
-    with pytest.raises(UsageError, match="HF_ENDPOINT is not an address") as caught:
+    with pytest.raises(UsageError, match="HF_ENDPOINT") as caught:
         client.Hub("")
     assert "pa55" not in caught.value.render() and "\n" not in caught.value.found
 
 
-def test_how_long_the_hub_asks_to_wait():
+def test_the_delay_that_the_hub_requests_is_read():
     def asked(after: str) -> float:
-        return client._read_wait_s({"Retry-After": after})
+        return client._read_retry_after({"Retry-After": after})
 
     assert asked("7") == 7 and asked("") == asked("soon") == asked("²") == 0
     assert 50 < asked(formatdate(time.time() + 60, usegmt=True)) <= 60
     assert asked(formatdate(time.time() - 60, usegmt=True)) == 0
-    assert client._read_wait_s({"RateLimit": '"resolvers";r=0;t=2'}) == 2
+    assert client._read_retry_after({"RateLimit": '"resolvers";r=0;t=2'}) == 2

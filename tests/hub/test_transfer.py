@@ -1,4 +1,4 @@
-"""Files in pieces, in this process, from a Hub on this machine."""
+"""Download files in pieces, from a stand-in for the Hub in this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from lib.core.errors import ArtifactError, UsageError
 from lib.hub import partial
 from lib.hub.repository import RemoteFile, Repository
-from lib.hub.transfer import Transfer, bring_headers, clear_others
+from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 PIECE = 1 << 18
 
 
 class Wire:
-    """Stands where client.py stands: gives a piece in chunks, and can die in the middle."""
+    """Replaces `Hub`: delivers a piece in chunks, and can fail in the middle."""
 
     def __init__(self, content: bytes = CONTENT, dies_after: int | None = None) -> None:
         self.content = content
@@ -27,11 +27,11 @@ class Wire:
         self.lock = threading.Lock()
         self.stopped = threading.Event()
 
-    def receive(self, repository, part, piece, advance) -> None:
-        start, end = part.range_left(piece)
+    def fetch_piece(self, repository, part, piece, advance) -> None:
+        start, end = part.missing_range(piece)
         with self.lock:
             self.ranges.append((start, end))
-        with part.appending(piece) as append:
+        with part.open_piece(piece) as append:
             for at in range(start, end, 1 << 14):
                 if self.left is not None:
                     self.left -= 1
@@ -39,7 +39,7 @@ class Wire:
                         raise ConnectionError("killed")
                 advance(append(self.content[at : min(at + (1 << 14), end)]))
 
-    def read(self, repository, file, start, end) -> bytes:
+    def read_range(self, repository, file, start, end) -> bytes:
         self.ranges.append((start, end))
         return self.content[start:end]
 
@@ -71,7 +71,7 @@ def test_what_came_before_a_kill_does_not_come_again(tmp_path):
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
     came = 23 << 14
-    assert len(CONTENT) - clear_others([remote()], tmp_path) == came
+    assert len(CONTENT) - prepare_directory([remote()], tmp_path) == came
     wire = Wire()
     transfer(wire, workers=2).fetch([remote()], tmp_path)
     assert sum(end - start for start, end in wire.ranges) == len(CONTENT) - came
@@ -88,7 +88,7 @@ def test_counts_that_do_not_fit_begin_anew(tmp_path):
 
 
 def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
-    """As after a power cut: the counts were durable, the bytes were not."""
+    """A power cut can leave counts on disk whose bytes were never written."""
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
     part = next(tmp_path.rglob("*.part"))
@@ -101,7 +101,7 @@ def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
 
 def test_damage_that_stays_is_an_error_and_leaves_nothing(tmp_path):
     wire = Wire(content=b"\1" + CONTENT[1:])
-    with pytest.raises(ArtifactError, match="arrived damaged twice"):
+    with pytest.raises(ArtifactError, match="is damaged"):
         transfer(wire, workers=3).fetch([remote()], tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(end - start for start, end in wire.ranges) == 2 * len(CONTENT)
@@ -121,19 +121,19 @@ def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
         (tmp_path / name / "a").mkdir(parents=True)
         (tmp_path / name / "a/model.bin").write_bytes(content)
     wire = Wire()
-    earlier = [tmp_path / "bad", tmp_path / "good"]
+    reuse_from = [tmp_path / "bad", tmp_path / "good"]
     (tmp_path / "new").mkdir()
-    assert clear_others([remote()], tmp_path / "new", earlier) == 0  # links take no room
-    transfer(wire, earlier=earlier).fetch([remote()], tmp_path / "new")
+    assert prepare_directory([remote()], tmp_path / "new", reuse_from) == 0  # links take no room
+    transfer(wire, reuse_from=reuse_from).fetch([remote()], tmp_path / "new")
     assert not wire.ranges and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
-    transfer(wire, earlier=earlier[:1]).fetch([remote()], tmp_path / "newer")
+    transfer(wire, reuse_from=reuse_from[:1]).fetch([remote()], tmp_path / "newer")
     assert wire.ranges and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
 
 
 def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
     part = partial.PartialFile(remote(b"abc", "x"), tmp_path)
     part.open()
-    with part.appending(0) as append:
+    with part.open_piece(0) as append:
         assert append(b"abcdef") == 3  # what is beyond the piece is not taken
     assert part.is_complete() and part.claim() and not part.finish()
     assert part.is_complete() and not part.claim()
@@ -143,7 +143,7 @@ def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
 @pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x", "a\\\\x", ""])
 def test_nothing_is_written_outside_the_directory(tmp_path, path):
     wire = Wire(b"abc")
-    with pytest.raises(UsageError, match="not safe to write"):
+    with pytest.raises(UsageError, match="unsafe paths"):
         transfer(wire).fetch([remote(b"abc", path)], tmp_path / "in")
     assert not wire.ranges and not list(tmp_path.iterdir())
 
@@ -152,7 +152,7 @@ def test_nothing_is_written_outside_the_directory(tmp_path, path):
 def test_headers_come_without_the_rest(tmp_path, length):
     content = length.to_bytes(8, "little") + CONTENT
     wire = Wire(content)
-    bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
+    fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
     there = (tmp_path / "x").read_bytes()
     assert content.startswith(there) and min(len(content), 8 + length) <= len(there)
     assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)
@@ -160,11 +160,11 @@ def test_headers_come_without_the_rest(tmp_path, length):
 
 def test_a_header_whose_stream_ends_early_is_taken_up_there(tmp_path):
     class Short(Wire):
-        def read(self, repository, file, start, end) -> bytes:
-            return super().read(repository, file, start, min(end, start + 50_000))
+        def read_range(self, repository, file, start, end) -> bytes:
+            return super().read_range(repository, file, start, min(end, start + 50_000))
 
     content = (1 << 17).to_bytes(8, "little") + CONTENT
     wire = Short(content)
-    bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
+    fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
     assert (tmp_path / "x").read_bytes() == content[: 8 + (1 << 17)]
     assert wire.ranges[:2] == [(0, 50_000), (50_000, 65_536)]

@@ -26,7 +26,7 @@ def model_of(*shapes: tuple[int, ...]) -> nn.Module:
 
 
 def build(model: nn.Module, kind: str = "adamw8bit", lr: float = 1e-2) -> torch.optim.Optimizer:
-    return registry.build(kind, model, lr, BETAS, 0.1)
+    return registry.build_optimizer(kind, model, lr, BETAS, 0.1)
 
 
 def fill_gradients(model: nn.Module, seed: int) -> None:
@@ -97,14 +97,14 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
         fill_gradients(model, seed)
         adamw.step()
     before = everything(model, adamw)
-    count = registry.steps_taken(adamw)
+    count = registry.count_steps(adamw)
     fill_gradients(model, 9)
     model[0].grad[1, 2] = model[1].grad[3] = value
     guard = StepGuard("fp32", 0.0, torch.device("cpu"))
     guard.clip(adamw, 1.0)
     adamw.step()
     torch.testing.assert_close(everything(model, adamw), before, rtol=0, atol=0)
-    assert registry.steps_taken(adamw) == count == steps
+    assert registry.count_steps(adamw) == count == steps
     fill_gradients(model, 9)
     guard.clip(adamw, 1.0)
     adamw.step()
@@ -117,7 +117,7 @@ def test_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch)
     """Rows as shards hold them, and as they are worked on one after the other: the same bits."""
     whole = model_of((7, 600))
     parts = model_of((7, 600))
-    monkeypatch.setitem(adamw8bit.AT_ONCE, "cpu", 1300)  # two rows
+    monkeypatch.setitem(adamw8bit.SLICE_NUMBERS, "cpu", 1300)  # two rows
     halves = nn.ParameterList(
         [
             parts[0][:3].detach().clone(),
@@ -152,7 +152,7 @@ def test_small_changes_are_not_lost_in_rounding() -> None:
         model[0].grad[0, 0] = 1.0
         adamw.step()
     kept = adamw.state[model[0]]
-    root = adamw8bit._read([kept["exp_avg_root"], kept["exp_avg_root_scale"]])[0]
+    root = adamw8bit._decode_moment([kept["exp_avg_root"], kept["exp_avg_root_scale"]])[0]
     assert root[0].item() == pytest.approx((1 - 0.95**101) ** 0.5, rel=0.1)
     ratios = root[1:] / (first[0, 1:] * (0.05 * 0.95**100) ** 0.5)
     assert ratios.median().item() == pytest.approx(1, rel=0.2)
@@ -168,7 +168,7 @@ def test_nothing_overflows() -> None:
         assert all(
             t.isfinite().all() for t in everything(model, adamw).values() if t.is_floating_point()
         )
-        assert adamw8bit._read(list(adamw.state[model[0]].values())[1:3]).isfinite().all()
+        assert adamw8bit._decode_moment(list(adamw.state[model[0]].values())[1:3]).isfinite().all()
 
 
 def test_scalars_are_computed_once_per_group_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,9 @@ def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.Mo
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap if compiled else None
     both = model_of((4, 256), (8, 256))
     late = model_of((4, 256), (8, 256))[1:]
-    ours, theirs = (registry.build("adamw8bit", m, 1e-2, BETAS, 0.1, wrap) for m in (both, late))
+    ours, theirs = (
+        registry.build_optimizer("adamw8bit", m, 1e-2, BETAS, 0.1, wrap) for m in (both, late)
+    )
     for seed in range(5):
         fill_gradients(both, seed)
         if seed < 3:
@@ -221,7 +223,7 @@ def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.Mo
     assert torch.equal(both[1], late[0])
 
 
-def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
+def traced(rule: adamw8bit._Settings) -> list[tuple[str, Tensor]]:
     """Return the operations of a matrix update as a compiler gets them, and their results."""
     nodes: list[torch.fx.Node] = []
 
@@ -233,7 +235,7 @@ def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
     now = step_scalars({"lr": 1e-2, "betas": BETAS, "weight_decay": 0.1}, torch.ones(1))[0]
     numbers = [torch.ones(8, 256), torch.ones(8, 256)]
     moments = [torch.zeros(8, 256, dtype=torch.uint8), torch.ones(8, 1)] * 2
-    torch.compile(adamw8bit._take, backend=aot_autograd(fw_compiler=keep), dynamic=False)(
+    torch.compile(adamw8bit._apply_step, backend=aot_autograd(fw_compiler=keep), dynamic=False)(
         rule, now, torch.tensor(False), None, *numbers, *(t.clone() for t in moments)
     )
     return [
@@ -245,7 +247,7 @@ def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
 
 def test_compiled_updates_compute_no_powers() -> None:
     """Nor anything else in float64: it would be computed for each number."""
-    rule = adamw8bit._Rule(*BETAS, 1e-8, by_bits=False)
+    rule = adamw8bit._Settings(*BETAS, 1e-8, by_bits=False)
     found = traced(rule)
     assert len(found) > 20
     assert not [name for name, result in found if "pow" in name and result.ndim == 0]
@@ -262,16 +264,16 @@ def test_old_gpus_get_kernels_without_8bit_floats(
     """Triton casts to e4m3 from compute capability 8.9 on."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     group = {"betas": BETAS, "eps": 1e-8}
-    rule = adamw8bit._Rule.from_group(group, torch.device("cuda", 0))
+    rule = adamw8bit._Settings.from_group(group, torch.device("cuda", 0))
     assert rule.by_bits == by_bits
     kinds = {result.dtype for _, result in traced(rule)}
     assert (torch.float8_e4m3fn in kinds) != by_bits
-    assert not adamw8bit._Rule.from_group(group, torch.device("cpu")).by_bits
+    assert not adamw8bit._Settings.from_group(group, torch.device("cpu")).by_bits
 
 
 @pytest.mark.slow
 def test_the_lowered_update_has_no_float64() -> None:
-    rule = adamw8bit._Rule(*BETAS, 1e-8, by_bits=False)
+    rule = adamw8bit._Settings(*BETAS, 1e-8, by_bits=False)
     now = step_scalars({"lr": 1e-2, "betas": BETAS, "weight_decay": 0.1}, torch.ones(1))[0]
     tensors = [
         torch.ones(64, 256),
@@ -284,7 +286,7 @@ def test_the_lowered_update_has_no_float64() -> None:
     ]
     torch._dynamo.reset()
     _, (code, *_) = run_and_get_code(
-        torch.compile(adamw8bit._take, dynamic=False),
+        torch.compile(adamw8bit._apply_step, dynamic=False),
         rule,
         now,
         torch.tensor(False),
@@ -305,7 +307,7 @@ def test_two_graphs_update_all_parameters_alike(
 ) -> None:
     """One for matrices, one for vectors, while the learning rate changes in each step."""
     monkeypatch.setattr(
-        adamw8bit._Rule,
+        adamw8bit._Settings,
         "from_group",
         classmethod(lambda cls, group, _: cls(*group["betas"], group["eps"], by_bits)),
     )
@@ -316,7 +318,7 @@ def test_two_graphs_update_all_parameters_alike(
     models = model_of(*shapes), model_of(*shapes)
     compiler = compiling.make_compiler(True, torch.device("cpu"))
     steps = [
-        registry.build("adamw8bit", model, 0.0, BETAS, 0.1, made)
+        registry.build_optimizer("adamw8bit", model, 0.0, BETAS, 0.1, made)
         for model, made in zip(models, (None, compiler.wrap), strict=True)
     ]
     for seed in range(4):
@@ -349,7 +351,7 @@ def test_an_update_that_is_compiled_wrongly_is_not_used(
         models, (None, compiling.make_compiler(True, torch.device("cpu")).wrap), strict=True
     ):
         fill_gradients(model, 1)
-        registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
+        registry.build_optimizer("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
     assert all(map(torch.equal, *models))
     assert "adamw8bit runs uncompiled" in caplog.text
 
@@ -362,7 +364,7 @@ def test_a_first_step_that_overflows_leaves_the_update_compiled(
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap
     steps = [
-        registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made)
+        registry.build_optimizer("adamw8bit", model, 1e-2, BETAS, 0.1, made)
         for model, made in zip(models, (None, wrap), strict=True)
     ]
     for seed in range(2):
@@ -373,5 +375,5 @@ def test_a_first_step_that_overflows_leaves_the_update_compiled(
             adamw.found_inf = torch.tensor(float(seed == 0))
             adamw.grad_scale = torch.tensor(torch.inf if seed == 0 else 2.0)
             adamw.step()
-    assert all(map(torch.equal, *models)) and all(steps[1]._update._is_right.values())
+    assert all(map(torch.equal, *models)) and all(steps[1]._update._is_correct.values())
     assert "uncompiled" not in caplog.text

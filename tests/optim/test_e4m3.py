@@ -51,6 +51,8 @@ def test_a_moment_is_written_and_read_alike(raised: int) -> None:
     values = torch.randn(200, 1024) * 10 ** torch.linspace(-6, 3, 1024)
     kept = [torch.zeros(200, 1024, dtype=torch.uint8), torch.zeros(200, 4)]
     added = torch.tensor(raised, dtype=torch.int32)
-    by_cast, by_bits = (adamw8bit._written(values, added, kept, way) for way in (False, True))
+    by_cast, by_bits = (adamw8bit._encode_moment(values, added, kept, way) for way in (False, True))
     assert all(map(torch.equal, by_cast, by_bits))
-    assert torch.equal(adamw8bit._read(by_cast), adamw8bit._read(by_cast, by_bits=True))
+    assert torch.equal(
+        adamw8bit._decode_moment(by_cast), adamw8bit._decode_moment(by_cast, by_bits=True)
+    )

@@ -50,7 +50,7 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     )
     parallelize.parallelize(model, layout.fsdp, "fp32", compiler=compiler)
     wrap = compiler.for_part("the update").wrap if compiler else None
-    adamw = registry.build("adamw8bit", model, 1e-2, (0.9, 0.95), 0.1, wrap)
+    adamw = registry.build_optimizer("adamw8bit", model, 1e-2, (0.9, 0.95), 0.1, wrap)
     guard = StepGuard("fp32", 30.0, layout.device, layout.ranks)
     loss_sum = loss.build_loss(model, layout, "concat", compiler)
     tokens = torch.randint(
@@ -74,7 +74,7 @@ def main() -> None:
     real = torch.compile
     calls = [0]
     said = []
-    may_fail = (loss._fused, adamw8bit._take) if layout.rank == layout.ranks - 1 else ()
+    may_fail = (loss._fused, adamw8bit._apply_step) if layout.rank == layout.ranks - 1 else ()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:

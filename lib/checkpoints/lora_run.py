@@ -1,4 +1,4 @@
-"""The adapters of a run as its checkpoint holds them, beside the model that stayed frozen."""
+"""Read the LoRA adapter of a run from its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class AdaptedRun:
-    """What a run with adapters trains.
+class LoraRun:
+    """A LoRA run and its adapter.
 
-    lora: their settings. plain, model: without and with adapters, on meta. base: the directory of
-    the frozen model. options: of the run's identity. shapes: of A [rank, in] and B [out, rank] by
-    name. tensors: those, full and float32; empty until `load`.
+    lora: settings of the adapter. plain, model: the model without and with the adapter, on meta.
+    base: directory of the base model. options: of the run's identity. shapes: of A [rank, in] and B
+    [out, rank], by name. tensors: A and B by name, full and float32; empty until `load`.
     """
 
     checkpoint: Checkpoint
@@ -43,11 +43,11 @@ class AdaptedRun:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: Path) -> AdaptedRun:
-        """Return it for a checkpoint that need not have been verified. plain: see above."""
+    def from_checkpoint(cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: Path) -> LoraRun:
+        """Return the run of a checkpoint, which need not be verified yet. plain: see above."""
         options = checkpoint.commit()["identity"]["options"]
-        made = adapters.make(adapters.asked_by(options))
-        lora = next(each for each in made if isinstance(each, Lora))
+        model_changes = adapters.make(adapters.asked_by(options))
+        lora = next(change for change in model_changes if isinstance(change, Lora))
         model = copy.deepcopy(plain)
         shapes = {
             name: tuple(model.get_parameter(name).shape) for name in sorted(lora.attach(model))
@@ -55,39 +55,41 @@ class AdaptedRun:
         return cls(checkpoint, lora, plain, model, base, options, shapes)
 
     def load(self) -> None:
-        """Read the tensors of a verified checkpoint.
+        """Read the tensors of the adapter from a verified checkpoint.
 
-        Raises ArtifactError when names or shapes are not those of the run's adapters.
+        Raises ArtifactError if names or shapes do not match the run's options.
         """
         with closing(PieceReader(self.checkpoint.path / commit.TENSORS, False)) as reader:
-            held = {
+            saved = {
                 name.removeprefix(contents.MODEL): shape
                 for name, (shape, _) in reader.described.items()
                 if name.startswith(contents.MODEL)
             }
-            if wrong := [
-                f"{name}: expected {self.shapes.get(name)}, found {held.get(name)}"
-                for name in sorted(self.shapes.keys() | held.keys())
-                if self.shapes.get(name) != held.get(name)
+            if differences := [
+                f"{name}: expected {self.shapes.get(name)}, found {saved.get(name)}"
+                for name in sorted(self.shapes.keys() | saved.keys())
+                if self.shapes.get(name) != saved.get(name)
             ]:
                 raise ArtifactError(
-                    f"checkpoint {self.checkpoint.path} holds other adapters than "
-                    "the options of its run ask for",
-                    found=units.join_lines(wrong, _SHOWN),
+                    f"the adapter in checkpoint {self.checkpoint.path} does not match the options "
+                    "of its run",
+                    found=units.join_lines(differences, _SHOWN),
                 )
             self.tensors.update(
                 (name, reader.read([contents.MODEL + name])[0].clone()) for name in self.shapes
             )
 
-    def said(self) -> str:
-        """Return in words what was trained."""
+    def describe(self) -> str:
+        """Return a text with the size of the adapter and its base model."""
         return (
             f"{units.counted(len(self.shapes) // 2, 'adapter')} of rank {self.lora.rank}, "
-            f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, beside "
-            f"{self.base}"
+            f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, for the base "
+            f"model {self.base}"
         )
 
 
-def beside(tensors: Mapping[str, Tensor], base: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return what reads a tensor by name: an adapter's, or one of the frozen model."""
+def overlay(
+    tensors: Mapping[str, Tensor], base: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """Return a function that reads a tensor by name from an adapter or its base model."""
     return lambda name: tensors[name] if name in tensors else base(name)
