@@ -60,7 +60,11 @@ def test_alone_dry_and_wrong(tmp_path: Path):
     done = run_stage("launch/check.py", "machine", "--dry-run", cwd=tmp_path)
     assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
     done = run_stage("launch/check.py", "machine", "--min-bandwith", "3", cwd=tmp_path, expect=2)
-    assert "--min-bandwidth" in done.stderr
+    assert "--min-bandwidth" in done.stderr and "launch/check.py machine --help" in done.stderr
+    done = run_stage("launch/check.py", "network", cwd=tmp_path, expect=2)
+    assert "torchrun has not started this" in done.stderr and "check.py machine" in done.stderr
+    done = run_stage("launch/check.py", "netwrk", cwd=tmp_path, expect=2)
+    assert "'machine', 'network', 'framework', 'setup', 'cluster'" in done.stderr
     done = run_stage(
         "launch/check.py",
         "machine",
