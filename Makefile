@@ -60,10 +60,10 @@ POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
 # The demo shows two ranks also on a CPU; GPUs have one each.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
-# To check Slurm's nodes, start launch/preflight.py on them with srun.
+# To check Slurm's nodes, start `launch/check.py network` on them with srun.
 define CHECK_local
-$(ANY_PY) launch/preflight.py
-$(ANY_PY) launch/validate.py setup
+$(ANY_PY) launch/check.py machine
+$(ANY_PY) launch/check.py setup
 endef
 CHECK_slurm = $(CHECK_local)
 CHECK_kubernetes = $(POD) validate $(POD_JOB)
@@ -123,12 +123,12 @@ demo: $(VENV)/installed
 	  --seq-length 128 --batch-size 4 --max-steps 700 --lr 1e-2 --warmup-steps 100 \
 	  --log-freq 50 --ckpt-freq 350 --eval-freq 350 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
-	@$(PY) launch/show_result.py outputs/demo --model outputs/demo/export/final \
+	@$(PY) tests/demo/show_result.py outputs/demo --model outputs/demo/export/final \
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
 # What Python's functions do, by the documentation that they carry: a small model learns it by heart.
 demo-chat: $(VENV)/installed
-	$(PY) launch/demo_conversations.py raw_demo_chat
+	$(PY) tests/demo/conversations.py raw_demo_chat
 	$(PY) 02_build_hf_dataset.py --data-folder raw_demo_chat --save-dir hf_datasets/demo-chat \
 	  --format chat
 	$(PY) 03_download_model.py --from-scratch --model-size 1M --model-name demo-chat \
@@ -139,7 +139,7 @@ demo-chat: $(VENV)/installed
 	  -m demo-chat --seq-length 256 --batch-size 4 --max-steps 350 --lr 1e-2 --warmup-steps 30 \
 	  --log-freq 50 --ckpt-freq 350
 	$(PY) 05_export_checkpoint.py -e demo-chat --out outputs/demo-chat/export/final
-	@$(PY) launch/show_result.py outputs/demo-chat --model outputs/demo-chat/export/final \
+	@$(PY) tests/demo/show_result.py outputs/demo-chat --model outputs/demo-chat/export/final \
 	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
@@ -177,7 +177,7 @@ bench-gpu:
 	$(ANY_PY) benchmarks/gpu.py mfu rest
 
 validate-framework:
-	$(ANY_PY) launch/validate.py framework
+	$(ANY_PY) launch/check.py framework
 
 validate-setup:
 	$(CHECK_$(LAUNCHER))

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["pack"]:
-        from launch.bundling import bundle
+        from launch.bundles import bundle
         from lib.core import stage
 
         stage.run(lambda argv: bundle.main(argv[1:]))
-    from launch.bundling import unpacking
+    from launch.bundles import unpacking
 
     sys.exit(unpacking.main(argv, __doc__))
 

@@ -13,13 +13,14 @@
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
 prepare makes data, model and tokens on the volume of --pvc, which holds hf_datasets, .cache and
-outputs; validate asks whether the cluster is ready for the job, as launch/cluster.py does, and
-exits with 6 where it is not; render prints or writes the manifest; apply submits it; deploy checks
-the cluster, makes the secret of HF_TOKEN, submits, shows the log, and on a failure finds the cause,
-applies or names the cure and tries again. What stands behind `--` are options of 04_train_fsdp.py;
--e is the job's name unless it is given, and what --config names is read here. Where nothing says
-what to train, it is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The image is the last
-that was built here, and the cluster is asked for the instance type, unless they are given.
+outputs; validate asks whether the cluster is ready for the job, as `launch/check.py cluster` does,
+and exits with 6 where it is not; render prints or writes the manifest; apply submits it; deploy
+checks the cluster, makes the secret of HF_TOKEN, submits, shows the log, and on a failure finds the
+cause, applies or names the cure and tries again. What stands behind `--` are options of
+04_train_fsdp.py; -e is the job's name unless it is given, and what --config names is read here.
+Where nothing says what to train, it is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The
+image is the last that was built here, and the cluster is asked for the instance type, unless they
+are given.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
-from launch.cluster import eks_of, manage_eks_cluster, validate  # noqa: E402
-from launch.common import aws, findings, stage_04  # noqa: E402
-from launch.common.raw_text import RawText  # noqa: E402
+from launch.checks import findings  # noqa: E402
 from launch.images import last  # noqa: E402
-from launch.kube import cluster_state, deploy, nodes, preparation  # noqa: E402
+from launch.kube import aws, cluster_state, deploy, nodes, preparation  # noqa: E402
 from launch.kube.asked import JobOptions, instances  # noqa: E402
+from launch.kube.cluster import eks_of, manage_eks_cluster, validate  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, planned, text  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
+from launch.kube.raw_text import RawText  # noqa: E402
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.train import stage_04  # noqa: E402
 from lib.train.config import Config  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]

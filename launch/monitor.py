@@ -25,8 +25,8 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common import run_files
-from launch.common.run_files import Row, RunFiles
+from launch.runs import run_files
+from launch.runs.run_files import Row, RunFiles
 from lib.core import nvidia, options, paths, run_records, stage, units
 from lib.core.options import Options
 from lib.train.console import mean_loss

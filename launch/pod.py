@@ -26,13 +26,13 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.common import stage_04  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.supervision import network  # noqa: E402
 from launch.supervision.outcome import EXIT_INTERRUPTED  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.train import stage_04  # noqa: E402
 
 _STAGE = str(ROOT / "04_train_fsdp.py")
 _TRY_AGAIN = 128 + signal.SIGTERM

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch import pod  # noqa: E402
-from launch.common import stage_04  # noqa: E402
-from launch.common.raw_text import RawText, steps  # noqa: E402
+from launch.kube.raw_text import RawText, steps  # noqa: E402
 from lib.core import declared, log, options, stage  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.train import stage_04  # noqa: E402
 
 
 def parse(argv: list[str]) -> Options:

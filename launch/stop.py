@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common import at_work, run_files
-from launch.common.run_files import RunFiles
+from launch.runs import at_work, run_files
+from launch.runs.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import UsageError
 

@@ -21,7 +21,6 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.common import stage_04
 from launch.supervision import network
 from launch.supervision.attempt import NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
@@ -31,6 +30,7 @@ from lib.core import commands, launcher, lease, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import OUTPUTS, Experiment
+from lib.train import stage_04
 from lib.train.config import Config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

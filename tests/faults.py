@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from launch.common.run_files import JsonLines
+from launch.runs.run_files import JsonLines
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from tests import forks

@@ -73,8 +73,7 @@ _IMPORTS = {
     "launch": [
         *_modules("lib/core/*.py"),
         *_modules("launch/*.py"),
-        *_modules("launch/[ik]*/*.py"),
-        *_modules("launch/common/*.py"),
+        *_modules("launch/[ikr]*/*.py"),
         "yaml",
     ],
 }

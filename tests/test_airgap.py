@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.bundling import bundle as bundle_module
-from launch.bundling import contents as bundle_contents
-from launch.bundling import unpacking, wheelhouse
+from launch.bundles import bundle as bundle_module
+from launch.bundles import contents as bundle_contents
+from launch.bundles import unpacking, wheelhouse
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.torch_builds import Torch
 from lib.tokens import packing, store

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.common import stage_04
 from lib.core import aliases, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import plan
+from lib.train import plan, stage_04
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.inputs import model_from_scratch

@@ -19,11 +19,15 @@ from tests.test_repository import ROOT, STAGES, load, name_of
 
 TOOLS = [
     ROOT / "lib/checkpoints/__main__.py",
-    ROOT / "launch/bundling/bundle.py",
+    ROOT / "launch/bundles/bundle.py",
+    ROOT / "launch/checks/network.py",
+    ROOT / "launch/checks/setup.py",
+    ROOT / "launch/kube/cluster.py",
+    *sorted((ROOT / "tests/demo").glob("*.py")),
     *(
         path
         for path in sorted((ROOT / "launch").glob("*.py"))
-        if path.stem not in ("__init__", "install_wheels", "torchrun")
+        if path.stem not in ("__init__", "torchrun")
     ),
 ]  # torch's own options
 COMMANDS = [*STAGES, *TOOLS]
@@ -190,7 +194,7 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
     ]
     read = set()
     named = set()
-    for path in (STAGES[3], ROOT / "launch/common/stage_04.py", *(ROOT / "lib/train").glob("*.py")):
+    for path in (STAGES[3], *(ROOT / "lib/train").glob("*.py")):
         nodes = list(ast.walk(tree_of(path)))
         if path.name == "config.py" or not any(
             isinstance(node, ast.alias) and node.name in HOLDERS for node in nodes

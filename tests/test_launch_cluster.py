@@ -1,4 +1,4 @@
-"""launch/cluster.py: the real kubectl asks a small API server; AWS is a stand-in on the PATH."""
+"""check.py cluster: the real kubectl asks a small API server; AWS is a stand-in on the PATH."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import cluster
-from launch.common import findings
-from launch.common.findings import Finding
+from launch.checks import findings
+from launch.checks.findings import Finding
+from launch.kube import cluster
 from launch.kube import nodes as cluster_nodes
 from launch.kube.asked import JobNeeds
 from lib.core.errors import UsageError
@@ -179,10 +179,12 @@ def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path:
         ("--cluster-name", "b", "--context", "prod", "is of the cluster my-eks"),
     ]
     for *words, says in refused:
-        done = run_stage("launch/cluster.py", *P5, *words, cwd=tmp_path, expect=2)
+        done = run_stage("launch/check.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)
         assert says in done.stderr and "Traceback" not in done.stderr
     contexts(tmp_path, ("two", "arn:aws:eks:eu-west-1:1:cluster/my-eks"))
-    done = run_stage("launch/cluster.py", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2)
+    done = run_stage(
+        "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
+    )
     assert "several clusters called my-eks" in done.stderr and "two" in done.stderr
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert not [finding for finding in found if finding.severity == "error"]
@@ -264,10 +266,10 @@ def no_aws(root: Path) -> str:
 def check(
     tmp_path: Path, *arguments: object, expect: int = 0
 ) -> tuple[list[Finding], subprocess.CompletedProcess]:
-    """Run `cluster.py validate` and return what it found."""
+    """Run `check.py cluster` and return what it found."""
     file = tmp_path / "found.json"
     done = run_stage(
-        "launch/cluster.py", "validate", *arguments, "--json", file, cwd=tmp_path, expect=expect
+        "launch/check.py", "cluster", *arguments, "--json", file, cwd=tmp_path, expect=expect
     )
     return [Finding(**f) for f in json.loads(file.read_text())["findings"]], done
 
@@ -491,7 +493,7 @@ def test_what_may_not_be_asked_is_not_checked(there: There, tmp_path: Path):
 
 def test_describe(there: There, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
-    done = run_stage("launch/cluster.py", "describe", cwd=tmp_path)
+    done = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
     assert (
         "p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
         "64 vpc.amazonaws.com/efa"
@@ -507,15 +509,18 @@ def test_a_cluster_that_does_not_answer(there: There, tmp_path: Path):
     kubeconfig.write_text(json.dumps(content))
     found, done = check(tmp_path, expect=6)
     assert "refused" in only(found, "API server").text and "Traceback" not in done.stderr
-    run_stage("launch/cluster.py", "describe", cwd=tmp_path, expect=6)
+    run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
 def test_without_kubectl_and_dry(tmp_path: Path):
-    done = run_stage("launch/cluster.py", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)})
-    assert "kubectl is not installed" in done.stderr
-    run_stage("launch/cluster.py", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
     done = run_stage(
-        "launch/cluster.py",
+        "launch/check.py", "cluster", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)}
+    )
+    assert "kubectl is not installed" in done.stderr
+    run_stage("launch/check.py", "cluster", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    done = run_stage(
+        "launch/check.py",
+        "cluster",
         "--cluster-name",
         "foo",
         "--context",
@@ -525,7 +530,7 @@ def test_without_kubectl_and_dry(tmp_path: Path):
         env={"PATH": str(tmp_path)},
     )
     assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
-    done = run_stage("launch/cluster.py", "validat", cwd=tmp_path, expect=2)
+    done = run_stage("launch/check.py", "cluster", "validat", cwd=tmp_path, expect=2)
     assert "validate" in done.stderr
 
 

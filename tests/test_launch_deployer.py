@@ -18,14 +18,15 @@ import yaml
 
 from launch import kubernetes, prepare
 from launch.build_image import build_docker_image
-from launch.common import aws, stage_04
 from launch.images import last
+from launch.kube import aws
 from launch.kube.asked import JobOptions
 from launch.kube.deploy import Patience
 from launch.kube.kubectl import Kubectl
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
 from lib.core.errors import UsageError
+from lib.train import stage_04
 from tests.conftest import ROOT, run_stage
 from tests.hub_server import HubServer, Repo
 from tests.kube_server import Cluster, Object, Server
@@ -271,7 +272,8 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
     )
     assert last.find() == last.Built(f"{ECR}/fsdp:2", is_pushed=True)
     run_stage(
-        "launch/cluster.py",
+        "launch/check.py",
+        "cluster",
         "--cluster_name",
         "c",
         "--validate_components",

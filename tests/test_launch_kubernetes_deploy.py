@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from launch import kubernetes
-from launch.common import aws, stage_04
+from launch.kube import aws
 from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
+from lib.train import stage_04
 from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
 from tests.kube_server import CORE, Cluster, Object, Server
 

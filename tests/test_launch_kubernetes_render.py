@@ -22,7 +22,6 @@ import pytest
 import yaml
 
 from launch import kubernetes
-from launch.common import stage_04
 from launch.kube import job
 from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.job import Job
@@ -30,7 +29,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
-from lib.train import console
+from lib.train import console, stage_04
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
 from tests.test_design import blocks
@@ -629,7 +628,7 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
     )
     (tmp_path / "lib").symlink_to(ROOT / "lib")
     kinds = tmp_path / "launch/kube/kinds.py"
-    templates = tmp_path / "launch/kubernetes"
+    templates = tmp_path / "launch/kube/templates"
     (row,) = blocks("How to add a kind of job on Kubernetes")
     kinds.write_text(kinds.read_text().replace("\nKINDS = {\n", "\nKINDS = {\n" + row, 1))
     (templates / "other.yaml").write_text(
@@ -654,7 +653,7 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
     assert "otherjobs.example.com exp" in said(
         "kubernetes.py", "stop", "--kind", "other", "--job-name", "exp", "--dry-run"
     )
-    assert "claim fsx-claim" in said("cluster.py", "--kind", "other", "--dry-run")
+    assert "claim fsx-claim" in said("check.py", "cluster", "--kind", "other", "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -723,7 +722,7 @@ def test_the_template_for_envsubst_is_the_same_job(
 
 
 def test_pods_have_the_account_and_the_bucket_that_the_files_make() -> None:
-    """What launch/kubernetes/ offers to apply is what a cluster takes and the options name."""
+    """What launch/kube/templates/ offers to apply is what a cluster takes and the options name."""
     [account] = yaml.safe_load_all((TEMPLATES / "service-account.yaml").read_text())
     volume, claim = yaml.safe_load_all((TEMPLATES / "bucket.yaml").read_text())
     for item in (account, volume, claim):

@@ -16,7 +16,12 @@ from tests.conftest import ROOT
 LAUNCH = ROOT / "launch"
 SHELL = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 NODES = [LAUNCH / "single_node.sh", LAUNCH / "multi_node.sh"]
-PYTHON = sorted(path for path in LAUNCH.glob("*.py") if path.read_text().startswith("#!"))
+PYTHON = sorted(
+    path
+    for place in (LAUNCH, LAUNCH / "bundles", ROOT / "tests" / "demo")
+    for path in place.glob("*.py")
+    if path.read_text().startswith("#!")
+)
 
 
 def name_of(path: Path) -> str:

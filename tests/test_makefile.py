@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import validate
+from launch.checks import setup as setup_check
 from tests.conftest import ROOT
 from tests.training import write_corpus
 
@@ -230,7 +230,7 @@ def test_a_wheelhouse_is_installed_from(place: Path):
 def setup(place: Path, *options: str, expect: int) -> str:
     """Run the check of what is prepared and return what it says."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "validate.py"), "setup", *options],
+        [sys.executable, str(ROOT / "launch" / "check.py"), "setup", *options],
         cwd=place,
         capture_output=True,
         text=True,
@@ -289,16 +289,16 @@ def test_nothing_prepared_is_no_error(tmp_path: Path):
 
 
 def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
-    real = validate.metadata.version
+    real = setup_check.metadata.version
     there = {"torch": "2.9.1", "tqdm": "4.0", "datasets": None}
 
     def version(name: str) -> str:
         if there.get(name, "") is None:
-            raise validate.metadata.PackageNotFoundError
+            raise setup_check.metadata.PackageNotFoundError
         return there.get(name) or real(name)
 
-    monkeypatch.setattr(validate.metadata, "version", version)
-    found = {f.check: f for f in validate._packages()}
+    monkeypatch.setattr(setup_check.metadata, "version", version)
+    found = {f.check: f for f in setup_check._packages()}
     assert found["torch"].severity == "error" and "2.11 to 2.13" in found["torch"].text
     assert found["datasets"].severity == "error" and "not installed" in found["datasets"].text
     assert found["tqdm"].severity == "warning" and "4.0 instead of" in found["tqdm"].text
@@ -321,7 +321,7 @@ def test_validate_framework(place: Path, tmp_path: Path):
     shutil.copy(ROOT / "requirements.txt", broken)
     (broken / "lib" / "core" / "units.py").write_text("import nothing_of_this_name\n")
     done = subprocess.run(
-        [sys.executable, str(broken / "launch" / "validate.py"), "framework"],
+        [sys.executable, str(broken / "launch" / "check.py"), "framework"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -351,8 +351,8 @@ def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(validate.metadata, "version", absent)
-    severities = {found.check: found.severity for found in validate._packages()}
+    monkeypatch.setattr(setup_check.metadata, "version", absent)
+    severities = {found.check: found.severity for found in setup_check._packages()}
     table = (ROOT / "docs" / "dependencies.md").read_text().partition("requirements-optional")[0]
     needed = {
         name

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch import monitor, stop
-from launch.common.run_files import GrowingFile, JsonLines, RunFiles
+from launch.runs.run_files import GrowingFile, JsonLines, RunFiles
 from lib.core import lease
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage

@@ -38,14 +38,14 @@ ROOMS = {
     "checkpoints": {"core", "models", "parallel"},
     "train": {"core", "tokens", "models", "hub", "parallel", "optim", "planning", "checkpoints"},
 }
-# Below launch/, where each package serves one script or, as common/ does, several.
+# Below launch/, where a package stands behind each script, or behind several.
 PACKAGES = {
-    "common": set(),
-    "bundling": set(),
-    "images": {"common"},
-    "kube": {"common", "images"},
-    "preflights": {"common"},
-    "supervision": {"common"},
+    "bundles": set(),
+    "checks": {"bundles"},
+    "kube": {"checks"},
+    "images": {"kube"},
+    "runs": set(),
+    "supervision": set(),
 }
 # Tables of data: the options of stage 04, and those of other trainers.
 TABLES = {"lib/core/aliases.py", "lib/train/config.py"}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.common import aws
+from launch.kube import aws
 from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError
 

@@ -14,7 +14,7 @@ from lib.core import aliases, commands, config_file, options, units
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "kubernetes"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 LONGEST = 63  # of a label, as Kubernetes calls such a name (RFC 1123)
 _LONGEST_JOB = 45  # the operators append the role and number of a pod
 _LONGEST_OBJECT = 253

@@ -68,8 +68,8 @@ _STUCK = {
     "04_train_fsdp.py lies in it",
     "out of GPU memory": "--activation-checkpointing full, a smaller -b with the same "
     "--global-batch-size, more nodes; stage 04 --dry-run --plan-gpus plans it",
-    "out of memory": "a larger memory request in launch/kubernetes/pod.yaml, fewer workers, or an "
-    "instance with more memory",
+    "out of memory": "a larger memory request in launch/kube/templates/pod.yaml, fewer workers, "
+    "or an instance with more memory",
     "bad input": "what the run says above; nothing is gained by another try",
     "damaged artifact": "what the run says above; prepare the artifact again: `kubernetes.py "
     "prepare` with the same options makes what is not on the volume",
@@ -84,7 +84,7 @@ _PASSING = {
     "node lost": "it is tried again on another node, from the newest checkpoint",
     "evicted": "the node ran short of what the message says",
     "stopped": "something told the pods to end; the same job goes on from its checkpoint",
-    "NCCL": "NCCL_DEBUG=INFO says more; run launch/preflight.py on the same nodes",
+    "NCCL": "NCCL_DEBUG=INFO says more; run `launch/check.py network` on the same nodes",
 }
 REMEDIES = {
     **_STUCK,

@@ -10,13 +10,13 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
-from launch.images.versions import torch_pin
+from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
 from launch.kube.asked import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
-from lib.core.torch_builds import driver_problem
+from lib.core.commands import ROOT
+from lib.core.torch_builds import driver_problem, pinned
 
 _FSX = "fsx.csi.aws.com"
 
@@ -262,8 +262,9 @@ def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
             "driver",
             "the nodes have no label for it (NVIDIA's GPU feature discovery would add one)",
         )
+    torch = pinned((ROOT / "requirements.txt").read_text(encoding="utf-8"))
     for version, node in known.items():
-        if problem := driver_problem(torch_pin(), version):
+        if problem := driver_problem(torch, version):
             yield Finding(
                 ERROR,
                 "driver",

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.common import stage_04
 from launch.kube import causes, cluster_state
 from launch.kube.asked import JobOptions
 from launch.kube.causes import Cause
@@ -22,6 +21,7 @@ from lib.core import log, options, units
 from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
 from lib.parallel import recompute
+from lib.train import stage_04
 
 _LONGEST_BACKOFF_S = 600.0
 _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs

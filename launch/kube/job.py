@@ -1,6 +1,6 @@
 """Decides all of a training job, and fills in the manifests that say so.
 
-In the templates of launch/kubernetes/, `${NAME}` stands for a setting: alone and without quotes it
+In launch/kube/templates/, `${NAME}` stands for a setting: alone and without quotes it
 keeps its type (a number, a list), and a list in a list is spread. `!if-NAME` before a value leaves
 the whole entry out when that setting is empty or 0. A name that is not a setting is an error.
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from launch.common import stage_04
 from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
 from lib.core.errors import Problems, UsageError
+from lib.train import stage_04
 from lib.train.config import Config
 
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.

@@ -1,6 +1,6 @@
 """Lists the kinds of job on Kubernetes, a row of KINDS for each; they differ in nothing else.
 
-The template of a kind is launch/kubernetes/<kind>.yaml.
+The template of a kind is launch/kube/templates/<kind>.yaml.
 """
 
 from __future__ import annotations

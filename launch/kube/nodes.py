@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.common.findings import ERROR, INFO, WARNING, Finding
+from launch.checks.findings import ERROR, INFO, WARNING, Finding
 from launch.kube.asked import Asked, JobNeeds
 from launch.kube.kinds import HYPERPOD_PREFIX
 from lib.core import log, units
@@ -20,7 +20,7 @@ _HEALTH = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kubernetes/pod.yaml)
+HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kube/templates/pod.yaml)
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from launch.common.raw_text import RawText
 from launch.kube.asked import JobOptions
 from launch.kube.job import Document, Job, filled, keep_dollars, train_options
+from launch.kube.raw_text import RawText
 from lib.core.errors import Problems
 
 _BUCKET = "/bucket"
@@ -50,7 +50,7 @@ def planned(asked: JobOptions, raw: RawText, given: Sequence[str], launched_as: 
     if raw.data.startswith(_BUCKET) and not asked.bucket_pvc:
         problems.add(
             f"--data {raw.data} lies in a bucket that the pod does not have",
-            expected="--bucket-pvc NAME; launch/kubernetes/bucket.yaml makes such a claim",
+            expected="--bucket-pvc NAME; launch/kube/templates/bucket.yaml makes such a claim",
         )
     problems.raise_if_any()
     return Preparation(

@@ -144,9 +144,9 @@ def shell(*words: object) -> str:
     return _join([str(word) for word in words])
 
 
-def help_of(flag: str = "--help") -> str:
-    """Return the command that lists the options of the script that runs."""
-    return _join([*_program(), flag])
+def help_of(flag: str = "--help", action: str = "") -> str:
+    """Return the command that lists the options of the script that runs, or of an action of it."""
+    return _join([*_program(), *action.split(), flag])
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:

@@ -175,7 +175,7 @@ class Parser(argparse.ArgumentParser):
     def _with_help(self, error: StageError) -> StageError:
         """Return an error with the command that shows all options."""
         shown = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-        error.run = commands.help_of(shown)
+        error.run = commands.help_of(shown, self.prog.partition(" ")[2])
         return error
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:

@@ -1,6 +1,6 @@
 """Which collectives a rank is in: torch's flight recorder, kept in logs/ when the watchdog ends it.
 
-launch/common/collectives.py reads from these files who waits for whom.
+launch/runs/collectives.py reads from these files who waits for whom.
 """
 
 from __future__ import annotations

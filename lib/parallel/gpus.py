@@ -1,6 +1,6 @@
 """Tells why torch cannot use the GPUs of this machine, where it has some.
 
-Stage 04, preflight and validate ask it, so that nobody trains on the CPU of a GPU node for want of
+Stage 04 and launch/check.py ask it, so that nobody trains on the CPU of a GPU node for want of
 a driver. A machine without GPUs costs it a look at a few files.
 """
 

@@ -305,6 +305,10 @@ def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) 
     with pytest.raises(UsageError, match=told) as caught:
         parser.parse(argv)
     assert caught.value.run.endswith("--help")
+    parser.prog = "check.py machine"
+    with pytest.raises(UsageError) as caught:
+        parser.parse(["--unknown"])
+    assert caught.value.run.endswith(f"{sys.argv[0]} machine --help")
 
 
 def test_names_that_mean_the_same_elsewhere_are_taken(parser: Parser, with_yaml) -> None:

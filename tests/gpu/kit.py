@@ -209,7 +209,7 @@ def _make_datasets(made: Path, stage: Stage, texts: Path) -> None:
         "*.py",
         *excluded,
     )
-    stage("launch/demo_conversations.py", made / "chats")
+    stage("tests/demo/conversations.py", made / "chats")
     stage(
         "02_build_hf_dataset.py",
         "--data-folder",
@@ -264,7 +264,7 @@ def _tokenizer():
 
 def _fetch_wheels(cache_dir: Path) -> None:
     """Fetch wheels with what they need, at the versions that requirements name."""
-    from launch.bundling import wheelhouse
+    from launch.bundles import wheelhouse
 
     pinned = {
         line.partition("==")[0]: line.partition(";")[0]

@@ -69,7 +69,7 @@ def test_the_kit_asks_pip_for_pinned_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what pip does with a network is left out."""
-    from launch.bundling import wheelhouse
+    from launch.bundles import wheelhouse
 
     asked = []
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import validate
-from launch.preflights import judge, machine
+from launch.checks import judge, machine, setup
 from lib.core import nvidia
 from lib.core.errors import UsageError
 from lib.parallel import gpus
@@ -206,7 +205,7 @@ def test_a_build_of_torch_without_code_for_the_gpu(
     assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint
 
 
-def test_preflight_and_validate_tell_it_too(
+def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node(version="2.13.0+cu130", cuda="13.0")
@@ -221,15 +220,15 @@ def test_preflight_and_validate_tell_it_too(
     ]
     assert [found.severity for found in told] == ["error"] and "too old" in told[0].text
     assert "+cu126" in told[0].remedy
-    [alone] = validate._gpus()
+    [alone] = setup._gpus()
     assert (alone.severity, alone.check) == ("error", "torch") and "too old" in alone.text
     stamp = tmp_path / ".bundle.json"
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu130", "cuda": "13.0"}}}')
-    monkeypatch.setattr(validate, "ROOT", tmp_path)
-    [bundled] = validate._gpus()
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    [bundled] = setup._gpus()
     assert bundled.severity == "error" and "--driver-version 535.104.05" in bundled.remedy
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
-    fits, installed = validate._gpus()
+    fits, installed = setup._gpus()
     assert "535.104.05 does for torch 2.13.0+cu126" in fits.text and installed.severity == "error"
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make .venv from wheelhouse/, both beside the code, without a network and without a compiler.
 
-  python3.11 launch/install_wheels.py
+  python3.11 launch/bundles/install_wheels.py
 
 `airgap.py unpack --install` runs it; it needs nothing but Python. Again: nothing is done when it
 was finished, else it starts over. Exit codes: 0 done; 2 no wheelhouse, or pip refused.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lib.core import streams  # noqa: E402

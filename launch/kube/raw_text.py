@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launch.common import stage_04
 from lib.core import options, paths
 from lib.core.declared import flag, option
 from lib.core.errors import UsageError
+from lib.train import stage_04
 from lib.train.config import Config
 
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write conversations about Python's own functions, out of the documentation that they carry.
 
-  python launch/demo_conversations.py raw_chat_demo
+  python tests/demo/conversations.py raw_chat_demo
 
 A few hundred of them, the same for the same Python: data for `make demo-chat`.
 """
@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.core import log, options, stage
 

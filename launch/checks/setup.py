@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Is this checkout sound (framework), and is what stages 02 to 04 prepared whole (setup)?
 
-  python launch/validate.py framework        Python, packages, imports, offline guard, a small step
-  python launch/validate.py setup            datasets, models and token stores: what there is
-  python launch/validate.py setup --deep     … and every byte against its digest
+  python launch/check.py framework           Python, packages, imports, offline guard, a small step
+  python launch/check.py setup               datasets, models and token stores: what there is
+  python launch/check.py setup --deep        … and every byte against its digest
 
-What the machine itself can do is told by launch/preflight.py. Exit code: 0 ready, 5 a warning (with
---fail-on warning), 6 an error.
+What the machine itself can do is told by `launch/check.py machine`. Exit code: 0 ready, 5 a warning
+(with --fail-on warning), 6 an error.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from launch.bundling import unpacking
-from launch.common import findings
-from launch.common.findings import ERROR, INFO, WARNING, Finding
-from lib.core import hashing, log, manifest, nvidia, options, stage
+from launch.bundles import unpacking
+from launch.checks import findings
+from launch.checks.findings import ERROR, INFO, WARNING, Finding
+from lib.core import hashing, log, manifest, nvidia, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.core.torch_builds import Torch, driver_problem
 from lib.models import verify
 from lib.tokens.dataset import open_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _OLDEST = (3, 10)
 _NEWEST = (3, 12)
 _TORCH = (2, 11), (2, 13)
@@ -78,9 +75,13 @@ os._exit(0)
 
 
 def main(argv: list[str]) -> None:
-    """Check what the command line asks for, and tell all that was found."""
+    """Check what the command line asks for, and tell all that was found.
+
+    argv: `framework` or `setup`, then the options.
+    """
+    what = argv[0]
     parser = options.Parser(__doc__)
-    parser.add_argument("what", choices=("framework", "setup"), help="what to check")
+    parser.prog = f"check.py {what}"
     parser.add_argument("--deep", action="store_true", help="setup: hash every file")
     parser.add_argument(
         "--cache-dir",
@@ -91,13 +92,11 @@ def main(argv: list[str]) -> None:
     )
     findings.add_options(parser)
     parser.add_common(workers="hash", overwrite=False)
-    opts = parser.parse(argv)
+    opts = parser.parse(argv[1:])
     if opts.dry_run:
-        log.info(f"would check the {opts.what}, and write nothing")
+        log.info(f"would check the {what}, and write nothing")
         return
-    findings.report(
-        [*(framework() if opts.what == "framework" else setup(opts))], opts, f"the {opts.what}"
-    )
+    findings.report([*(framework() if what == "framework" else setup(opts))], opts, f"the {what}")
 
 
 def framework() -> Iterator[Finding]:
@@ -291,7 +290,3 @@ def _dataset(path: Path, deep: bool) -> Finding:
     except StageError as error:
         return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
     return Finding(INFO, str(path), f"whole: {', '.join(found.splits)}")
-
-
-if __name__ == "__main__":
-    stage.run(main)

@@ -1,4 +1,4 @@
-"""launch/preflight.py under torchrun on CPU ranks, over namespaces as nodes, and its judgement."""
+"""launch/check.py under torchrun on CPU ranks, over namespaces as nodes, and its judgement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from launch.common import findings
-from launch.common.findings import Finding
-from launch.preflights import judge as preflight_judge
-from launch.preflights import machine
+from launch.checks import findings, machine
+from launch.checks import judge as preflight_judge
+from launch.checks.findings import Finding
 from tests.conftest import ROOT, free_port, run_stage
 
-SCRIPT = ROOT / "launch" / "preflight.py"
+SCRIPT = ROOT / "launch" / "check.py"
 PATIENT = ("--timeout", "120")
 
 
@@ -40,7 +39,13 @@ def told(found: list[Finding], check: str) -> list[str]:
 def test_two_ranks_of_a_node(tmp_path: Path):
     began = time.monotonic()
     done = run_stage(
-        "launch/preflight.py", "--json", "a report.json", *PATIENT, cwd=tmp_path, ranks=2
+        "launch/check.py",
+        "network",
+        "--json",
+        "a report.json",
+        *PATIENT,
+        cwd=tmp_path,
+        ranks=2,
     )
     found, content = read(tmp_path / "a report.json")
     assert not told(found, "network") and content["speed"]["world"]["all_reduce"] > 0
@@ -52,12 +57,17 @@ def test_two_ranks_of_a_node(tmp_path: Path):
 
 
 def test_alone_dry_and_wrong(tmp_path: Path):
-    done = run_stage("launch/preflight.py", "--dry-run", cwd=tmp_path)
+    done = run_stage("launch/check.py", "machine", "--dry-run", cwd=tmp_path)
     assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
-    done = run_stage("launch/preflight.py", "--min-bandwith", "3", cwd=tmp_path, expect=2)
-    assert "--min-bandwidth" in done.stderr
+    done = run_stage("launch/check.py", "machine", "--min-bandwith", "3", cwd=tmp_path, expect=2)
+    assert "--min-bandwidth" in done.stderr and "launch/check.py machine --help" in done.stderr
+    done = run_stage("launch/check.py", "network", cwd=tmp_path, expect=2)
+    assert "torchrun has not started this" in done.stderr and "check.py machine" in done.stderr
+    done = run_stage("launch/check.py", "netwrk", cwd=tmp_path, expect=2)
+    assert "'machine', 'network', 'framework', 'setup', 'cluster'" in done.stderr
     done = run_stage(
-        "launch/preflight.py",
+        "launch/check.py",
+        "machine",
         "--save-dir",
         "/proc/self",
         *PATIENT,
@@ -71,7 +81,8 @@ def test_alone_dry_and_wrong(tmp_path: Path):
 @pytest.mark.long
 def test_too_slow_a_network_fails(tmp_path: Path):
     done = run_stage(
-        "launch/preflight.py",
+        "launch/check.py",
+        "network",
         "--min-bandwidth",
         "1e6",
         *PATIENT,
@@ -105,6 +116,7 @@ def agents(
             f"--master-port={port}",
             "--nproc-per-node=1",
             str(script),
+            "network",
             *arguments,
         ]
         with (tmp_path / f"out-{rank}").open("w") as out:
@@ -461,7 +473,9 @@ def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
 
 def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
     (smi / "ecc").write_text("0, 12\n1, 0\n")
-    done = run_stage("launch/preflight.py", *PATIENT, cwd=tmp_path, expect=findings.EXIT_ERROR)
+    done = run_stage(
+        "launch/check.py", "machine", *PATIENT, cwd=tmp_path, expect=findings.EXIT_ERROR
+    )
     assert "12 uncorrected errors" in done.stdout and "nvidia-smi --gpu-reset" in done.stdout
 
 
@@ -542,7 +556,7 @@ def test_efa_devices(tmp_path: Path, smi: Path):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
 def test_rounds_hold_every_pair_once_and_a_node_at_most_once_each(nodes: int):
-    from launch.preflights.bandwidth import rounds_of
+    from launch.checks.bandwidth import rounds_of
 
     rounds = rounds_of(list(range(nodes)))
     pairs = [pair for each in rounds for pair in each]

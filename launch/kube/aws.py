@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
 from lib.core import commands
 from lib.core.errors import UsageError
 

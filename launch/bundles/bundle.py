@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.bundling import contents as bundle_contents
-from launch.bundling import unpacking, wheelhouse
-from launch.bundling.contents import Payload
-from launch.bundling.writer import Writer
+from launch.bundles import contents as bundle_contents
+from launch.bundles import unpacking, wheelhouse
+from launch.bundles.contents import Payload
+from launch.bundles.writer import Writer
 from lib.core import declared, hashing, log, options, publish, torch_builds, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
@@ -209,7 +209,7 @@ def _build(
         publish.require_space(build.dir, writer.missing_bytes, "the bundle")
         entries = writer.write(opts.num_workers, not opts.no_progress)
         script = build.dir / "airgap.py"
-        script.write_bytes(code.content("launch/bundling/unpacking.py"))
+        script.write_bytes(code.content("launch/bundles/unpacking.py"))
         entries.append(
             {
                 "path": script.name,

@@ -1,10 +1,10 @@
-#!/usr/bin/env python3
 """Check a cluster before a run: do all ranks talk, how fast, and is one node unlike the others?
 
-  torchrun --nproc-per-node 8 launch/preflight.py                          # one node
-  torchrun --nnodes 4 --node-rank R --master-addr ADDR --nproc-per-node 8 launch/preflight.py
-  srun torchrun … launch/preflight.py --min-bandwidth 300 --json preflight.json
-  python launch/preflight.py                                               # this machine alone
+  torchrun --nproc-per-node 8 launch/check.py network                      # one node
+  torchrun --nnodes 4 --node-rank R --master-addr ADDR --nproc-per-node 8 \\
+      launch/check.py network
+  srun torchrun … launch/check.py network --min-bandwidth 300 --json network.json
+  python launch/check.py machine                                           # this machine alone
 
 Start it as the run will be started: same nodes, same ranks per node, same image, same directory.
 It takes under a minute, writes nothing but a probe that it removes, and opens no connection but
@@ -14,27 +14,28 @@ those among its ranks. What a node's tools do not tell is listed as not checked.
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from launch.checks import findings
+from launch.checks.findings import Finding
+from lib.core import log, options, units
+from lib.core.errors import UsageError
+from lib.core.options import Options
 
-from launch.common import findings  # noqa: E402
-from launch.common.findings import Finding  # noqa: E402
-from lib.core import log, options, stage, units  # noqa: E402
-from lib.core.options import Options  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
-    from launch.preflights.group import AllRanks
+    from launch.checks.group import AllRanks
 
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
+    parser.prog = f"check.py {argv[0]}"
     parser.add_argument(
         "--save-dir",
         type=Path,
@@ -80,18 +81,27 @@ def parse(argv: list[str]) -> Options:
     )
     findings.add_options(parser)
     options.add_config(parser, "print what would be checked and touch nothing")
-    return parser.parse(argv)
+    return parser.parse(argv[1:])
 
 
 def main(argv: list[str]) -> None:
-    """Meet, look at every machine, measure between them, judge, and agree on the verdict."""
+    """Meet, look at every machine, measure between them, judge, and agree on the verdict.
+
+    argv: `machine` or `network`, then its options.
+    """
     began = time.monotonic()
     opts = parse(argv)
     if opts.dry_run:
         _plan(opts)
         return
-    from launch.preflights import bandwidth, judge, table
-    from launch.preflights.group import AllRanks
+    if argv[0] == "network" and "RANK" not in os.environ:
+        raise UsageError(
+            "torchrun has not started this, so there are no ranks to measure a network between",
+            expected="torchrun on every node, as the run will be started",
+            hint="`launch/check.py machine` checks this machine alone",
+        )
+    from launch.checks import bandwidth, judge, table
+    from launch.checks.group import AllRanks
 
     launch = AllRanks(opts.timeout)
     log.info(
@@ -121,8 +131,8 @@ def main(argv: list[str]) -> None:
 
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     """Return on rank 0 what each node says of itself; all ranks must call this."""
-    from launch.preflights import bandwidth, machine
-    from launch.preflights.group import clock_offset
+    from launch.checks import bandwidth, machine
+    from launch.checks.group import clock_offset
 
     facts: dict[str, Any] = {}
     with _probe(launch, machine.existing(opts.save_dir)) as probe:
@@ -177,7 +187,3 @@ def _plan(opts: Options) -> None:
             f"{', '.join(map(str, opts.artifact)) or 'all artifacts'}",
         }
     )
-
-
-if __name__ == "__main__":
-    stage.run(main)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show how a run went, and let the model it exported write a few lines.
 
-  python launch/show_result.py outputs/exp --model outputs/exp/export/step_00001000
+  python tests/demo/show_result.py outputs/exp --model outputs/exp/export/step_00001000
 
 Uses plain transformers, as any program would, and no network.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.common import run_files
-from launch.common.run_files import RunFiles
+from launch.runs import run_files
+from launch.runs.run_files import RunFiles
 from lib.core import options, paths, stage
 from lib.core.errors import UsageError
 from lib.train.console import mean_loss

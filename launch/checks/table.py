@@ -1,4 +1,4 @@
-"""Prints the tables of preflight: a row for each node, and the bandwidth of each pair of nodes."""
+"""Prints the tables of check.py network: a row for each node, and the bandwidth of each pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from launch.common.findings import INFO, Finding
+from launch.checks.findings import INFO, Finding
 from lib.core import log, units
 
 _MATRIX_NODES = 16

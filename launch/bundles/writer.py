@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launch.bundling import unpacking
-from launch.bundling.contents import Payload
-from launch.bundling.unpacking import Entry
+from launch.bundles import unpacking
+from launch.bundles.contents import Payload
+from launch.bundles.unpacking import Entry
 from lib.core import commands, hashing, manifest, publish, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress

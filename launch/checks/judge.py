@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
 from lib.core import units
 
 # Shares of what the other nodes reach, under which a node is called slow, and a failure.

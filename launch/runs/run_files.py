@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.common import at_work, collectives
+from launch.runs import at_work, collectives
 from lib.core import lease, run_records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of

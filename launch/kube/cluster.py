@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Look at a Kubernetes cluster before a job goes there: will it run, and if not, what is missing?
 
-  python launch/cluster.py validate --kind pytorchjob --nodes 4 --instance-type p5.48xlarge
-  python launch/cluster.py validate --kind hyperpod --cluster-name my-eks --pvc fsx-claim
-  python launch/cluster.py describe                   # nodes, devices, storage, quotas, operators
+  python launch/check.py cluster --kind pytorchjob --nodes 4 --instance-type p5.48xlarge
+  python launch/check.py cluster --kind hyperpod --cluster-name my-eks --pvc fsx-claim
+  python launch/check.py cluster describe             # nodes, devices, storage, quotas, operators
 
 Asks kubectl, in its current context or that of --cluster-name, and changes nothing. If the AWS
 command line is installed, EKS and HyperPod are asked too. Every finding has a severity and a
@@ -13,31 +12,27 @@ remedy. Exit code: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from launch.common import aws, findings  # noqa: E402
-from launch.common.findings import Finding  # noqa: E402
-from launch.kube import checks  # noqa: E402
-from launch.kube import nodes as cluster_nodes  # noqa: E402
-from launch.kube.asked import JobNeeds  # noqa: E402
-from launch.kube.kinds import KINDS  # noqa: E402
-from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
-from launch.kube.nodes import EFA, GPU, ClusterNode  # noqa: E402
-from lib.core import declared, log, options, stage  # noqa: E402
-from lib.core.errors import Problems, UsageError  # noqa: E402
-from lib.core.options import Options  # noqa: E402
+from launch.checks import findings
+from launch.checks.findings import Finding
+from launch.kube import aws, checks
+from launch.kube import nodes as cluster_nodes
+from launch.kube.asked import JobNeeds
+from launch.kube.kinds import KINDS
+from launch.kube.kubectl import Kubectl, KubectlError
+from launch.kube.nodes import EFA, GPU, ClusterNode
+from lib.core import declared, log, options
+from lib.core.errors import Problems, UsageError
+from lib.core.options import Options
 
 
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
+    parser.prog = "check.py cluster"
     parser.add_argument(
         "action",
         nargs="?",
@@ -213,7 +208,7 @@ def manage_eks_cluster(
     cluster_name: None for the only one of the account and region. auto_fix: make the namespace
     when it is missing; whatever else is wrong costs money or rights, and is only told with its
     remedy, as is a missing cluster (create_if_missing changes nothing about that). wanted: what a
-    job needs, by the names of `cluster.py validate`, such as num_nodes=4. Raises UsageError without
+    job needs, by the names of `check.py cluster`, such as num_nodes=4. Raises UsageError without
     kubectl or the AWS command line, or when AWS refuses.
     """
     log.setup_unless_heard()
@@ -299,7 +294,3 @@ def _plan(asked: JobNeeds, kube: Kubectl) -> None:
             "aws": "eks and sagemaker, describe and list only, where it is installed",
         }
     )
-
-
-if __name__ == "__main__":
-    stage.run(main)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from launch.common import stage_04
 from lib.core import paths
 from lib.core.errors import StageError
+from lib.train import stage_04
 
 
 def process_on(root: Path) -> tuple[int, bool]:

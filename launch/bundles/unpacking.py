@@ -411,7 +411,7 @@ def _require_driver(torch: dict[str, str] | None) -> None:
 
 def install(project: Path) -> None:
     """Make the project's .venv from its wheelhouse, with the script that came along."""
-    script = project / "launch" / "install_wheels.py"
+    script = project / "launch" / "bundles" / "install_wheels.py"
     if subprocess.run([sys.executable, str(script)], check=False).returncode:
         raise BundleError(
             _DAMAGED,

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Check what a run stands on: this machine, the network, this checkout and its data, a cluster.
+
+  python launch/check.py machine                              # GPUs, disk, versions, artifacts
+  torchrun --nproc-per-node 8 launch/check.py network         # … of all nodes, and between them
+  python launch/check.py framework                            # Python, packages, a sharded step
+  python launch/check.py setup --deep                         # datasets, models, token stores
+  python launch/check.py cluster --instance-type p5.48xlarge  # Kubernetes, for a job
+  python launch/check.py cluster describe
+
+Each check has its --help. Every finding has a severity and a remedy. Exit code: 0 ready, 5 a
+warning (with --fail-on warning), 6 an error, 2 bad usage; torchrun itself returns 1 for any.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib.core import options, stage
+
+
+def main(argv: list[str]) -> None:
+    """Run the check that the first word names; each imports only what it needs."""
+    check = argv[0] if argv else ""
+    if check in ("machine", "network"):
+        from launch.checks import network
+
+        network.main(argv)
+    elif check in ("framework", "setup"):
+        from launch.checks import setup
+
+        setup.main(argv)
+    elif check == "cluster":
+        from launch.kube import cluster
+
+        cluster.main(argv[1:])
+    else:
+        checks = ("machine", "network", "framework", "setup", "cluster")
+        parser = options.Parser(__doc__)
+        parser.add_argument("check", choices=checks, help="what to check")
+        main([parser.parse(argv).check])
+
+
+if __name__ == "__main__":
+    stage.run(main)

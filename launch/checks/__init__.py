@@ -1,0 +1,1 @@
+"""Measures and judges machines, networks and checkouts for check.py."""

@@ -1,1 +1,0 @@
-"""Measures and judges what preflight.py reports."""
