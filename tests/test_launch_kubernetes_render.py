@@ -237,7 +237,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
         )
     )
     documents = made.manifests()
-    text = job.text(documents, "made by: a\x85b")
+    text = job.text(documents, "made by: a\x85b\x07\x1b[31m\x00")
     assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
     spec = (at(documents[0], "spec.template") if kind == "prepare" else pod_of(documents))["spec"]
     [container] = spec["containers"]
@@ -247,6 +247,14 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
     if kind != "prepare":
         assert values["LAUNCHED_AS"] == "run $(HF_TOKEN) $$" and values["B"] == "$(HF_TOKEN)"
     assert spec["serviceAccountName"] == "123"
+
+
+@pytest.mark.parametrize("output", [(), ("--out", "job.yaml")])
+def test_a_word_that_is_not_utf_8_is_refused(tmp_path: Path, output: tuple[str, ...]) -> None:
+    command = [sys.executable, SCRIPT, "render", *ASKED, *output, *TRAIN, "--cache-dir", b"a\xff"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
+    assert b"UTF-8" in done.stderr and not done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.stem)
