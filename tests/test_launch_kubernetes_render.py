@@ -249,6 +249,18 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
     assert spec["serviceAccountName"] == "123"
 
 
+@pytest.mark.parametrize(
+    ("words", "follows"),
+    [
+        ("prepare --job-name prepare -- -d c", "deploy --job-name prepare -- -d c"),
+        ("--job-name x prepare", "--job-name x deploy"),
+        ("--job-name prepare prepare -- -d prepare", "--job-name prepare deploy -- -d prepare"),
+    ],
+)
+def test_deploy_follows_prepare_wherever_the_command_stands(words: str, follows: str) -> None:
+    assert kubernetes.deploying(words.split()) == follows.split()
+
+
 @pytest.mark.parametrize("output", [(), ("--out", "job.yaml")])
 def test_a_word_that_is_not_utf_8_is_refused(tmp_path: Path, output: tuple[str, ...]) -> None:
     command = [sys.executable, SCRIPT, "render", *ASKED, *output, *TRAIN, "--cache-dir", b"a\xff"]
