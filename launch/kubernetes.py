@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
             opts,
         )
         if not opts.dry_run:
-            log.info(f"next: {typed.replace(' prepare ', ' deploy ', 1)}")
+            log.info(f"next: {commands.script(_SCRIPT, *deploying(argv))}")
         return
     if opts.command in _STARTING:
         asks = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))
@@ -159,6 +159,14 @@ def main(argv: list[str]) -> None:
     asked.check_names(problems)
     problems.raise_if_any()
     {"status": status, "logs": logs, "stop": stop}[opts.command](asked, kubectl, opts)
+
+
+def deploying(argv: list[str]) -> list[str]:
+    """Return the words of a `prepare` for the `deploy` that follows it."""
+    own, train = stage_04.divided(argv)
+    # The command may stand behind options, and one of these may have the same word as its value.
+    at = 0 if own[0] == "prepare" else len(own) - 1 - own[::-1].index("prepare")
+    return [*own[:at], "deploy", *own[at + 1 :], *(["--", *train] if train else [])]
 
 
 def connected(

@@ -13,6 +13,7 @@ killed the ranks before they had saved.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -118,7 +119,7 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
             "--nnodes",
             size,
             "--node-rank",
-            str(rank_of(operators)),
+            str(rank_of(operators, opts.nnodes)),
             "--head",
             head,
             *workers,
@@ -153,11 +154,17 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
     ]
 
 
-def rank_of(operators: dict[str, str]) -> int:
+def rank_of(operators: dict[str, str], nodes: int) -> int:
     """Return the number of this node: the operator's, or that at the end of the pod's name."""
-    given = operators.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
-    if given:
-        return int(given)
+    for name, variables in (("PET_NODE_RANK", operators), ("JOB_COMPLETION_INDEX", os.environ)):
+        if given := variables.get(name):
+            rank = int(given) if given.isascii() and given.isdecimal() else nodes
+            if rank >= nodes:
+                raise UsageError(
+                    f"{name} in the environment is {given!r}, which is no node of {nodes}",
+                    expected=f"0 to {nodes - 1}, another number in each pod",
+                )
+            return rank
     ending = re.search(r"-(\d+)$", platform.node())
     if not ending:
         raise UsageError(
@@ -180,9 +187,18 @@ def head_of(operators: dict[str, str]) -> str:
     return head
 
 
+def wait_seconds() -> float:
+    """Return how long to wait for the pod of node 0; UsageError when the environment is wrong."""
+    given = os.environ.get("WAIT_SECONDS", "900")
+    try:
+        return options.positive(given)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"WAIT_SECONDS in the environment: {error}") from None
+
+
 def wait_for(head: str) -> None:
     """Wait until the head's name has an address, which it gets when its pod runs."""
-    patience = float(os.environ.get("WAIT_SECONDS", "900"))
+    patience = wait_seconds()
     until = time.monotonic() + patience
     is_announced = False
     while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:

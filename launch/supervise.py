@@ -178,6 +178,7 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault(launcher.MARK, lease.process_identity(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
+    board.require_writable()
     node: NodeLauncher = Follower(command, board, opts.wait_seconds)
     if opts.node_rank == HEAD:
         node = Head(

@@ -28,6 +28,7 @@ from lib.core import stage
 from lib.core.errors import StageError, UsageError
 
 LOOPBACK = "127.0.0.1"
+_LOOPBACK_WITHIN_S = 10.0
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from argparse import ArgumentParser
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> None:
         logging.disable(logging.ERROR)
     args = run.parse_args(understood(argv, run.get_args_parser()))
     if args.standalone:
+        require_loopback()
         args.local_addr = args.local_addr or LOOPBACK
     try:
         ranks = run.determine_local_world_size(args.nproc_per_node)
@@ -75,6 +77,24 @@ def main(argv: list[str]) -> None:
     except (RendezvousError, distributed.DistError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StageError(f"the ranks do not find each other: {words}") from None
+
+
+def require_loopback() -> None:
+    """Raise UsageError where processes of this machine cannot connect to each other.
+
+    torchrun would try for minutes. Some sandboxes and network namespaces leave the interface down.
+    """
+    import socket
+
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_WITHIN_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"processes of this machine do not reach each other at {LOOPBACK}",
+            found=str(error),
+            expected="a loopback interface that is up; as root, `ip link set lo up`",
+        ) from None
 
 
 def keep_to_loopback() -> None:

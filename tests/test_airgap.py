@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -399,6 +401,44 @@ def test_where_it_is_unpacked(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert unpacking.main(["unpack", str(bundle), "--to", str(tmp_path / "c")], "") == 4
     assert "not enough room" in capfd.readouterr().err and not list(tmp_path.glob("c*"))
+
+
+def test_a_place_that_cannot_become_a_project_is_refused_before_the_work(
+    pack: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    bundle = pack()
+    within = far(bundle, "unpack", "--to", bundle / "project", expect=2).stderr
+    assert "inside of the bundle" in within
+    far(bundle, "verify")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    assert unpacking.main(["unpack", str(bundle), "--to", str(tmp_path / "disk")], "") == 2
+    assert "mount point" in capfd.readouterr().err and not list(tmp_path.glob("disk.partial*"))
+
+
+def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
+    pack: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd
+):
+    bundle = pack()
+    opened = Path.open
+    for name in ("manifest.json", "README.md"):
+
+        def forbidden(path: Path, *more: Any, name: str = name, **named: Any) -> Any:
+            if path.name == name:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return opened(path, *more, **named)
+
+        monkeypatch.setattr(Path, "open", forbidden)
+        assert unpacking.main(["verify", str(bundle)], "") == 2
+        said = capfd.readouterr().err
+        assert f"Permission denied: {bundle}" in said and name in said and "damaged" not in said
+
+
+def test_names_in_a_bundle_do_not_steer_the_terminal(pack: Callable[..., Path]):
+    bundle = pack()
+    (bundle / "a\x1b[31mb\x9bc").touch()
+    said = far(bundle, "verify", expect=3).stderr
+    assert "a\\x1b[31mb\\x9bc is not part of" in said and "\x1b" not in said and "\x9b" not in said
 
 
 def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path):

@@ -236,7 +236,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
         )
     )
     documents = made.manifests()
-    text = job.text(documents, "made by: a\x85b")
+    text = job.text(documents, "made by: a\x85b\x07\x1b[31m\x00")
     assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
     spec = (at(documents[0], "spec.template") if kind == "prepare" else pod_of(documents))["spec"]
     [container] = spec["containers"]
@@ -246,6 +246,26 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
     if kind != "prepare":
         assert values["LAUNCHED_AS"] == "run $(HF_TOKEN) $$" and values["B"] == "$(HF_TOKEN)"
     assert spec["serviceAccountName"] == "123"
+
+
+@pytest.mark.parametrize(
+    ("words", "follows"),
+    [
+        ("prepare --job-name prepare -- -d c", "deploy --job-name prepare -- -d c"),
+        ("--job-name x prepare", "--job-name x deploy"),
+        ("--job-name prepare prepare -- -d prepare", "--job-name prepare deploy -- -d prepare"),
+    ],
+)
+def test_deploy_follows_prepare_wherever_the_command_stands(words: str, follows: str) -> None:
+    assert kubernetes.deploying(words.split()) == follows.split()
+
+
+@pytest.mark.parametrize("output", [(), ("--out", "job.yaml")])
+def test_a_word_that_is_not_utf_8_is_refused(tmp_path: Path, output: tuple[str, ...]) -> None:
+    command = [sys.executable, SCRIPT, "render", *ASKED, *output, *TRAIN, "--cache-dir", b"a\xff"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
+    assert b"UTF-8" in done.stderr and not done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -281,3 +281,39 @@ def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
 def test_rubbish_is_refused(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         pod.main(["--kind", "trainjob", "--nproc-per-node", "1", *arguments])
+
+
+@pytest.mark.parametrize("name", ["PET_NODE_RANK", "JOB_COMPLETION_INDEX"])
+@pytest.mark.parametrize("value", ["abc", "-1", "2", "1.0", "²"])
+def test_a_rank_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("PET_MASTER_ADDR", "node-0")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} in the environment is '{value}'"):
+        pod.main(
+            [
+                *[
+                    "--kind",
+                    "pytorchjob",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "1",
+                    "--",
+                    "-e",
+                    "x",
+                    "-d",
+                    "c",
+                ]
+            ]
+        )
+
+
+@pytest.mark.parametrize("value", ["abc", "nan", "-1", ""])
+def test_a_time_to_wait_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("WAIT_SECONDS", value)
+    with pytest.raises(UsageError, match="WAIT_SECONDS in the environment"):
+        pod.wait_for("localhost")

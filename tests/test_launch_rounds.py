@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.supervision.attempt import NodeCommand
+from launch.supervision.board import NoteBoard
+from launch.supervision.head import Head
+from lib.core.paths import Experiment
 from tests.trainer_stand_in import COMPLETE, KILLED, attempts, processes, start
 
 WAITS = "print('up', flush=True); time.sleep(600)"
@@ -162,3 +166,45 @@ def test_what_a_killed_launch_left_on_the_board_does_no_harm(tmp_path: Path) -> 
     assert codes == [0, 0], output
     killed, new = attempts(tmp_path, 0)
     assert killed != new  # in the mark: what the new launch is told to overwrite, it does
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_shared_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path, node: int):
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/.launch").touch()
+    codes, output = ends(launch(tmp_path, node, COMPLETE, wait=600))
+    assert codes == [2] and "outputs/.launch/run, where the launchers" in output, output
+    assert "Not a directory" in output and "--save-dir" in output
+
+
+RUBBISH = [
+    "[]",
+    "{",
+    '{"round": "x"}',
+    '{"round": null, "members": 3}',
+    '{"phase": "run", "beat": 1}',
+    '{"me": "a", "beat": 1, "phase": "leave", "round": 1, "stop": "", "gave_up": false}',
+]
+
+
+@pytest.mark.parametrize("text", RUBBISH)
+def test_a_note_that_is_rubbish_is_no_note(tmp_path: Path, text: str) -> None:
+    directory = tmp_path / "board"
+    directory.mkdir()
+    for node in (0, 1):
+        (directory / f"node_{node:05d}.json").write_text(text)
+    head = Head(
+        NodeCommand([], {}, 1), NoteBoard(directory, 0), 1, 2, Experiment(tmp_path, "e"), 0, 0
+    )
+    assert head.round == 0
+    assert NoteBoard(directory, 1).read(0) == {}
+
+
+@pytest.mark.slow
+def test_launchers_meet_over_notes_that_are_rubbish(tmp_path: Path) -> None:
+    board = tmp_path / "outputs/.launch/run"
+    board.mkdir(parents=True)
+    for node in (0, 1):
+        (board / f"node_{node:05d}.json").write_text('{"phase": "run", "round": null}')
+    codes, output = ends(launch(tmp_path, 1, COMPLETE), launch(tmp_path, 0, COMPLETE))
+    assert codes == [0, 0], output

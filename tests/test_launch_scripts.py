@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -279,6 +280,23 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
         expect=2,
     )
     assert "hf_secret" not in text
+
+
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_a_batch_script_shows_no_secret(tmp_path: Path, dry: tuple[str, ...]) -> None:
+    words = ("-e", "x", "-d", "https://me:hidden@host/c", "--hf-token", "hidden", "--token=hidden")
+    text = run("bash", LAUNCH / "slurm.sbatch", *dry, *words, cwd=tmp_path, expect=0 if dry else 2)
+    assert "hidden" not in text and text.count("[redacted]") == (3 if dry else 6)
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_array.sbatch"])
+def test_the_command_that_a_batch_script_suggests_keeps_its_words(
+    tmp_path: Path, script: str
+) -> None:
+    words = ["--data-folder", "my raw", "it's $HOME"]
+    text = run("bash", LAUNCH / script, *words, cwd=tmp_path, expect=2)
+    line = next(line for line in text.splitlines() if line.startswith("  run: "))
+    assert shlex.split(line) == ["run:", "sbatch", str(LAUNCH / script), *words]
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,28 @@ def test_what_prepares_a_run_without_a_launcher_is_named(
             nameless.kill()
 
 
+@pytest.mark.parametrize("words", [("--config", "run.yaml"), ("--config=run.yaml",)])
+def test_a_run_named_in_config_is_found_from_any_directory(
+    run: Path,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    (tmp_path / "04_train_fsdp.py").write_text("import time; print(flush=True); time.sleep(600)")
+    (tmp_path / "run.yaml").write_text("experiment_name: exp\ndataset_name: corpus\n")
+    command = [sys.executable, "04_train_fsdp.py", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            (tmp_path / "elsewhere").mkdir()
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            text = said(tmp_path / run, capsys)
+            assert f"process {process.pid} prepares it" in text
+        finally:
+            process.kill()
+
+
 def test_jobs_that_would_start_it_again_are_named(
     run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,15 @@ def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> 
     assert "twice in a row at the same step: rank 0 on node 0: KeyError: x" in output
 
 
+@pytest.mark.parametrize("error", ["", "sys.exit = id; fail('Preempted', 75, 'saved'); "])
+def test_a_torchrun_that_is_killed_is_no_stop(tmp_path: Path, error: str) -> None:
+    """Its ranks save and end, and the run says preempted."""
+    saves = "state('preempted', 5); " + error
+    returned, output, attempts = run(tmp_path, saves + KILLED, COMPLETE)
+    assert (returned, len(attempts)) == (0, 2), output
+    assert "torchrun was killed on node 0; restart 1 of 3" in output
+
+
 def test_a_state_that_an_earlier_launch_wrote_decides_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "state('preempted', 5); sys.exit(1)")[0] == 75
     returned, output, attempts = run(tmp_path, KILLED, COMPLETE)

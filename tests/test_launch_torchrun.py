@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,19 @@ def test_a_number_of_ranks_that_starts_none_is_refused_in_words(tmp_path: Path, 
     done = start(tmp_path, "--nproc-per-node", count, "ranks.py")
     assert done.returncode == 2 and f"--nproc-per-node {count} starts no rank" in done.stderr
     assert "Traceback" not in done.stderr and "AssertionError" not in done.stderr
+
+
+def test_a_machine_whose_loopback_is_down_is_told_at_once(tmp_path: Path) -> None:
+    """As in a new network namespace; torchrun would try to connect for two minutes."""
+    apart = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "true"]).returncode:
+        pytest.skip("needs network namespaces")
+    program = [sys.executable, str(ROOT / "launch" / "torchrun.py"), "--standalone", "ranks.py"]
+    done = subprocess.run(
+        [*apart, *program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "do not reach each other at 127.0.0.1" in done.stderr
+    assert "ip link set lo up" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(

@@ -41,6 +41,7 @@ _FULL = 4
 _CHUNK = 4 << 20
 _WORKERS = min(16, (os.cpu_count() or 1) + 2)
 _LINE_EVERY_S = 10.0
+_CONTROLS = {n: f"\\x{n:02x}" for n in (*range(10), *range(11, 32), *range(127, 160))}
 
 Entry = dict[str, Any]
 
@@ -83,8 +84,9 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 
 def say(text: object, descriptor: int = 1) -> None:
     """Print; what nobody reads any more is dropped (`| head`), and names may be no text."""
+    visible = f"{text}\n".translate(_CONTROLS)
     with suppress(BrokenPipeError):
-        os.write(descriptor, f"{text}\n".encode(errors="backslashreplace"))
+        os.write(descriptor, visible.encode(errors="backslashreplace"))
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             f"{bundle} is not a bundle (no {MANIFEST})",
             expected="the directory that `airgap.py pack` made",
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise BundleError(_DAMAGED, f"{path} is damaged", found=lacks) from None
     return content
@@ -177,15 +179,14 @@ def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
     path = bundle / entry["path"]
     try:
         if path.is_symlink() or not path.is_file():
-            return (
-                f"{entry['path']} is missing"
-                if not os.path.lexists(path)
-                else f"{entry['path']} is not a plain file"
-            )
+            is_there = os.path.lexists(path)
+            return f"{entry['path']} is {'not a plain file' if is_there else 'missing'}"
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
         if copy_part(path, None, show) != entry["digest"]:
             return f"{entry['path']} has other content than when it was packed"
+    except PermissionError:  # of the user, not of the bundle
+        raise
     except OSError as error:
         return f"{entry['path']} cannot be read: {error.strerror}"
     return ""
@@ -240,12 +241,14 @@ def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
     content = read_manifest(bundle)
     stamp = target / UNPACKED  # a copy of the manifest
     is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
-    if not is_there and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BundleError(
-            _USAGE,
-            f"{target} exists and was not unpacked from this bundle",
-            expected="a name that is free; artifacts can then be moved together",
-        )
+    why = ""
+    if os.path.ismount(target) or target.is_relative_to(bundle.resolve()):
+        why = "is a mount point, or lies inside of the bundle"
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+        why = "exists and was not unpacked from this bundle"
+    if why and not is_there:
+        expected = "a name that is free; artifacts can then be moved together"
+        raise BundleError(_USAGE, f"{target} {why}", expected=expected)
     torch = content["summary"].get("torch")  # not in bundles of earlier versions
     if wanted.install:
         _require_python(content)
@@ -321,11 +324,8 @@ def _claimed(partial: Path, target: Path) -> Iterator[None]:
     """Hold a directory by a mark in it, and remove it; BundleError (2) when it is not ours."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
-        raise BundleError(
-            _USAGE,
-            f"{partial} is in the way, and this program did not make it",
-            expected="a name that is free: move it away",
-        )
+        problem = f"{partial} is in the way, and this program did not make it"
+        raise BundleError(_USAGE, problem, expected="a name that is free: move it away")
     with mark.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,11 +342,9 @@ def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[in
     with path.open("xb") as file:
         for part in parts:
             if copy_part(bundle / part["path"], file, show) != part["digest"]:
-                raise BundleError(
-                    _DAMAGED,
-                    f"{bundle / part['path']} changed while it was copied",
-                    found="other content than a moment ago: a failing medium?",
-                )
+                problem = f"{bundle / part['path']} changed while it was copied"
+                found = "other content than a moment ago: a failing medium?"
+                raise BundleError(_DAMAGED, problem, found=found)
     path.chmod(parts[0]["mode"])
     os.utime(path, ns=(parts[0]["mtime_ns"], parts[0]["mtime_ns"]))
 

@@ -19,7 +19,7 @@ import yaml
 from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import Problems, UsageError, visible
 from lib.train import stage_04
 from lib.train.config import Config
 
@@ -153,8 +153,12 @@ def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
 
 
 def text(found: list[Document], headline: str) -> str:
-    """Return manifests as they are applied; headline: a comment that says where they are from."""
-    comment = "".join(f"# {line}\n" for line in headline.splitlines())
+    """Return manifests as they are applied; UsageError where a value is not text.
+
+    headline: a comment that says where they are from. Control characters, which YAML does not take
+    in comments, are spelled out in it.
+    """
+    comment = "".join(f"# {visible(line)}\n" for line in headline.splitlines())
     return comment + yaml.dump_all(
         found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf, allow_unicode=True
     )
@@ -178,9 +182,17 @@ class _ManifestDumper(yaml.SafeDumper):
         return True
 
 
-_ManifestDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-)
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{text!r} cannot stand in a manifest", expected="UTF-8, which YAML files consist of"
+        ) from None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+
+
+_ManifestDumper.add_representer(str, _quoted)
 
 
 def filled(template: str, settings: dict[str, Any]) -> list[Document]:

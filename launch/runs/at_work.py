@@ -20,12 +20,9 @@ def process_on(root: Path) -> tuple[int, bool]:
         with suppress(OSError, StageError, ValueError):
             words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
             names = [Path(word).name for word in words]
-            asked = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1 :])
-            where = (
-                (entry / "cwd").readlink()
-                / (asked.save_dir or paths.OUTPUTS)
-                / (asked.experiment_name or "")
-            )
+            cwd = (entry / "cwd").readlink()
+            asked = stage_04.parse_in(cwd, words[names.index(stage_04.SCRIPT) + 1 :])
+            where = cwd / (asked.save_dir or paths.OUTPUTS) / (asked.experiment_name or "")
             if names[0].startswith("python") and where.resolve() == root:
                 parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
                 found[int(entry.name)] = int(parent), names[1] == "supervise.py"

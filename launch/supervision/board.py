@@ -7,6 +7,7 @@ them all. A file that no longer changes is that of a node that is gone: no clock
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from contextlib import suppress
@@ -14,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import records
+from lib.core.errors import UsageError, from_os_error
 
 HEAD = 0
 SILENT_S = 90.0  # network file systems may show a change a minute late
 _MOST_PAUSE_S = 5.0
+_OF_PHASES: dict[str, dict[str, type]] = {
+    "run": {"members": dict, "found": str},
+    "ended": {"outcome": dict},
+    "leave": {"code": int},
+}
 
 
 class NoteBoard:
@@ -42,12 +49,33 @@ class NoteBoard:
         if self.directory is None:
             return
         self._beat += 1
-        path = self.directory / _note(self.node)
-        temporary = path.with_suffix(".tmp")
         with suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"me": self.me, "beat": self._beat, **facts}))
-            temporary.replace(path)
+            path = self._write({"me": self.me, "beat": self._beat, **facts})
+            path.replace(self.directory / _note(self.node))
+
+    def require_writable(self) -> None:
+        """Raise an error unless this node can leave notes: the others would wait for it in vain."""
+        if self.directory is None:
+            return
+        try:
+            with suppress(FileNotFoundError):  # an earlier launch takes the board down
+                self._write({}).unlink()
+        except OSError as error:
+            known = from_os_error(error)
+            raise (UsageError if known is None else type(known))(
+                f"{self.directory}, where the launchers of all nodes leave notes for each other, "
+                "cannot be written",
+                found=os.strerror(error.errno or 0),
+                hint="--save-dir DIR names another place, which all nodes have to share",
+            ) from None
+
+    def _write(self, note: dict[str, Any]) -> Path:
+        """Write a note beside its place; return where it lies."""
+        assert self.directory is not None  # or there is nobody to tell
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = (self.directory / _note(self.node)).with_suffix(".tmp")
+        temporary.write_text(json.dumps(note))
+        return temporary
 
     def look(self) -> None:
         """Note that a new look at the others begins: only time spent looking counts as silence."""
@@ -71,7 +99,7 @@ class NoteBoard:
             return {}
         try:
             note = records.read_json(self.directory / _note(node))
-            self._last[node] = note if isinstance(note, dict) else {}
+            self._last[node] = note if _is_sound(note) else {}
         except FileNotFoundError:
             self._last[node] = {}
         except (OSError, ValueError):  # a network file system has its moments: as it was before
@@ -94,6 +122,24 @@ class NoteBoard:
                     path.unlink()
                 self.directory.rmdir()
                 self.directory.parent.rmdir()
+
+
+def _is_sound(note: Any) -> bool:
+    """Return whether a note has the fields that launchers read, with values they can work with."""
+    if not isinstance(note, dict):
+        return False
+    kinds: dict[str, type] = {
+        "me": str,
+        "beat": int,
+        "phase": str,
+        "round": int,
+        "stop": str,
+        "gave_up": bool,
+    }
+    kinds |= _OF_PHASES.get(str(note.get("phase")), {})
+    more = {"members": dict, "found": str, "code": int, "has_begun": bool, "is_over": bool}
+    kinds |= {key: kind for key, kind in more.items() if key in note}
+    return all(type(note.get(key)) is kind for key, kind in kinds.items())
 
 
 def _note(node: int) -> str:

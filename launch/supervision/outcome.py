@@ -157,7 +157,9 @@ def judge(
     if not lost and all(node.code == EXIT_DONE for node in nodes):
         return Verdict(EXIT_DONE, "done")
     status = state.get("status", "")
-    if status in _STATUS_CODES:
+    # Ranks whose torchrun was killed save and end, though nobody has asked the run to stop.
+    killed = [] if stop else [node.node for node in nodes if node.code == -signal.SIGKILL]
+    if status in _STATUS_CODES and not (killed and status == "preempted"):
         return Verdict(_STATUS_CODES[status], f"the run is {status.replace('_', ' ')}")
     for failure in failures:
         if failure.is_final(has_begun):
@@ -169,9 +171,11 @@ def judge(
             EXIT_USAGE,
             f"out of memory: the kernel killed a process on node {hungry[0]} (`dmesg` tells which)",
         )
+    if killed:
+        failures = [f for f in failures if f.code != EXIT_PREEMPTED]
     if stop or any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
-    return _retry(failures, lost, state, history)
+    return _retry(failures, lost, state, history, killed)
 
 
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
@@ -186,13 +190,21 @@ def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) 
 
 
 def _retry(
-    failures: list[Failure], lost: list[int], state: dict[str, Any], history: History
+    failures: list[Failure],
+    lost: list[int],
+    state: dict[str, Any],
+    history: History,
+    killed: list[int],
 ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
-    why = str(first) if first else "a rank ended without a word (what is known stands above)"
+    why = "a rank ended without a word (what is known stands above)"
     if lost:
         why = f"node {lost[0]} is lost"
+    elif first:
+        why = str(first)
+    elif killed:
+        why = f"torchrun was killed on node {killed[0]}"
     code = first.code if first else EXIT_BUG
     if bug:
         step = state.get("step")

@@ -56,6 +56,7 @@ def is_done(
     given = target
     target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        _require_replaceable(target)
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
@@ -75,6 +76,7 @@ def is_done(
             f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
         )
     if overwrite:
+        _require_replaceable(target)
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
@@ -94,6 +96,15 @@ def _describe_path(target: Path, kind: str) -> str:
     if kind:
         return f"an artifact of kind {kind}"
     return f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file"
+
+
+def _require_replaceable(target: Path) -> None:
+    """Raise UsageError where the finished directory could not be renamed to the target."""
+    if os.path.ismount(target):
+        raise UsageError(
+            f"{target} is a mount point, and nothing can be renamed to it",
+            expected=f"a directory in it, such as {target / 'NAME'}",
+        )
 
 
 def kind_name(kind: str) -> str:
@@ -143,6 +154,7 @@ class Build:
         self._replaced = self.partial / _REPLACED
 
     def __enter__(self) -> Build:
+        _require_replaceable(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
         try:

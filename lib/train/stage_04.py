@@ -124,6 +124,23 @@ def parse(words: Sequence[str]) -> Config:
         raise
 
 
+def parse_in(directory: Path, words: Sequence[str]) -> Config:
+    """Return what stage 04 makes of options that were typed in a directory; errors as `parse`."""
+    asking = _parser()
+    placed: list[str] = []
+    follows = False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        is_config = asking._as_ours(flag) == "--config"
+        if follows:
+            word = str(directory / word)
+        elif is_config and equals:
+            word = f"{flag}={directory / value}"
+        follows = is_config and not equals and not follows
+        placed.append(word)
+    return parse(placed)
+
+
 def check_ranks(config: Config, ranks: int) -> None:
     """Raise UsageError when so many ranks cannot share the work that the options ask for."""
     from lib.train import plan

@@ -76,6 +76,26 @@ def test_an_empty_directory_is_a_free_name(tmp_path: Path) -> None:
     assert (tmp_path / "corpus/f").read_text() == "new"
 
 
+def test_a_mount_point_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "corpus"
+    target.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+    with pytest.raises(UsageError, match="is a mount point") as caught:
+        publish.is_done(target, KIND, identity(), overwrite=False)
+    assert f"such as {target}/NAME" in caught.value.render()
+    with pytest.raises(UsageError, match="is a mount point"):
+        make(target)
+    assert names(tmp_path) == ["corpus"]
+    with monkeypatch.context() as elsewhere:  # made there, and mounted here
+        elsewhere.setattr(os.path, "ismount", lambda path: False)
+        make(target)
+    assert publish.is_done(target, KIND, identity(), overwrite=False)
+    with pytest.raises(UsageError, match="is a mount point"):
+        publish.is_done(target, KIND, identity(2), overwrite=True)
+
+
 def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
     target = tmp_path / "corpus"
     make(target)
