@@ -496,8 +496,10 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     assert f"{2 * state['samples'] % 50} samples at the end, too few for a step" in done.stdout
     assert state["epoch"] == metrics(project, "epochs")[-1]["epoch"] > 1.5
     assert state["global_step"] == state["step"]
-    before = done.stdout.partition("done: ")[0].splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in before), before
+    again = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
+    assert "already done: " in again.stdout and "next: " in again.stdout
+    lines = (done.stdout + again.stdout).splitlines()  # to the last one, which is a command
+    assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in lines), lines
     dry = run_stage(
         "04_train_fsdp.py", *one, "--num-epochs", 3, "--grad-clip", 0, "--dry-run", cwd=project
     ).stdout

@@ -81,7 +81,6 @@ class Report:
     def __enter__(self) -> Report:
         self.note_state("running")
         self._estimate.tell()
-        log.show_times(True)
         return self
 
     def __exit__(
@@ -93,7 +92,6 @@ class Report:
         if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
             self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
-        log.show_times(False)
         self._bar.close()
         self._metrics.close()
 
@@ -283,7 +281,6 @@ class Report:
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
-        log.show_times(False)
         self._bar.close()
         self.journal.event("complete", self._state.step)
         if self._layout.rank == 0 and (rows := self._rows()):
