@@ -44,6 +44,9 @@ _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
     field.name for field in declared.fields(Config) if field.metadata["renumbers"]
 }
 
+# Fields of state.json that depend on its step.
+_OF_A_STEP = {"epoch", "tokens", "sample_cursor"}
+
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
@@ -299,5 +302,9 @@ def descends(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 def mark_complete(experiment: Experiment, step: int) -> None:
     """Correct a state.json that a crash after the last save left behind."""
     state = journal.read_state(experiment)
-    if log.rank() == 0 and (state.get("status"), state.get("step")) != ("complete", step):
-        manifest.write_json(experiment.state, state | {"status": "complete", "step": step})
+    if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
+        return
+    if state.get("step") != step:  # what it reports of another step is wrong by now
+        state = {key: value for key, value in state.items() if key not in _OF_A_STEP}
+    now = {"status": "complete", "step": step, "global_step": step}
+    manifest.write_json(experiment.state, state | now)

@@ -268,11 +268,13 @@ class Report:
         self._is_over |= status in ("complete", "preempted")
         self.journal.state(status, **self._facts())
 
-    def _facts(self) -> dict[str, int | None]:
-        """Return what state.json says of this step."""
+    def _facts(self) -> dict[str, float | None]:
+        """Return what state.json reports about this step."""
         state = self._state
         return {
             "step": state.step,
+            "global_step": state.step,  # its name in other trainers
+            "epoch": self._stream.epoch(state.position),
             "total_steps": self._plan.total_steps,
             "tokens": state.tokens,
             "sample_cursor": state.position.samples,

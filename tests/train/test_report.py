@@ -84,9 +84,10 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
         )
         journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
         estimate = SimpleNamespace(tell=lambda: None)
+        stream = SimpleNamespace(epoch=lambda position: 0.5)
         with (
             pytest.raises(RuntimeError),
-            Report(Experiment(root, "e"), journal, state, None, None, estimate) as told,
+            Report(Experiment(root, "e"), journal, state, stream, None, estimate) as told,
         ):
             for status in statuses[1:]:
                 told.note_state(status)
