@@ -23,8 +23,8 @@ _OPEN = "⟦"
 _CLOSE = "⟧"
 _LEGEND = {
     True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
-    False: f"{_OPEN}trained{_CLOSE}, the rest is only read; the text's own {_OPEN} and {_CLOSE} are "
-    "printed as \\u27e6 and \\u27e7",
+    False: f"{_OPEN}trained{_CLOSE}, the rest is only read; the text's own {_OPEN} and {_CLOSE} "
+    "are printed as \\u27e6 and \\u27e7",
 }
 _OWN_BRACKETS = re.compile(f"[{_OPEN}{_CLOSE}]")
 # Text is data: it must not move the cursor, or pass for another colour.

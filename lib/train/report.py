@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -297,10 +298,16 @@ class Report:
                     "memory": self._estimate.compared(
                         self._meters.memory_peak, self._meters.memory_before
                     ),
-                    "plot": self._experiment.plot,
+                    "plot": self._plot(),
                     "metrics": self._experiment.metrics,
                 }
             )
+
+    def _plot(self) -> Path | str:
+        """Return where the plot of the run is, or in words that there is none of all its steps."""
+        if self._experiment.plot.is_file() and not self._plot_may_fail.is_failing:
+            return self._experiment.plot
+        return "not drawn: a warning above says why"
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""
