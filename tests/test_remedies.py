@@ -118,8 +118,12 @@ class Terminal:
     def type(self, script: object, *words: object) -> str:
         """Run a script in this process; return what it printed, raise its StageError."""
         self._patch.setattr(sys, "argv", [str(ROOT / str(script)), *map(str, words)])
-        with redirect_stdout(io.StringIO()) as printed:
-            load(str(script)).main(sys.argv[1:])
+        try:
+            with redirect_stdout(io.StringIO()) as printed:
+                load(str(script)).main(sys.argv[1:])
+        finally:
+            if torch.distributed.is_initialized():  # a process of its own would end here
+                torch.distributed.destroy_process_group()
         return printed.getvalue()
 
     def fails(self, *command: object) -> StageError:
@@ -432,6 +436,30 @@ def test_a_run_that_has_begun(trained: Terminal) -> None:
     trained.follow(
         trained.fails(*on, "--overwrite", "--resume", "outputs/run/checkpoints/step_00000002")
     )
+
+
+def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This shows only when the checkpoint is loaded."""
+    on = (*TRAIN[3:], *STEPS, "--lr", 1e-3)
+    named = ("--resume", "outputs/run/checkpoints/step_00000002")
+    error = trained.fails(TRAIN[0], "-e", "fork", *on, *named)
+    assert error.run.endswith("--resume-with-changes")
+    trained.follow(error)
+    assert Path("outputs/fork/checkpoints/step_00000004").exists()
+    other = (TRAIN[0], "-e", "third", *on[:-2], "--optimizer", "adamw8bit", *named)
+    error = trained.fails(*other)
+    assert "outputs/run/config.yaml" in error.run and "changes" not in error.hint
+    trained.follow(error)
+    assert Path("outputs/third/checkpoints/step_00000004").exists()
+    # Of the run itself: a launch with other options has ended before it saved.
+    longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.train.stop.StopRequest.ask", lambda request: _raise(UsageError("stop")))
+        trained.fails(*longer, "--resume-with-changes")
+    error = trained.fails(*longer)
+    assert "step_00000004 was begun with other settings" in error.problem
+    trained.follow(error)
+    assert Path("outputs/run/checkpoints/step_00000006").exists()
 
 
 def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_the_command_for_a_run_with_other_settings_helps(
     )
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp/config.yaml").write_text(
-        yaml.safe_dump({"options": begun.recorded(), "identity": {"options": {}, "inputs": {}}})
+        yaml.safe_dump({"options": begun.recorded(), "identity": now})
     )
     now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     with pytest.raises(UsageError) as error:
