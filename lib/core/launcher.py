@@ -15,6 +15,7 @@ from typing import NoReturn
 from lib.core import lease, log
 
 _LAST_WORDS_S = 3.0
+_TRACEBACK = "Traceback"
 MARK = "LAUNCH_MARK"  # variable that launchers set, the same for all that they start
 
 
@@ -54,20 +55,25 @@ def is_requeued() -> bool:
 def record_failure(kind: str, code: int, text: str) -> None:
     """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE; nothing without it.
 
-    kind: the class of the error. code: the exit code to come. torchrun shows the call stack in its
-    final report, which therefore is one line here: the text itself stands on the console. It takes
-    the time (seconds) to tell which rank failed first.
+    kind: the class of the error. code: the exit code to come. torchrun prints the call stack in the
+    report that it ends with: an error of rank 0 stands there in full, because the report buries it
+    otherwise, and of other ranks and of a traceback one line. It takes the time (seconds) to tell
+    which rank failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     now = time.time()
+    is_short = log.rank() > 0 or text.startswith(_TRACEBACK)
     message = {
         "message": text,
         "errorCode": code,
         "kind": kind,
         "rank": log.rank(),
         "time": now,
-        "extraInfo": {"timestamp": str(int(now)), "py_callstack": headline(text)},
+        "extraInfo": {
+            "timestamp": str(int(now)),
+            "py_callstack": headline(text) if is_short else text,
+        },
     }
     with suppress(OSError):  # what failed matters more than telling it
         temporary = Path(f"{path}.tmp")
@@ -102,7 +108,7 @@ def _tried(tell: Callable[[], object]) -> None:
 def headline(text: str) -> str:
     """Return the line of an error or a traceback that says most."""
     lines = text.strip().splitlines() or [""]
-    if lines[0].startswith("Traceback"):
+    if lines[0].startswith(_TRACEBACK):
         return lines[-1]
     if lines[0].endswith(" problems:") and len(lines) > 1:
         count = lines[0].removeprefix("error: ").removesuffix(":")

@@ -142,5 +142,5 @@ def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
             text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
         )
         text = text.replace("\n", "\\n")
-        parts.append(bracketed(text, is_trained[:1].any()))
+        parts.append(bracketed(text, bool(is_trained[:1].any())))
     return "".join(parts[:_PARTS]) + "…" * (len(parts) > _PARTS)
