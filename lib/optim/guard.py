@@ -126,10 +126,6 @@ class StepGuard:
         self._spikes.zero_()
         return counts
 
-    def read(self) -> Skipped:
-        """Return what was skipped since the last call; waits for the device."""
-        return Skipped(*map(int, self.count_skipped().tolist()))
-
     @property
     def in_a_row(self) -> int:
         """Return the steps skipped since the last good one; waits for the device."""
