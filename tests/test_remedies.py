@@ -28,6 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -236,7 +237,8 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
     there.follow(there.fails(*prepare, "raw_text"))
-    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # its directory is meant
+    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # and no file beside it
+    assert rows_of("hf_datasets/document_000") == 1
     there.follow(there.fails(*prepare, "splits"))
     for made in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
         error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
@@ -249,9 +251,10 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
         assert "token store" in error.problem and error.expected
     text = json.dumps({"text": "some words " * 200}) + "\n"
     Path("one.jsonl").write_text(text * 20)
-    error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")
-    there.follow(error)
-    assert "--streaming" in error.run
+    Path("two.jsonl").write_text(text)
+    (Path("raw_text") / "one.jsonl").write_text(text)
+    there.follow(there.fails(*prepare, "one.jsonl"))  # beside hf_datasets/ and much else
+    assert rows_of("hf_datasets/one") == 20
     assert not there.fails(*prepare, "model").run  # a model is not text
     there.follow(
         there.fails(
@@ -294,6 +297,10 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     there.cured(*prepare, "hf_datasets/corpus")
 
 
+def rows_of(dataset: str) -> int:
+    return len(datasets.load_from_disk(dataset))
+
+
 def test_conversations(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
@@ -313,6 +320,20 @@ def test_conversations(there: Terminal) -> None:
     build, train = error.run.splitlines()
     there.follow(UsageError("", run=build))
     assert train.endswith("-d hf_datasets/talks --max-steps 2")
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, "talks/b[0].parquet")
+    pyarrow.parquet.write_table(table, "talks/c.parquet")
+    Path("talks/below").mkdir()
+    Path("linked.parquet").symlink_to("talks/c.parquet")
+    shutil.copy("talks/c.parquet", "talks/below/b[0].parquet")
+    for file, name in (("talks/b[0].parquet", "b[0]"), ("linked.parquet", "linked")):
+        error = there.fails(*prepare, file)
+        there.follow(UsageError("", run="\n".join(error.run.splitlines()[:-1])))
+        assert "--format chat" in error.run and rows_of(f"hf_datasets/{name}") == 60
+        error = there.fails(
+            TRAIN[0], "-e", "x", "-m", "model", "-d", file, "--streaming", "--max-steps", 2
+        )
+        assert "--include" in error.run and "--format chat" in error.run
     there.follow(there.fails(*prepare, "hf_datasets/talks"))  # the model has no template
     datasets.Dataset.from_list(rows).save_to_disk("foreign")
     shutil.copy(ROOT / "chat_templates/plain.jinja", "model/chat_template.jinja")
