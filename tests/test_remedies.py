@@ -271,6 +271,8 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
             "--dry-run",
         )
     )
+    assert "--include" in there.fails(*prepare, "allenai/c4").run.splitlines()[0]
+    assert there.fails(*prepare, "org/text").run.endswith("--include README.md")
     of_the_hub = (*prepare, "org/text")  # fetched; and in another cache
     shutil.copytree("raw_text", "raw_text/org--text")
     Path("raw_text/org--text/.hub").mkdir()

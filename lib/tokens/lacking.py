@@ -18,8 +18,10 @@ DATASETS_ROOT = Path("hf_datasets")
 OPTION = ("-d", "--dataset-name", "--dataset")  # of stage 04, and of launch/airgap.py
 _RAW_ROOT = Path("raw_text")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[\w.-]+")
-# Files of data, and not the README, licence and lists that lie beside them on the Hub.
-_DATA = ("*.parquet", "*.jsonl*", "*.json.gz")
+# A first portion of a dataset whose files are known, and how much it is. Of any other, all files
+# may be terabytes: only what describes them is fetched.
+FIRST_FILES = {"allenai/c4": ("en/c4-train.0000*-of-01024.json.gz", "10 of 1,024 files, 3 GB")}
+_DESCRIPTION = "README.md"
 _OF_FILES = {".arrow", ".parquet", ".json", ".jsonl", ".gz", ".txt", ".csv"}
 _SUFFIXES = _OF_FILES | {".ndjson", *raw_shards.COMPRESSIONS}
 _OF_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
@@ -237,21 +239,37 @@ def _not_prepared(name: str) -> ArtifactError:
             hint="the cache of `datasets` on this machine holds it:",
             run=commands.replaced(OPTION, name, cached[0]),
         )
-    words = [word for glob in _DATA for word in ("--include", glob)]
-    fetch = (
-        []
-        if (fetched / paths.RAW_RECORD / MANIFEST).exists()
-        else [commands.script("03_download_model.py", "--dataset-name", name, *words)]
-    )
     build = commands.script(
         "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target
     )
+    if hold_chats(fetched):
+        build += f" --format {columns.CHAT}"
+    has_record = (fetched / paths.RAW_RECORD / MANIFEST).exists()
+    files = {path.name for path in fetched.iterdir()} if has_record else set()
+    first, size = FIRST_FILES.get(name, (_DESCRIPTION, ""))
+    fetch = commands.script("03_download_model.py", "--dataset-name", name, "--include", first)
+    fields = "--fields NAME would keep only the field that holds the text:"
+    if files - {_DESCRIPTION, paths.RAW_RECORD}:
+        run = "\n".join([build, commands.as_typed()])
+        return ArtifactError(problem, expected=expected, hint=fields, run=run)
+    if size:
+        return ArtifactError(
+            problem,
+            expected=expected,
+            hint=f"on a machine with a network; these are {size}, a further --include fetches "
+            f"more, and {fields}",
+            run="\n".join([fetch, build, commands.as_typed()]),
+        )
+    is_described = _DESCRIPTION in files
+    run = "" if is_described else fetch
     return ArtifactError(
         problem,
         expected=expected,
-        hint=("on a machine with a network; --include chooses the files, and " if fetch else "")
-        + "--fields NAME would keep only the field that holds the text:",
-        run="\n".join([*fetch, build, commands.as_typed()]),
+        found=f"only {fetched / _DESCRIPTION}" if is_described else "",
+        hint="a dataset of the Hub can be terabytes. Its description names its files; stage 03 "
+        f"fetches those that --include GLOB matches into {fetched}, and stage 02 makes {target} of "
+        "them" + ("" if is_described else ". On a machine with a network, first the description:"),
+        run=run,
     )
 
 
