@@ -12,7 +12,7 @@ from pathlib import Path
 from lib.core import commands, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.tokens import columns, raw_shards
+from lib.tokens import columns, raw_reader, raw_shards
 
 DATASETS_ROOT = Path("hf_datasets")
 OPTION = ("-d", "--dataset-name", "--dataset")  # of stage 04, and of launch/airgap.py
@@ -159,8 +159,6 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
 
 def hold_chats(path: Path) -> bool:
     """Return whether a raw file, or the first one in a directory, holds conversations."""
-    from lib.tokens import raw_reader  # which imports this module
-
     files = [path] if path.is_file() else islice(path.rglob("*"), _LOOKED_AT)
     shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
     if shard is None or not shard.is_file():
