@@ -65,7 +65,7 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
     if (target / MANIFEST).exists():
         hint = f"{target} may be what is meant:"
         run = commands.replaced(OPTION, path, target)
-    elif path.is_file() and any((path.parent / mark).exists() for mark in _OF_SAVED):
+    elif _is_of_saved(path):
         hint = f"it is a file of the dataset {path.parent}:"
         run = commands.replaced(OPTION, path, path.parent)
     elif path.is_file() or not DATASETS_ROOT.resolve().is_relative_to(path.resolve()):
@@ -125,10 +125,11 @@ def commands_for_chats(path: Path) -> str:
 
     path: of the dataset, its split `train`, or a file in it.
     """
-    if path.is_file():
+    if path.is_file() and not _is_of_saved(path):
         return _commands(path, f"{_name_of(path)}-chat", (path, path.parent), is_chat=True)
-    dataset = path.parent if path.name in ("train", "validation") else path
-    folder = path / "train" if (path / "dataset_dict.json").exists() else path
+    folder = path.parent if path.is_file() else path
+    dataset = folder.parent if folder.name in ("train", "validation") else folder
+    folder = folder / "train" if (folder / "dataset_dict.json").exists() else folder
     return _commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
 
 
@@ -164,6 +165,11 @@ def hold_chats(path: Path) -> bool:
     if shard is None or not shard.is_file():
         return False
     return columns.hold_chats(raw_reader.names(shard, raw_shards.Span(shard.name)))
+
+
+def _is_of_saved(path: Path) -> bool:
+    """Return whether a path is a file of a dataset that `save_to_disk` wrote."""
+    return path.is_file() and any((path.parent / mark).exists() for mark in _OF_SAVED)
 
 
 def _name_of(path: Path) -> str:
