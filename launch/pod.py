@@ -8,7 +8,8 @@ The number of the node and the head's address come from what the operator put in
 A job of fixed size runs launch/multi_node.sh, one with --min-nodes torchrun, which goes on with the
 nodes there are, one of HyperPod its hyperpodrun. Exit code: the run's, but 143 instead of 75: to
 Kubernetes, codes from 128 are worth another try and those below are final. 130: a second SIGINT
-killed the ranks before they had saved.
+killed the ranks before they had saved. It is tried again too: a signal ends a pod, and only who
+deletes the job ends the job.
 """
 
 from __future__ import annotations

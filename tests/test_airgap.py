@@ -929,7 +929,7 @@ def test_tokens_are_those_of_a_dataset_with_a_weight(
         assert found.to == f".cache/tokens/{name}"
 
 
-def test_the_command_for_a_file_of_a_dataset_names_the_new_dataset(
+def test_the_command_for_a_file_of_a_dataset_names_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -939,4 +939,10 @@ def test_the_command_for_a_file_of_a_dataset_names_the_new_dataset(
     monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--out", "b", "--dataset", str(file)])
     with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
         bundle_contents._dataset(str(file))
-    assert caught.value.run.splitlines()[1].endswith("pack --out b --dataset hf_datasets/train")
+    assert caught.value.run.endswith("pack --out b --dataset saved/train")
+    (words := Path("words")).mkdir()
+    (words / "a.txt").write_text("words")
+    monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--dataset", "words/a.txt"])
+    with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
+        bundle_contents._dataset("words/a.txt")
+    assert caught.value.run.splitlines()[2].endswith("pack --dataset hf_datasets/a")

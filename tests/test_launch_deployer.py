@@ -445,6 +445,9 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
     with pytest.raises(UsageError, match="hf_datasets/mine is not there, and no --data says"):
         steps("--", "-d", "mine", "-m", "org/model")
+    for data in ("org/text", "allenai/c4"):  # all of it, unasked, may be terabytes
+        with pytest.raises(UsageError, match=f"--data {data} needs --include GLOB"):
+            steps("--data", data, "--", "-d", "mine", "-m", "org/model")
     with pytest.raises(UsageError, match="2 datasets are not there"):
         steps("--", "-d", "a", "-d", "b", "-m", "org/model")
 

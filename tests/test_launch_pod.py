@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,14 @@ TRAIN = (
     0,
 )
 PATIENCE = 240.0
+
+
+def test_a_pod_that_a_signal_has_ended_is_tried_again() -> None:
+    """A second SIGINT included: who wants the job to end deletes it."""
+    text = (ROOT / "launch/kubernetes/trainjob.yaml").read_text()
+    [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
+    assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._TRY_AGAIN)
+    assert "restartPolicy: ExitCode" in (ROOT / "launch/kubernetes/pytorchjob.yaml").read_text()
 
 
 def command(kind: str, nodes: int, *more: object) -> list[str]:

@@ -127,16 +127,39 @@ def test_the_code_is_that_of_the_rank_that_failed_first(
         ("", ""),
     ],
 )
-def test_the_report_of_a_plain_torchrun_has_one_line_of_the_error(
+def test_the_report_of_a_plain_torchrun_has_the_error_of_rank_0(
     text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of other ranks, which mostly fail alike, and of a traceback it has one line."""
     from lib.core import launcher
 
     assert headline(text) == line
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    launcher.record_failure("UsageError", 2, text)
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["extraInfo"]["py_callstack"] == line and message["message"] == text
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        launcher.record_failure("UsageError", 2, text)
+        message = json.loads((tmp_path / "error.json").read_text())["message"]
+        is_whole = rank == 0 and text.startswith("error: ")
+        assert message["extraInfo"]["py_callstack"] == (text if is_whole else line)
+        assert message["message"] == text
+
+
+def test_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
+    """Its report of 30 lines comes last, and would bury what stands above it."""
+    (tmp_path / "raw_text").mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", ROOT / "04_train_fsdp.py", "-e", "x", "-d", "none"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    end = done.stderr.rpartition("Root Cause")[2]
+    assert "dataset none does not exist" in end and "run:" in end, done.stderr
+    assert done.stderr.count("02_build_hf_dataset.py") == 2  # where it happens, and at the end
 
 
 def test_what_keeps_torchrun_itself_from_starting_is_not_tried_again(tmp_path: Path) -> None:

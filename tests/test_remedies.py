@@ -28,6 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -118,8 +119,12 @@ class Terminal:
     def type(self, script: object, *words: object) -> str:
         """Run a script in this process; return what it printed, raise its StageError."""
         self._patch.setattr(sys, "argv", [str(ROOT / str(script)), *map(str, words)])
-        with redirect_stdout(io.StringIO()) as printed:
-            load(str(script)).main(sys.argv[1:])
+        try:
+            with redirect_stdout(io.StringIO()) as printed:
+                load(str(script)).main(sys.argv[1:])
+        finally:
+            if torch.distributed.is_initialized():  # a process of its own would end here
+                torch.distributed.destroy_process_group()
         return printed.getvalue()
 
     def fails(self, *command: object) -> StageError:
@@ -232,7 +237,8 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
     there.follow(there.fails(*prepare, "raw_text"))
-    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # its directory is meant
+    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # and no file beside it
+    assert rows_of("hf_datasets/document_000") == 1
     there.follow(there.fails(*prepare, "splits"))
     for made in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
         error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
@@ -245,9 +251,10 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
         assert "token store" in error.problem and error.expected
     text = json.dumps({"text": "some words " * 200}) + "\n"
     Path("one.jsonl").write_text(text * 20)
-    error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")
-    there.follow(error)
-    assert "--streaming" in error.run
+    Path("two.jsonl").write_text(text)
+    (Path("raw_text") / "one.jsonl").write_text(text)
+    there.follow(there.fails(*prepare, "one.jsonl"))  # beside hf_datasets/ and much else
+    assert rows_of("hf_datasets/one") == 20
     assert not there.fails(*prepare, "model").run  # a model is not text
     there.follow(
         there.fails(
@@ -264,6 +271,8 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
             "--dry-run",
         )
     )
+    assert "--include" in there.fails(*prepare, "allenai/c4").run.splitlines()[0]
+    assert there.fails(*prepare, "org/text").run.endswith("--include README.md")
     of_the_hub = (*prepare, "org/text")  # fetched; and in another cache
     shutil.copytree("raw_text", "raw_text/org--text")
     Path("raw_text/org--text/.hub").mkdir()
@@ -290,6 +299,10 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     there.cured(*prepare, "hf_datasets/corpus")
 
 
+def rows_of(dataset: str) -> int:
+    return len(datasets.load_from_disk(dataset))
+
+
 def test_conversations(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
@@ -309,6 +322,20 @@ def test_conversations(there: Terminal) -> None:
     build, train = error.run.splitlines()
     there.follow(UsageError("", run=build))
     assert train.endswith("-d hf_datasets/talks --max-steps 2")
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, "talks/b[0].parquet")
+    pyarrow.parquet.write_table(table, "talks/c.parquet")
+    Path("talks/below").mkdir()
+    Path("linked.parquet").symlink_to("talks/c.parquet")
+    shutil.copy("talks/c.parquet", "talks/below/b[0].parquet")
+    for file, name in (("talks/b[0].parquet", "b[0]"), ("linked.parquet", "linked")):
+        error = there.fails(*prepare, file)
+        there.follow(UsageError("", run="\n".join(error.run.splitlines()[:-1])))
+        assert "--format chat" in error.run and rows_of(f"hf_datasets/{name}") == 60
+        error = there.fails(
+            TRAIN[0], "-e", "x", "-m", "model", "-d", file, "--streaming", "--max-steps", 2
+        )
+        assert "--include" in error.run and "--format chat" in error.run
     there.follow(there.fails(*prepare, "hf_datasets/talks"))  # the model has no template
     datasets.Dataset.from_list(rows).save_to_disk("foreign")
     shutil.copy(ROOT / "chat_templates/plain.jinja", "model/chat_template.jinja")
@@ -434,6 +461,30 @@ def test_a_run_that_has_begun(trained: Terminal) -> None:
     trained.follow(
         trained.fails(*on, "--overwrite", "--resume", "outputs/run/checkpoints/step_00000002")
     )
+
+
+def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This shows only when the checkpoint is loaded."""
+    on = (*TRAIN[3:], *STEPS, "--lr", 1e-3)
+    named = ("--resume", "outputs/run/checkpoints/step_00000002")
+    error = trained.fails(TRAIN[0], "-e", "fork", *on, *named)
+    assert error.run.endswith("--resume-with-changes")
+    trained.follow(error)
+    assert Path("outputs/fork/checkpoints/step_00000004").exists()
+    other = (TRAIN[0], "-e", "third", *on[:-2], "--optimizer", "adamw8bit", *named)
+    error = trained.fails(*other)
+    assert "outputs/run/config.yaml" in error.run and "changes" not in error.hint
+    trained.follow(error)
+    assert Path("outputs/third/checkpoints/step_00000004").exists()
+    # Of the run itself: a launch with other options has ended before it saved.
+    longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.train.stop.StopRequest.ask", lambda request: _raise(UsageError("stop")))
+        trained.fails(*longer, "--resume-with-changes")
+    error = trained.fails(*longer)
+    assert "step_00000004 was begun with other settings" in error.problem
+    trained.follow(error)
+    assert Path("outputs/run/checkpoints/step_00000006").exists()
 
 
 def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

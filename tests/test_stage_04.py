@@ -26,6 +26,7 @@ from tests.training import (
 )
 
 STEPS = 12
+_MEMORY = ("current", "peak", "window_peak", "reserved", "total", "max_peak")
 COMMON = (
     "-d",
     "corpus",
@@ -218,8 +219,8 @@ def test_what_a_run_leaves(trained: Path):
     own = [
         re.findall(
             r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO \[rank=(\d)\] "
-            r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'reserved_gib': .*"
-            r"'total_gib': .*'max_peak_gib': .*'time/data'",
+            r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'window_peak_gib': .*"
+            r"'reserved_gib': .*'total_gib': .*'max_peak_gib': .*'time/data'",
             log,
             re.MULTILINE,
         )
@@ -247,7 +248,7 @@ def test_what_a_run_leaves(trained: Path):
         "eval/loss",
         "eval/perplexity",
         *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
-        *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total", "max_peak")),
+        *(f"memory/{name}_gib" for name in _MEMORY),
         "memory/max_peak_rank",
     }
     assert keys == set(row) and all(isinstance(row[key], (int, float)) for key in keys)
@@ -496,8 +497,16 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     assert f"{2 * state['samples'] % 50} samples at the end, too few for a step" in done.stdout
     assert state["epoch"] == metrics(project, "epochs")[-1]["epoch"] > 1.5
     assert state["global_step"] == state["step"]
-    before = done.stdout.partition("done: ")[0].splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in before), before
+    # A crash after the last save leaves the file of an earlier step behind.
+    at = project / "outputs" / "epochs" / "state.json"
+    at.write_text(json.dumps(state | {"status": "running", "step": 1, "global_step": 1}))
+    again = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
+    found = json.loads(at.read_text())
+    assert (found["status"], found["global_step"]) == ("complete", state["step"])
+    assert found["step"] == state["step"] and "epoch" not in found
+    assert "already done: " in again.stdout and "next: " in again.stdout
+    lines = (done.stdout + again.stdout).splitlines()  # to the last one, which is a command
+    assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in lines), lines
     dry = run_stage(
         "04_train_fsdp.py", *one, "--num-epochs", 3, "--grad-clip", 0, "--dry-run", cwd=project
     ).stdout

@@ -134,6 +134,9 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
     row = metrics(streamed, "whole")[-1]
     assert 0 < row["perf/loader_share"] < 1 and row["perf/loader_tokens_per_sec_per_device"] > 0
     assert row["train/tokens_seen"] == STEPS * 2 * 2 * 3 * SEQ_LENGTH
+    state = json.loads((streamed / "outputs/whole/state.json").read_text())
+    assert state["epoch"] == row["epoch"] > 0 and state["samples"] is None
+    assert state["global_step"] == STEPS
     state = json.loads(
         (streamed / "outputs/whole/checkpoints/step_00000030/train_state.json").read_text()
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from lib.core import options, paths
 from lib.core.declared import flag, option
 from lib.core.errors import UsageError
+from lib.tokens import lacking
 from lib.train import stage_04
 from lib.train.config import Config
 
@@ -34,7 +35,8 @@ class RawText:
     include: list[str] = option(
         [],
         metavar="GLOB",
-        help="files of a dataset of the Hub, by path; may be repeated (default: all)",
+        help="files of a dataset of the Hub, by path; may be repeated; '*' takes all (default: "
+        "none, one is needed)",
     )
     fields: str = option(
         "",
@@ -61,7 +63,7 @@ class RawText:
         ]
 
 
-_C4 = RawText(data="allenai/c4", include=["en/c4-train.0000*-of-01024.json.gz"], fields="text")
+_C4 = RawText(data="allenai/c4", include=[lacking.FIRST_FILES["allenai/c4"][0]], fields="text")
 
 
 def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
@@ -102,12 +104,17 @@ def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
     files = Path(raw.data)
     splits = Path("splits") / dataset.name
     if _ON_HUB.fullmatch(raw.data) and not files.exists():
+        if not raw.include:
+            raise UsageError(
+                f"--data {raw.data} needs --include GLOB: a dataset of the Hub can be terabytes",
+                expected="files to fetch, such as 'en/*.json.gz', or '*' for all of them",
+            )
         files = Path("raw_text") / paths.model_dir_name(raw.data)
         yield [
             "03_download_model.py",
             "--dataset-name",
             raw.data,
-            *(f"--include={glob}" for glob in raw.include or ["*"]),
+            *(f"--include={glob}" for glob in raw.include),
         ]
     # A bucket takes no links to its files; links that lead to it need no room on the volume.
     mode = ["--mode", "symlink"] if files.is_absolute() else []

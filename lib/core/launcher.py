@@ -15,6 +15,7 @@ from typing import NoReturn
 from lib.core import lease, log
 
 _LAST_WORDS_S = 3.0
+_TRACEBACK = "Traceback"
 MARK = "LAUNCH_MARK"  # environment variable with the same value in all processes of a launch
 
 
@@ -55,19 +56,24 @@ def record_failure(kind: str, code: int, text: str) -> None:
     """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE, if it names one.
 
     kind: the class of the error. code: the exit code that follows. torchrun prints the call stack
-    in its final report, so it is one line here: the console shows the text itself. torchrun
-    compares the times (seconds) to find the rank that failed first.
+    in the report with which it ends, and buries earlier lines. So an error of rank 0 stands there
+    in full, and one line of a traceback or of another rank's error. torchrun compares the times
+    (seconds) to find the rank that failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     now = time.time()
+    is_short = log.rank() > 0 or text.startswith(_TRACEBACK)
     message = {
         "message": text,
         "errorCode": code,
         "kind": kind,
         "rank": log.rank(),
         "time": now,
-        "extraInfo": {"timestamp": str(int(now)), "py_callstack": headline(text)},
+        "extraInfo": {
+            "timestamp": str(int(now)),
+            "py_callstack": headline(text) if is_short else text,
+        },
     }
     with suppress(OSError):  # the failure itself matters more than its report
         temporary = Path(f"{path}.tmp")
@@ -103,7 +109,7 @@ def _call_safely(report: Callable[[], object]) -> None:
 def headline(text: str) -> str:
     """Return the most informative line of an error or a traceback."""
     lines = text.strip().splitlines() or [""]
-    if lines[0].startswith("Traceback"):
+    if lines[0].startswith(_TRACEBACK):
         return lines[-1]
     if lines[0].endswith(" problems:") and len(lines) > 1:
         count = lines[0].removeprefix("error: ").removesuffix(":")

@@ -29,8 +29,8 @@ class _Console(logging.StreamHandler):
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         if (rank() or self.shows_times) and not text.startswith("[rank="):
-            text = f"[rank={rank()}] {text}"
-        return f"{time.strftime('%H:%M:%S')} {text}" if self.shows_times else text
+            text = _before_lines(f"[rank={rank()}] ", text)
+        return _before_lines(time.strftime("%H:%M:%S "), text) if self.shows_times else text
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, above a progress bar if there is one."""
@@ -42,6 +42,10 @@ class _Console(logging.StreamHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop a line that cannot be printed."""
+
+
+def _before_lines(prefix: str, text: str) -> str:
+    return prefix + text.replace("\n", f"\n{prefix}")
 
 
 class _RankFile(logging.Handler):

@@ -130,10 +130,6 @@ class StepGuard:
         self._spikes.zero_()
         return counts
 
-    def read_skipped(self) -> SkippedSteps:
-        """Return the steps skipped since the last call; waits for the device."""
-        return SkippedSteps(*map(int, self.count_skipped().tolist()))
-
     @property
     def in_a_row(self) -> int:
         """Return the number of steps skipped since the last good one; waits for the device."""

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from lib.core import commands, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.tokens import columns, raw_shards
+from lib.tokens import columns, raw_reader, raw_shards
 
 DATASETS_ROOT = Path("hf_datasets")
 OPTION = ("-d", "--dataset-name", "--dataset")  # of stage 04, and of launch/airgap.py
 _RAW_ROOT = Path("raw_text")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[\w.-]+")
-# Files of data, and not the README, licence and lists that lie beside them on the Hub.
-_DATA = ("*.parquet", "*.jsonl*", "*.json.gz")
+# A first portion of a dataset whose files are known, and how much it is. Of any other, all files
+# may be terabytes: only what describes them is fetched.
+FIRST_FILES = {"allenai/c4": ("en/c4-train.0000*-of-01024.json.gz", "10 of 1,024 files, 3 GB")}
+_DESCRIPTION = "README.md"
 _OF_FILES = {".arrow", ".parquet", ".json", ".jsonl", ".gz", ".txt", ".csv"}
+_SUFFIXES = _OF_FILES | {".ndjson", *raw_shards.COMPRESSIONS}
+_OF_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+_LOOKED_AT = 1000  # files of a directory
 
 
 def missing(path: Path) -> ArtifactError:
@@ -53,26 +60,17 @@ def missing(path: Path) -> ArtifactError:
 
 def raw(path: Path, problem: str, found: str = "") -> UsageError:
     """Return the error for raw text where a dataset is needed, with the commands that make one."""
-    folder = path.parent if path.is_file() else path
-    target = DATASETS_ROOT / ("corpus" if (folder / MANIFEST).exists() else folder.resolve().name)
-    with_target = commands.replaced(OPTION, path, target)
-    streamed = commands.as_typed("--streaming", "--max-steps", 100)
+    name = "corpus" if (path / MANIFEST).exists() else _name_of(path)
+    target = DATASETS_ROOT / name
     if (target / MANIFEST).exists():
         hint = f"{target} may be what is meant:"
-        run = with_target
-    elif not DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
+        run = commands.replaced(OPTION, path, target)
+    elif _is_of_saved(path):
+        hint = f"it is a file of the dataset {path.parent}:"
+        run = commands.replaced(OPTION, path, path.parent)
+    elif path.is_file() or not DATASETS_ROOT.resolve().is_relative_to(path.resolve()):
         hint = "make one:"
-        run = "\n".join(
-            (
-                commands.script(
-                    "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target
-                ),
-                with_target,
-            )
-        )
-    elif path.is_file() and raw_shards.is_shard(path.name):
-        hint = "stage 02 reads directories; to try the file as it is:"
-        run = streamed
+        run = _commands(path, name, (path,), is_chat=hold_chats(path))
     else:
         hint = "stage 02 makes one of a directory of raw text"
         run = ""
@@ -127,11 +125,12 @@ def commands_for_chats(path: Path) -> str:
 
     path: of the dataset, its split `train`, or a file in it.
     """
+    if path.is_file() and not _is_of_saved(path):
+        return _commands(path, f"{_name_of(path)}-chat", (path, path.parent), is_chat=True)
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
-    if (folder / "dataset_dict.json").exists():
-        folder = folder / "train"
-    return _chat_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path))
+    folder = folder / "train" if (folder / "dataset_dict.json").exists() else folder
+    return _commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
 
 
 def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
@@ -150,28 +149,68 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
             hint="stage 03 fetches the files, and "
             "stage 02 makes a dataset of them with --format chat",
         )
-    folder = path.parent if path.is_file() else path
+    drop = ("--streaming", "--text-field")
     return UsageError(
         problem,
         found=f"fields {found} in {path}",
         hint="make a chat dataset of it:",
-        run=_chat_commands(
-            folder, folder.resolve().name, (path,), drop=("--streaming", "--text-field")
-        ),
+        run=_commands(path, _name_of(path), (path,), is_chat=True, drop=drop),
     )
 
 
-def _chat_commands(
-    folder: Path, name: str, given: Collection[Path], drop: Sequence[str] = ()
-) -> str:
-    """Return the commands that make a chat dataset of a folder, and train on it.
+def hold_chats(path: Path) -> bool:
+    """Return whether a raw file, or the first one in a directory, holds conversations."""
+    files = [path] if path.is_file() else islice(path.rglob("*"), _LOOKED_AT)
+    shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
+    if shard is None or not shard.is_file():
+        return False
+    return columns.hold_chats(raw_reader.names(shard, raw_shards.Span(shard.name)))
 
-    given: what -d may have named.
+
+def _is_of_saved(path: Path) -> bool:
+    """Return whether a path is a file of a dataset that `save_to_disk` wrote."""
+    return path.is_file() and any((path.parent / mark).exists() for mark in _OF_SAVED)
+
+
+def _name_of(path: Path) -> str:
+    """Return the name for a dataset of a directory, or of a file: its own without suffixes."""
+    path = path.resolve() if path.is_dir() else path
+    name = path.name
+    while path.is_file() and Path(name).suffix.lower() in _SUFFIXES:
+        name = Path(name).stem
+    return name
+
+
+def _data_folder(path: Path) -> tuple[list[str], Path]:
+    """Return a directory for stage 02, and the command that makes it of a single file, if any.
+
+    Files beside the one that was named, or below, are not taken.
+    """
+    if not path.is_file():
+        return [], path
+    splits = Path(f"splits-{_name_of(path)}")
+    words = ["--src-dir", path.parent, "--dst-root", splits, "--num-dirs", 1]
+    words += ["--include", glob.escape(path.name)]
+    if any(entry.is_dir() for entry in path.parent.iterdir()):
+        words += ["--exclude", "*/*"]
+    if path.is_symlink():
+        words.append("--follow-symlinks")
+    return [commands.script("01_organize_data.py", *words)], splits
+
+
+def _commands(
+    path: Path, name: str, given: Collection[Path], is_chat: bool, drop: Sequence[str] = ()
+) -> str:
+    """Return the commands that make a dataset of a directory or a file, and train on it.
+
+    name: of the dataset. given: what -d may have named.
     """
     target = DATASETS_ROOT / name
-    make = commands.script(
-        "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target, "--format", "chat"
-    )
+    organise, folder = _data_folder(path)
+    words = ["--data-folder", folder, "--save-dir", target]
+    if is_chat:
+        words += ["--format", columns.CHAT]
+    make = [*organise, commands.script("02_build_hf_dataset.py", *words)]
     as_before = commands.as_typed(drop=drop)
     org, _, rest = next(iter(given)).name.partition("--")
     each = (
@@ -180,7 +219,7 @@ def _chat_commands(
         for text in (path, path.name, f"{org}/{rest}")
     )
     train = next((command for command in each if command != as_before), as_before)
-    return f"{make}\n{train}"
+    return "\n".join([*make, train])
 
 
 def _is_of_the_hub(path: Path) -> bool:
@@ -204,21 +243,37 @@ def _not_prepared(name: str) -> ArtifactError:
             hint="the cache of `datasets` on this machine holds it:",
             run=commands.replaced(OPTION, name, cached[0]),
         )
-    words = [word for glob in _DATA for word in ("--include", glob)]
-    fetch = (
-        []
-        if (fetched / paths.RAW_RECORD / MANIFEST).exists()
-        else [commands.script("03_download_model.py", "--dataset-name", name, *words)]
-    )
     build = commands.script(
         "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target
     )
+    if hold_chats(fetched):
+        build += f" --format {columns.CHAT}"
+    has_record = (fetched / paths.RAW_RECORD / MANIFEST).exists()
+    files = {path.name for path in fetched.iterdir()} if has_record else set()
+    first, size = FIRST_FILES.get(name, (_DESCRIPTION, ""))
+    fetch = commands.script("03_download_model.py", "--dataset-name", name, "--include", first)
+    fields = "--fields NAME would keep only the field that holds the text:"
+    if files - {_DESCRIPTION, paths.RAW_RECORD}:
+        run = "\n".join([build, commands.as_typed()])
+        return ArtifactError(problem, expected=expected, hint=fields, run=run)
+    if size:
+        return ArtifactError(
+            problem,
+            expected=expected,
+            hint=f"on a machine with a network; these are {size}, a further --include fetches "
+            f"more, and {fields}",
+            run="\n".join([fetch, build, commands.as_typed()]),
+        )
+    is_described = _DESCRIPTION in files
+    run = "" if is_described else fetch
     return ArtifactError(
         problem,
         expected=expected,
-        hint=("on a machine with a network; --include chooses the files, and " if fetch else "")
-        + "--fields NAME would keep only the field that holds the text:",
-        run="\n".join([*fetch, build, commands.as_typed()]),
+        found=f"only {fetched / _DESCRIPTION}" if is_described else "",
+        hint="a dataset of the Hub can be terabytes. Its description names its files; stage 03 "
+        f"fetches those that --include GLOB matches into {fetched}, and stage 02 makes {target} of "
+        "them" + ("" if is_described else ". On a machine with a network, first the description:"),
+        run=run,
     )
 
 

@@ -1,25 +1,20 @@
 """Reading a span of a raw shard from any document on, in blocks that worker processes tokenise.
 
 The process that trains reads blocks: whole lines as they lie, or the texts of rows. A worker
-process finds the text of each document in a block and encodes it.
+process finds the text of each document in a block and encodes it (raw_encoder.py).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-
 from lib.core import log, units
 from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
-from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
 try:
@@ -186,41 +181,6 @@ class LeftOut:
         """Note documents that are left out."""
         self.first.setdefault(reason, words)  # first: another thread may read, by the counts
         self.counts[reason] = self.counts.get(reason, 0) + count
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Holds the tokens of a block, documents one after the other with BOS and EOS.
-
-    ids: uint32 [tokens]. ends: int64 [documents], exclusive. places: int64 [documents], see Block.
-    seconds: of work.
-    """
-
-    ids: np.ndarray
-    ends: np.ndarray
-    places: np.ndarray
-    left: LeftOut
-    seconds: float
-
-
-def block_encoder(
-    tokenizer: Path, sample: Sequence[bytes], text_field: str
-) -> Callable[[Block], Encoded]:
-    """Return what encodes blocks, the engine chosen on a sample; called in the worker process."""
-    encoder = Encoder(tokenizer, 1)
-    encoder.tune(sample)
-    return partial(encode_block, encoder, text_field)
-
-
-def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
-    """Return the tokens of a block's documents."""
-    began = time.perf_counter()
-    left = LeftOut()
-    texts, places = find_texts(block, text_field, left)
-    ids, lengths = encoder.encode(texts) if texts else (np.empty(0, np.uint32), np.empty(0, int))
-    return Encoded(
-        ids, np.cumsum(lengths), np.array(places, np.int64), left, time.perf_counter() - began
-    )
 
 
 def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:

@@ -22,10 +22,11 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import lacking, order, raw_reader
+from lib.tokens import lacking, order, raw_encoder, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
 from lib.tokens.order import Division
-from lib.tokens.raw_reader import Block, Encoded, LeftOut
+from lib.tokens.raw_encoder import Encoded
+from lib.tokens.raw_reader import Block, LeftOut
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
 from lib.tokens.samples import Rows
 
@@ -135,7 +136,7 @@ class RawDocuments:
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
         """Start the worker processes; they need some seconds to get ready."""
         self._workers = [
-            Worker(f"tokenise {i}", raw_reader.block_encoder, tokenizer, sample, self.text_field)
+            Worker(f"tokenise {i}", raw_encoder.block_encoder, tokenizer, sample, self.text_field)
             for i in range(workers)
         ]
 

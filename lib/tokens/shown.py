@@ -23,8 +23,10 @@ _OPEN = "⟦"
 _CLOSE = "⟧"
 _LEGEND = {
     True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
-    False: f"{_OPEN}trained{_CLOSE}, the rest is only read",
+    False: f"{_OPEN}trained{_CLOSE}, the rest is only read; the text's own {_OPEN} and {_CLOSE} "
+    "are printed as \\u27e6 and \\u27e7",
 }
+_OWN_BRACKETS = re.compile(f"[{_OPEN}{_CLOSE}]")
 # Text is data: it must not move the cursor, or pass for another colour.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -54,10 +56,16 @@ def render(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool
         if colour:  # line by line, as a pager shows them
             paint = _TRAINED if trained[start] else _READ
             text = "\n".join(f"{paint}{line}{_END}" if line else "" for line in text.split("\n"))
-        elif trained[start]:
-            text = f"{_OPEN}{text}{_CLOSE}"
+        else:
+            text = bracketed(text, trained[start])
         shown.append(text)
     return "".join(shown)
+
+
+def bracketed(text: str, is_trained: bool) -> str:
+    """Return a part of a sample, in ⟦…⟧ if it is trained; such brackets of its own are escaped."""
+    text = _OWN_BRACKETS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return f"{_OPEN}{text}{_CLOSE}" if is_trained else text
 
 
 def _runs(trained: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ _SHORT = {
     "perf/mfu": "mfu",
     "memory/current_gib": "current_gib",
     "memory/peak_gib": "peak_gib",
+    "memory/window_peak_gib": "window_peak_gib",
     "memory/reserved_gib": "reserved_gib",
     "memory/total_gib": "total_gib",
     "memory/max_peak_gib": "max_peak_gib",

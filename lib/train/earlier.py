@@ -44,6 +44,9 @@ _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
     field.name for field in declared.list_fields(Config) if field.metadata["renumbers"]
 }
 
+# Fields of state.json that depend on its step.
+_OF_A_STEP = {"epoch", "tokens", "sample_cursor"}
+
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
@@ -107,7 +110,8 @@ def require_same(
 ) -> list[Difference]:
     """Return every difference between a run and this one; UsageError if that forbids to resume.
 
-    where: the run, or a checkpoint. config: the options of this launch, for a command that works.
+    where: the directory of the run, or of a checkpoint. config: the options of this launch, for a
+    command that works.
     """
     changed = differences(earlier, now)
     if with_changes and (other := [each for each in changed if each.name in _OF_TENSORS]):
@@ -119,30 +123,82 @@ def require_same(
         )
     if changed and not with_changes:
         if any(each.name == TEMPLATE for each in changed) and (
-            kept := chats.kept_template([where / "model"], earlier["inputs"].get(TEMPLATE))
+            kept := chats.kept_template([_run_of(where) / "model"], earlier["inputs"].get(TEMPLATE))
         ):
             raise _other_template(changed, kept.path, where)
-        ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
-        if not any(each.name in _OF_TENSORS for each in changed):
-            ways.append(_ALL_THE_SAME)
-        last, run = _go_on(changed, where, config) if config else ("", "")
-        ways = [way for way in ways if way != last] + ([last] if last else [])
-        raise UsageError(
-            f"{where} was begun with other settings",
-            found=list_differences(changed),
-            hint=f"use {', '.join(ways[:-1])}, or {ways[-1]}{':' if run else ''}",
-            run=run,
-        )
+        raise _other_settings(earlier, changed, where, config)
     return changed
 
 
-def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str, str]:
+def _run_of(where: Path) -> Path:
+    """Return the directory of a run. where: this directory, or that of one of its checkpoints."""
+    return where if paths.step_of(where.name) is None else where.parents[1]
+
+
+def _other_settings(
+    earlier: dict[str, Any], changed: list[Difference], where: Path, config: Config | None
+) -> UsageError:
+    """Return the error for a run that was begun with other settings, or a checkpoint of one."""
+    ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
+    of_tensors = any(each.name in _OF_TENSORS for each in changed)
+    if not of_tensors:
+        ways.append(_ALL_THE_SAME)
+    last = run = ""
+    if config and _is_of(_run_of(where), config):
+        last, run = _go_on(earlier, changed, _run_of(where), config)
+    elif config:  # another name would resume the same checkpoint
+        ways = ["another checkpoint in --resume"]
+        last, run = _go_on_from(earlier, changed, where, config)
+    ways = [way for way in ways if way != last] + ([last] if last else [])
+    listed = ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+    return UsageError(
+        f"{where} was begun with other settings",
+        found=list_differences(changed),
+        hint=f"use {listed}{':' if run else ''}",
+        run=run,
+    )
+
+
+def _is_of(root: Path, config: Config) -> bool:
+    own = Experiment(config.save_dir, config.experiment_name).root
+    return own.resolve() == root.resolve()
+
+
+def _go_on_from(
+    earlier: dict[str, Any], changed: list[Difference], checkpoint: Path, config: Config
+) -> tuple[str, str]:
+    """Return what lets this run go on from a checkpoint of another run, as `_go_on` does."""
+    names = {each.name for each in changed}
+    if not names & _OF_TENSORS.keys() and not (config.adapts and "model" in names):
+        return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
+    own = Experiment(config.save_dir, config.experiment_name)
+    root = _run_of(checkpoint)
+    if has_begun(own) or not _has_recorded(journal.read_config(_experiment(root)), earlier):
+        return "", ""
+    words = ("--config", root / "config.yaml", "-e", own.root, "--resume", checkpoint)
+    return "the settings that it was saved with", commands.with_options(*words)
+
+
+def _experiment(root: Path) -> Experiment:
+    return Experiment(root.parent, root.name)
+
+
+def _has_recorded(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Return whether a config.yaml is of a run or a checkpoint, whose identity is `earlier`."""
+    known = record.get("identity", {}).keys() >= earlier.keys()
+    return known and {each.name for each in differences(earlier, record["identity"])} <= {_SAMPLES}
+
+
+def _go_on(
+    earlier: dict[str, Any], changed: list[Difference], where: Path, config: Config
+) -> tuple[str, str]:
     """Return what lets a run go on, in words, and the command: "" and "" if nothing is sure to.
 
     The options that the run has recorded help if they name what it was begun with. They do not if
-    the same name leads to something else by now.
+    the same name leads to something else by now, nor if a launch since has recorded other options.
     """
-    recorded = journal.read_config(Experiment(where.parent, where.name)).get("options")
+    record = journal.read_config(_experiment(where))
+    recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
     options = config.recorded()
@@ -153,7 +209,7 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
         and options.get(name := _NAMED_BY.get(each.name, "")) in (None, recorded.get(name))
     }
     as_recorded = commands.with_options("--config", where / "config.yaml")
-    if not replaced:
+    if not replaced and _has_recorded(record, earlier):
         return "the settings that it has", as_recorded
     if replaced == {lora_from.INPUT} and config.lora_from is not None:
         is_alone = len(changed) == 1
@@ -163,7 +219,7 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
         )
     if any(each.name in _OF_TENSORS for each in changed) or (config.adapts and "model" in replaced):
         name = f"{where.name}-2"
-        return _ANOTHER_NAME, commands.as_typed("--experiment-name", name)
+        return _ANOTHER_NAME, commands.as_typed("--experiment-name", name, drop=["--resume"])
     return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
 
 
@@ -178,7 +234,7 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
     )
     own = ("--chat-template", kept)
     if any(each.name != TEMPLATE for each in changed):
-        run = commands.with_options("--config", where / "config.yaml", *own)
+        run = commands.with_options("--config", _run_of(where) / "config.yaml", *own)
         return UsageError(
             f"{where} was begun with other settings",
             found=list_differences(changed),
@@ -301,5 +357,9 @@ def descends(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 def mark_complete(experiment: Experiment, step: int) -> None:
     """Correct a state.json that a crash after the last save left behind."""
     state = journal.read_state(experiment)
-    if log.rank() == 0 and (state.get("status"), state.get("step")) != ("complete", step):
-        manifest.write_json(experiment.state, state | {"status": "complete", "step": step})
+    if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
+        return
+    if state.get("step") != step:  # what it reports of another step is wrong by now
+        state = {key: value for key, value in state.items() if key not in _OF_A_STEP}
+    now = {"status": "complete", "step": step, "global_step": step}
+    manifest.write_json(experiment.state, state | now)

@@ -82,7 +82,6 @@ class Journal:
             checkpoints = [c.step for c in commit.list_checkpoints(self.experiment.checkpoints)]
             content = {
                 "status": status,
-                **_progress(facts),
                 **facts,
                 "checkpoints": checkpoints,
                 "updated": now(),
@@ -112,17 +111,6 @@ def _is_overwritten(path: Path, content: bytes) -> bool:
     except OSError:
         return False
     return done == len(content)
-
-
-def _progress(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what other trainers call a step, and how often all data has been seen by it.
-
-    Nothing of the epoch where the samples of one are not known, as with --streaming.
-    """
-    found = {"global_step": facts["step"]} if "step" in facts else {}
-    if facts.get("samples") and "sample_cursor" in facts:
-        found["epoch"] = facts["sample_cursor"] / facts["samples"]
-    return found
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:

@@ -327,7 +327,12 @@ class Meters:
         self.watchdog.enter("step")
 
     def memory(self) -> dict[str, float]:
-        """Return what is in use, `memory/…_gib`; the peak is that of the launch."""
+        """Return the memory in use, `memory/…_gib`.
+
+        `peak` covers the launch, `window_peak` the time since the last call.
+        """
         in_use = capacity.memory_usage(self._layout.device)
-        self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
-        return in_use | {"memory/peak_gib": self.memory_peak}
+        window_peak = in_use["memory/peak_gib"]
+        self.memory_peak = max(self.memory_peak, window_peak)
+        peaks = {"memory/peak_gib": self.memory_peak, "memory/window_peak_gib": window_peak}
+        return in_use | peaks

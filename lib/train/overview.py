@@ -100,6 +100,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
+        if not plan.fills_a_step:
+            log.warn(_too_short(plan, ranks))
         if data:
             problems.collect(
                 partial(checks.require_room, config, plan.total_steps, has_begun=bool(inputs.begun))
@@ -109,6 +111,15 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         _plan_memory(config, model, asked, data.most_documents if data else None)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
+
+
+def _too_short(plan: Plan, ranks: int) -> str:
+    """Return the warning for data that does not fill a step on so many GPUs."""
+    return (
+        f"on {units.counted(ranks, 'GPU')} the dataset is too small for one step "
+        f"({plan.samples:,} samples in an epoch, {plan.division.global_batch:,} in a step): a run "
+        "there is refused, and the figures are those of one step"
+    )
 
 
 def _settled(config: Config) -> dict[str, str]:

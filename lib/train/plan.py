@@ -48,12 +48,20 @@ class Plan:
     ) -> Plan:
         """Return the plan of a run; UsageError when the batch cannot be divided or data is short.
 
-        ranks: None for those of this launch.
+        ranks: None for those of this launch. With --plan-gpus, data that is too short for one step
+        is no error: the plan is that of one step, see `fills_a_step`.
         """
         division = divide(config, rank, ranks or launched_size())
-        return cls(
-            config, inputs, division, samples, total_steps(config, samples, division.global_batch)
-        )
+        if config.plan_gpus:
+            steps = max(1, _steps(config, samples, division.global_batch))
+        else:
+            steps = total_steps(config, samples, division.global_batch)
+        return cls(config, inputs, division, samples, steps)
+
+    @property
+    def fills_a_step(self) -> bool:
+        """Return whether the data suffices for a step: a run refuses what a plan only warns of."""
+        return _steps(self.config, self.samples, self.division.global_batch) > 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -115,8 +123,8 @@ class Plan:
             "steps": f"{self.total_steps:,} ({tokens})",
             "learning rate": f"{self.schedule.kind}, {warmup}{down}",
         }
-        if self.samples is None:
-            return rows
+        if not self.samples:
+            return rows if self.samples is None else rows | {"epoch": "no sample"}
         asked = epochs(self.config)
         passes = samples_needed / self.samples
         left_out = asked * self.samples - samples_needed if asked else 0
@@ -192,17 +200,21 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
 
     Raises UsageError when the data is too small for a single step.
     """
+    if steps := _steps(config, samples, global_batch):
+        return steps
+    raise UsageError(
+        "the dataset is too small for one step",
+        found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",
+        expected="more text, a smaller --seq-length or --global-batch-size, or more --num-epochs",
+    )
+
+
+def _steps(config: Config, samples: int | None, global_batch: int) -> int:
+    """Return where training ends, 0 if the data is too small for a single step."""
     limits = [config.step_limit] if config.step_limit else []
     if samples is not None and (asked := epochs(config)):
         limits.append(asked * samples // global_batch)
-    if samples == 0 or min(limits) == 0:
-        raise UsageError(
-            "the dataset is too small for one step",
-            found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",
-            expected="more text, a smaller --seq-length or --global-batch-size, "
-            "or more --num-epochs",
-        )
-    return min(limits)
+    return 0 if samples == 0 else min(limits)
 
 
 def step_config(

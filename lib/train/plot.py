@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import log, units
+from lib.core import units
 from lib.train import console
 
 _MOST_POINTS = 4_000  # a picture has 990 columns; drawing them holds Python's lock
@@ -63,16 +63,15 @@ class Curve:
         self._open = 1
 
     def draw(self, path: Path, caption: str) -> None:
-        """Draw what is there; without matplotlib, say so and go on. Any thread may call this.
+        """Draw what is there; any thread may call this. Raises ImportError without matplotlib.
 
         caption: what a reader of the picture alone must know (experiment, model, hardware).
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
-        except ImportError:
-            log.warn(f"no {path.name}: the package `matplotlib` is not installed")
-            return
+        except ImportError as error:
+            raise ImportError("the package `matplotlib` is not installed") from error
         if not self.points:
             return
         figure = Figure(figsize=(9, 5), dpi=110)  # not pyplot's, which belongs to one thread

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,6 @@ class Report:
     def __enter__(self) -> Report:
         self.note_state("running")
         self._estimate.report()
-        log.show_times(True)
         return self
 
     def __exit__(
@@ -93,7 +93,6 @@ class Report:
         if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
             self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
-        log.show_times(False)
         self._bar.close()
         self._metrics.close()
 
@@ -270,11 +269,13 @@ class Report:
         self._is_over |= status in ("complete", "preempted")
         self.journal.state(status, **self._facts())
 
-    def _facts(self) -> dict[str, int | None]:
-        """Return what state.json says of this step."""
+    def _facts(self) -> dict[str, float | None]:
+        """Return what state.json reports about this step."""
         state = self._state
         return {
             "step": state.step,
+            "global_step": state.step,  # its name in other trainers
+            "epoch": self._stream.epoch(state.position),
             "total_steps": self._plan.total_steps,
             "tokens": state.tokens,
             "sample_cursor": state.position.samples,
@@ -283,7 +284,6 @@ class Report:
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
-        log.show_times(False)
         self._bar.close()
         self.journal.event("complete", self._state.step)
         if self._layout.rank == 0 and (rows := self._rows()):
@@ -298,10 +298,16 @@ class Report:
                     "memory": self._estimate.compared(
                         self._meters.memory_peak, self._meters.memory_before
                     ),
-                    "plot": self._experiment.plot,
+                    "plot": self._plot(),
                     "metrics": self._experiment.metrics,
                 }
             )
+
+    def _plot(self) -> Path | str:
+        """Return where the plot of the run is, or in words that there is none of all its steps."""
+        if self._experiment.plot.is_file() and not self._plot_may_fail.is_failing:
+            return self._experiment.plot
+        return "not drawn: a warning above says why"
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""

@@ -56,6 +56,7 @@ def resume(
         *earlier.with_samples(checkpoint.commit(), plan.identity(), plan.samples),
         checkpoint.path,
         plan.config.resume_with_changes,
+        plan.config,
     )
     if is_frozen(state.model) and not any(each.name == "model" for each in changes):
         on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)

@@ -91,7 +91,7 @@ def train(
     return {
         "steps": found,
         "scale": guard.scale,
-        "skipped": guard.read_skipped().steps,
+        "skipped": int(guard.count_skipped()[0]),
         "weights": hashlib.sha256(weights).hexdigest(),
     }
 

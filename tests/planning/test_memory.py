@@ -449,6 +449,20 @@ def test_plans_that_make_no_sense(project: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_for_more_gpus_than_the_data_fills_has_its_figures(project: Path) -> None:
+    command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--dry-run", "-b", 16)
+    plan = (*command, "-s", 64, "--plan-gpus", "1,64,128")
+    done = run_stage(*plan, cwd=project)
+    warned = re.findall(
+        r"warning: on (\d+) GPUs? the dataset is too small for one step", done.stdout
+    )
+    assert warned == ["64", "128"] and done.stdout.count("tokens/step") == 3
+    assert re.search(r"steps +1 \(", done.stdout) and "  128 GPUs" in done.stdout
+    done = run_stage(*command, "-s", 64, cwd=project, ranks=0, env={"WORLD_SIZE": "64"}, expect=2)
+    assert "the dataset is too small for one step" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_run_takes_what_was_estimated(project: Path, ranks: int) -> None:
     model = project / "larger"

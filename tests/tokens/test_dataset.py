@@ -131,19 +131,27 @@ def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
             open_dataset(find_dataset(name))
         return caught.value
 
-    fetch, build, train = told().run.splitlines()
-    assert fetch.endswith(
-        "03_download_model.py --dataset-name org/some-text --include '*.parquet' "
-        "--include '*.jsonl*' --include '*.json.gz'"
+    # All files of a dataset may be terabytes: of one whose files are not known, the description.
+    assert told().run.endswith(
+        "03_download_model.py --dataset-name org/some-text --include README.md"
     )
+    fetch, build, train = told("allenai/c4").run.splitlines()
+    assert fetch.endswith("--include 'en/c4-train.0000*-of-01024.json.gz'")
+    assert "3 GB" in told("allenai/c4").hint and build.endswith("hf_datasets/allenai--c4")
+    fetched = tmp_path / "raw_text/org--some-text"
+    (fetched / ".hub").mkdir(parents=True)
+    (fetched / ".hub/manifest.json").write_text("{}")
+    (fetched / "README.md").write_text("files: data/*.parquet")
+    assert not told().run and "--include GLOB" in told().hint
+    (fetched / "a.jsonl").write_text('{"text": "a"}\n')
+    build, train = told().run.splitlines()
     assert build.endswith(
         "02_build_hf_dataset.py --data-folder raw_text/org--some-text --save-dir "
         "hf_datasets/org--some-text"
     )
     assert train.endswith("04_train_fsdp.py -e x -d org/some-text")
-    (tmp_path / "raw_text/org--some-text/.hub").mkdir(parents=True)
-    (tmp_path / "raw_text/org--some-text/.hub/manifest.json").write_text("{}")
-    assert told().run.splitlines() == [build, train]
+    (fetched / "a.jsonl").write_text('{"messages": []}\n')
+    assert told().run.splitlines() == [f"{build} --format chat", train]
     plain_dir = tmp_path / "home/datasets/org___some-text/default/0.0.0"
     plain_dir.mkdir(parents=True)
     plain(plain_dir / "1f", **{"some-text-train": ["a"]})

@@ -21,7 +21,7 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import raw_reader, raw_shards, raw_stream
 from lib.tokens.batches import BEGINNING, Cursor
 from lib.tokens.order import Division
-from lib.tokens.raw_reader import Encoded, encode_block
+from lib.tokens.raw_encoder import Encoded, encode_block
 from lib.tokens.raw_stream import RawDocuments, RawStream, TokenRuns
 
 from .conftest import lines, texts
@@ -300,9 +300,11 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         with pytest.raises(UsageError, match="and not conversations") as told:
             part_of(path).sample()
-        build, train = told.value.run.splitlines()
-        target = f"hf_datasets/{tmp_path.name}"
-        assert build.endswith(f"--data-folder {tmp_path} --save-dir {target} --format chat")
+        *alone, build, train = told.value.run.splitlines()  # of a file, without those beside it
+        assert len(alone) == path.is_file()
+        target = f"hf_datasets/{'b' if path.is_file() else tmp_path.name}"
+        folder = "splits-b" if path.is_file() else tmp_path
+        assert build.endswith(f"--data-folder {folder} --save-dir {target} --format chat")
         assert train.endswith(f"04_train_fsdp.py -e x -d {target} --max-steps 9")
     (tmp_path / "b.jsonl").unlink()
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")

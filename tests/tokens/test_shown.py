@@ -8,6 +8,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from lib.tokens import shown
+from lib.tokens.chat import checks
 from lib.tokens.store import Split, TokenStore
 
 
@@ -25,6 +26,19 @@ def test_what_is_trained_is_set_apart(tokenizer: Path) -> None:
         "\033[32mno\033[0m",
     ]
     assert shown.render(ids[:0], trained[:0], loaded, colour=False) == ""
+
+
+def test_brackets_of_the_text_are_no_marks(tokenizer: Path) -> None:
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    ids = np.array(loaded("⟦a⟧ b⟧", add_special_tokens=False)["input_ids"])
+    trained = np.zeros(len(ids), bool)
+    trained[-1 - len(loaded("⟧", add_special_tokens=False)["input_ids"]) :] = True
+    found = shown.render(ids, trained, loaded, colour=False)
+    assert found.count("⟦") == found.count("⟧") == 1 and found.endswith("⟧")
+    assert found.replace("⟦", "").replace("⟧", "") == "\\u27e6a\\u27e7 b\\u27e7"
+    assert "⟦a⟧" in shown.render(ids, trained, loaded, colour=True)  # colours are not brackets
+    one_line = checks.shown(loaded, ids, trained)
+    assert one_line.count("⟦") == one_line.count("⟧") == 1 and "\\u27e6a" in one_line
 
 
 def test_samples_lie_evenly(tokenizer: Path) -> None:

@@ -80,15 +80,16 @@ def test_the_command_for_a_run_with_other_settings_helps(
     begun = replace(
         Config(),
         experiment_name="exp",
+        save_dir=tmp_path,
         dataset_name=["a"],
         model_name="m",
         **{key: value for key, value in typed.items() if key.startswith("lora")},
     )
+    now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp/config.yaml").write_text(
-        yaml.safe_dump({"options": begun.recorded(), "identity": {"options": {}, "inputs": {}}})
+        yaml.safe_dump({"options": begun.recorded(), "identity": now})
     )
-    now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     with pytest.raises(UsageError) as error:
         earlier.require_same(
             now,

@@ -235,3 +235,15 @@ def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
         earlier.require_same(before, now, where)
     with pytest.raises(UsageError, match="states of another optimizer"):
         earlier.require_same(before, now, where, with_changes=True)
+
+
+@pytest.mark.parametrize("samples", [0, 3, 103])
+def test_a_plan_for_other_machines_has_a_step_whatever_the_data(samples: int) -> None:
+    asked = options(batch_size=4, plan_gpus=[8], max_steps=10, num_epochs=1)
+    planned = Plan.of(asked, {}, samples, ranks=8)
+    assert planned.fills_a_step == (samples == 103)
+    assert planned.total_steps == (3 if planned.fills_a_step else 1)
+    assert planned.describe()["steps"].startswith(f"{planned.total_steps} (")
+    if not planned.fills_a_step:
+        with pytest.raises(UsageError, match="too small for one step"):
+            Plan.of(replace(asked, plan_gpus=None), {}, samples, ranks=8)

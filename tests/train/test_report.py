@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,11 +86,57 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
         )
         journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
         estimate = SimpleNamespace(report=lambda: None)
+        stream = SimpleNamespace(epoch=lambda position: 0.5)
         with (
             pytest.raises(RuntimeError),
-            Report(Experiment(root, "e"), journal, state, None, None, estimate) as told,
+            Report(Experiment(root, "e"), journal, state, stream, None, estimate) as told,
         ):
             for status in statuses[1:]:
                 told.note_state(status)
             raise RuntimeError("of no matter which kind")
         assert written == statuses + then
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_plot_that_is_not_drawn_is_not_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_installed: bool,
+) -> None:
+    (tmp_path / "exp").mkdir()
+    experiment = Experiment(tmp_path, "exp")
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        experiment.plot.write_bytes(b"of an earlier launch, which had the package")
+    plan = make(samples=10**6, max_steps=1000, no_progress=True)
+    state = SimpleNamespace(
+        plan=plan,
+        layout=SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu")),
+        step=1000,
+        tokens=5,
+        position=BEGINNING,
+        model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+    )
+    journal = SimpleNamespace(state=lambda *_, **__: None, event=lambda *_, **__: None)
+    stream = SimpleNamespace(epoch=lambda position: 0.5)
+    meters = SimpleNamespace(memory_peak=1.0, memory_before=0.0)
+    estimate = SimpleNamespace(compared=lambda *_: "1 GiB")
+    told = Report(experiment, journal, state, stream, meters, estimate)
+    row = {
+        "step": 1000,
+        "train/loss": 1.0,
+        "train/loss_mean": 1.0,
+        "train/tokens_seen": 5,
+        "train/learning_rate": 0.1,
+    }
+    told._metrics.write(row)
+    monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
+    with caplog.at_level("INFO", logger="pipeline"):
+        for _ in range(2):
+            told.saved()(True)
+        told._metrics.close()
+        told.finish()
+    assert ("loss.png" in caplog.messages[-2]) == is_installed, caplog.messages
+    missing = [text for text in caplog.messages if "`matplotlib` is not installed" in text]
+    assert len(missing) == (not is_installed), "told once, and not at each checkpoint"

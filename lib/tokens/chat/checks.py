@@ -13,6 +13,7 @@ from lib.core.errors import UsageError
 from lib.tokens import lacking
 from lib.tokens.chat.outcome import ChatCounts
 from lib.tokens.chat.policy import ASSISTANT, ChatPolicy
+from lib.tokens.shown import bracketed
 
 SPLIT_OPTION = "--too-long split"
 _LOOKED_AT = 1000  # conversations after which a template is given up that suits none of them
@@ -141,5 +142,5 @@ def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
             text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
         )
         text = text.replace("\n", "\\n")
-        parts.append(f"⟦{text}⟧" if is_trained[:1].any() else text)
+        parts.append(bracketed(text, bool(is_trained[:1].any())))
     return "".join(parts[:_PARTS]) + ("…" if len(parts) > _PARTS else "")
