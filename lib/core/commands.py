@@ -34,6 +34,8 @@ _PUBLIC = re.compile(
 _VARIABLE = re.compile(r"((?:--[\w-]+=)?([A-Za-z_]\w*)=)(.+)", re.DOTALL)
 _WEIGHT = re.compile(r"[\d./]+")  # of a dataset
 _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
+# Control characters, and bytes of a path that are not UTF-8.
+_UNTYPABLE = re.compile(r"([\x00-\x1f\x7f-\x9f\udc80-\udcff])")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
 
@@ -44,7 +46,7 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     drop: options to leave out with their values, under all their names. Of an option given twice
     the last counts, so that only flags and options that collect values need to be dropped.
     """
-    return _joined([*_without(typed(), drop), *map(str, more)])
+    return _joined([*_without(typed(), drop), *_words(more)])
 
 
 def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
@@ -75,31 +77,31 @@ def with_options(*words: object) -> str:
     ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or [
         i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
     ]
-    return _joined([*given[: ends[0] + 1 if ends else len(_program())], *map(str, words)])
+    return _joined([*given[: ends[0] + 1 if ends else len(_program())], *_words(words)])
 
 
 def script(name: str, *words: object) -> str:
     """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
-    return _joined([_python(), path_of(name), *map(str, words)])
+    return _joined([_python(), path_of(name), *_words(words)])
 
 
 def python(*words: object) -> str:
     """Return a command of the interpreter that runs this."""
-    return _joined([_python(), *map(str, words)])
+    return _joined([_python(), *_words(words)])
 
 
 def module(name: str, *words: object) -> str:
     """Return the command that runs a module of this project, which needs its directory."""
     where = Path(path_of("lib")).parent
     start = "" if where == Path() else f"cd {shlex.quote(str(where))} && "
-    return start + _joined([_python(), "-m", name, *map(str, words)])
+    return start + _joined([_python(), "-m", name, *_words(words)])
 
 
 def train(*words: object) -> str:
     """Return a command of stage 04: through the launcher where there are several GPUs."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
-        return _joined([*launcher, "--", *map(str, words)])
-    return _joined([*_torchrun(), path_of(_TRAINER), *map(str, words)])
+        return _joined([*launcher, "--", *_words(words)])
+    return _joined([*_torchrun(), path_of(_TRAINER), *_words(words)])
 
 
 def on_ranks(count: int) -> str:
@@ -129,7 +131,7 @@ def pip_install(*words: object) -> str:
         if (ROOT / "wheelhouse").is_dir()
         else []
     )
-    return _joined([_python(), "-m", "pip", "install", *local, *map(str, words)])
+    return _joined([_python(), "-m", "pip", "install", *local, *_words(words)])
 
 
 def pip_install_optional(name: str) -> str:
@@ -140,7 +142,7 @@ def pip_install_optional(name: str) -> str:
 
 def shell(*words: object) -> str:
     """Return a command of any other program."""
-    return _joined([str(word) for word in words])
+    return _joined(_words(words))
 
 
 def help_of(flag: str = "--help") -> str:
@@ -219,6 +221,14 @@ def _redacted_variable(word: str, instead: str) -> str:
     return word if is_dataset else found[1] + instead
 
 
+def _words(words: Sequence[object]) -> list[str]:
+    """Return words as text; a path that begins with a dash must not read like an option."""
+    return [
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        for word in words
+    ]
+
+
 def _joined(words: Sequence[str]) -> str:
     """Return words quoted for the shell; secrets come from the environment."""
     return " ".join(map(_quoted, redacted_argv(words, REDACTED)))
@@ -229,10 +239,21 @@ def _quoted(word: str) -> str:
     if word == REDACTED:
         return '"$HF_TOKEN"'
     if not word.endswith(f"={REDACTED}"):
-        return shlex.quote(word)
+        return _spelled_out(word) if _UNTYPABLE.search(word) else shlex.quote(word)
     before = word.removesuffix(REDACTED)
     name = before[:-1].rpartition("=")[2]
     return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')
+
+
+def _spelled_out(word: str) -> str:
+    """Return a word for the shell without any character that a terminal obeys or cannot show."""
+    escaped = (
+        "".join(f"\\x{byte:02x}" for byte in part.encode("utf-8", "surrogateescape"))
+        if _UNTYPABLE.fullmatch(part)
+        else re.sub(r"([\\'])", r"\\\1", part)
+        for part in _UNTYPABLE.split(word)
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
