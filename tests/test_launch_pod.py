@@ -58,10 +58,10 @@ PATIENCE = 240.0
 
 def test_a_pod_that_a_signal_has_ended_is_tried_again() -> None:
     """A second SIGINT included: who wants the job to end deletes it."""
-    text = (ROOT / "launch/kubernetes/trainjob.yaml").read_text()
+    text = (ROOT / "launch/kube/templates/trainjob.yaml").read_text()
     [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
     assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._TRY_AGAIN)
-    assert "restartPolicy: ExitCode" in (ROOT / "launch/kubernetes/pytorchjob.yaml").read_text()
+    assert "restartPolicy: ExitCode" in (ROOT / "launch/kube/templates/pytorchjob.yaml").read_text()
 
 
 def command(kind: str, nodes: int, *more: object) -> list[str]:

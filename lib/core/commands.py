@@ -34,6 +34,8 @@ _PUBLIC = re.compile(
 _VARIABLE = re.compile(r"((?:--[\w-]+=)?([A-Za-z_]\w*)=)(.+)", re.DOTALL)
 _WEIGHT = re.compile(r"[\d./]+")  # of a dataset
 _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
+# Control characters, and bytes of a path that are not UTF-8.
+_UNTYPABLE = re.compile(r"([\x00-\x1f\x7f-\x9f\udc80-\udcff])")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
 
@@ -44,7 +46,7 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     drop: options to leave out with their values, under all their names. If an option is given twice
     the last one counts, so only flags and options that collect values need to be dropped.
     """
-    return _join([*_drop_options(typed(), drop), *map(str, more)])
+    return _join([*_drop_options(typed(), drop), *_words(more)])
 
 
 def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
@@ -76,31 +78,31 @@ def with_options(*words: object) -> str:
         i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
     ]
     end = ends[0] + 1 if ends else len(_program())
-    return _join([*given[:end], *map(str, words)])
+    return _join([*given[:end], *_words(words)])
 
 
 def script(name: str, *words: object) -> str:
     """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
-    return _join([_python(), path_of(name), *map(str, words)])
+    return _join([_python(), path_of(name), *_words(words)])
 
 
 def python(*words: object) -> str:
     """Return a command for the current interpreter."""
-    return _join([_python(), *map(str, words)])
+    return _join([_python(), *_words(words)])
 
 
 def module(name: str, *words: object) -> str:
     """Return the command that runs a module of this project, from the project's directory."""
     where = Path(path_of("lib")).parent
     start = "" if where == Path() else f"cd {shlex.quote(str(where))} && "
-    return start + _join([_python(), "-m", name, *map(str, words)])
+    return start + _join([_python(), "-m", name, *_words(words)])
 
 
 def train(*words: object) -> str:
     """Return a command of stage 04: with several GPUs, through the launcher."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
-        return _join([*launcher, "--", *map(str, words)])
-    return _join([*_torchrun(), path_of(_TRAINER), *map(str, words)])
+        return _join([*launcher, "--", *_words(words)])
+    return _join([*_torchrun(), path_of(_TRAINER), *_words(words)])
 
 
 def on_ranks(count: int) -> str:
@@ -130,7 +132,7 @@ def pip_install(*words: object) -> str:
         if (ROOT / "wheelhouse").is_dir()
         else []
     )
-    return _join([_python(), "-m", "pip", "install", *local, *map(str, words)])
+    return _join([_python(), "-m", "pip", "install", *local, *_words(words)])
 
 
 def pip_install_optional(name: str) -> str:
@@ -141,7 +143,7 @@ def pip_install_optional(name: str) -> str:
 
 def shell(*words: object) -> str:
     """Return a command of any other program."""
-    return _join([str(word) for word in words])
+    return _join(_words(words))
 
 
 def help_of(flag: str = "--help", action: str = "") -> str:
@@ -230,7 +232,7 @@ def _quote(word: str) -> str:
     if word == REDACTED:
         return '"$HF_TOKEN"'
     if not word.endswith(f"={REDACTED}"):
-        return shlex.quote(word)
+        return _spelled_out(word) if _UNTYPABLE.search(word) else shlex.quote(word)
     before = word.removesuffix(REDACTED)
     name = before[:-1].rpartition("=")[2]
     return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')

@@ -27,6 +27,7 @@ _METAVARS = {
     options.seed: "N",
     options.positive: "X",
     options.non_negative: "X",
+    options.factor: "X",
     options.on_off: "on|off",
     options.auto_on_off: "auto|on|off",
     Path: "DIR",

@@ -24,6 +24,12 @@ Options = argparse.Namespace
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
 
+# Options about raw files, whose names may hold any bytes.
+_ANY_BYTES = {"src_dir", "data_folder", "include", "exclude"}
+_NAME_IN_UTF8 = "a name in UTF-8: rename the file or directory, or copy it to one with such a name"
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser with both spellings, YAML, and errors that name the nearest option.
 
@@ -198,7 +204,31 @@ class Parser(argparse.ArgumentParser):
             raise self._with_help(
                 combine_errors([*aliases.unknown_option_errors(left, self._option_string_actions)])
             )
+        self._require_names(options)
         return options
+
+    def _require_names(self, options: Options) -> None:
+        """Raise UsageError for paths that the libraries below cannot open."""
+        problems = Problems()
+        try:
+            if _NOT_UTF8.search(here := str(Path.cwd())):
+                problems.add(
+                    f"the current directory {here} is not valid UTF-8", expected=_NAME_IN_UTF8
+                )
+        except FileNotFoundError:
+            problems.add(
+                "the current directory was deleted",
+                expected="a directory that is there: `cd` into one",
+            )
+        for action in self._actions:
+            value = getattr(options, action.dest, None)
+            for word in value if isinstance(value, list) else [value]:
+                if action.dest not in _ANY_BYTES and _NOT_UTF8.search(str(word)):
+                    problems.add(
+                        f"{'/'.join(action.option_strings)}: {word} is not valid UTF-8",
+                        expected=_NAME_IN_UTF8,
+                    )
+        problems.raise_if_any()
 
     def _as_ours(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
         """Turn `--src_dir=a_b` into `--src-dir=a_b`, and aliases into our names.
@@ -279,6 +309,7 @@ positive_int = _number(int, lambda n: n > 0, "a whole number above 0")
 count = _number(int, lambda n: n >= 0, "a whole number, 0 or more")
 positive = _number(float, lambda x: 0 < x < _FINITE, "a number above 0")
 non_negative = _number(float, lambda x: 0 <= x < _FINITE, "a number, 0 or more")
+factor = _number(float, lambda x: x == 0 or 1 < x < _FINITE, "0, or a number above 1")
 fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
 port = _number(int, lambda n: 0 < n < 1 << 16, "a port from 1 to 65535")
 percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")

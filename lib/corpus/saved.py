@@ -18,6 +18,8 @@ _STATE = "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
+_TRAIN = "train"
+_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"}
 _SHOWN = 6
 _SHOWN_CHARACTERS = 100
 
@@ -51,12 +53,18 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
     option: that names the folder. entries: of a scan of it. Raises ArtifactError if the list of
     splits is damaged.
     """
+    saved: dict[str, set[str]] = {}  # names of the saved datasets in a directory, by its path
     for entry in entries:
         parent, _, name = entry.path.rpartition("/")
         if name == _SPLITS and is_description(folder, entry.path):
             _require_one_split(folder, option, parent, entries)
         elif name == _INFO and _is_read(parent, entries) and is_description(folder, entry.path):
             _require_text(folder / parent)
+            above, _, name = parent.rpartition("/")
+            saved.setdefault(above, set()).add(name)
+    for above, names in saved.items():
+        if _TRAIN in names and (held_out := names & _HELD_OUT):
+            raise _several_splits(folder / above, option, _TRAIN, {_TRAIN, *held_out})
 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
@@ -93,14 +101,19 @@ def _require_one_split(
         if entry.path.startswith(start)
     }
     if len(read) > 1:
-        first = next(name for name in ("train", *splits) if name in read)
-        raise UsageError(
-            f"{folder / parent} holds several splits of a dataset, which would all be trained on",
-            found=", ".join(sorted(read)),
-            expected="one of them",
-            hint="read one:",
-            run=commands.as_typed(option, folder / parent / first),
-        )
+        first = next(name for name in (_TRAIN, *splits) if name in read)
+        raise _several_splits(folder / parent, option, first, read)
+
+
+def _several_splits(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
+    """Return the error for splits that would be mixed. first: the one that the command reads."""
+    return UsageError(
+        f"{directory} holds several splits of a dataset, which would all be trained on",
+        found=", ".join(sorted(read)),
+        expected="one of them",
+        hint="read one:",
+        run=commands.as_typed(option, directory / first),
+    )
 
 
 def _require_text(directory: Path) -> None:

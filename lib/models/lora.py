@@ -284,7 +284,10 @@ def is_transposed(linear: nn.Module) -> bool:
 
 
 def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
-    """Raise UsageError where an adapter is not of this model, which has none yet."""
+    """Raise UsageError where an adapter is not of this model, which has none yet.
+
+    Raises ArtifactError if it lacks linears of this model that its config names.
+    """
     linears = _linears(model)
     here = dict[tuple[str, str], tuple[int, ...]]()
     for linear in linears.keys() & set(adapter.linears):
@@ -304,6 +307,18 @@ def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
             f"the adapter in {adapter.directory} is not of this {model.config.model_type} model",
             found=units.join_lines(wrong, _SHOWN),
             expected="the model that it was trained beside",
+        )
+    if lacking := [
+        linear
+        for linear, kind in linears.items()
+        if kind != "router"
+        and linear not in adapter.linears
+        and any(f".{linear}".endswith(f".{name}") for name in adapter.modules)
+    ]:
+        raise ArtifactError(
+            f"the adapter in {adapter.directory} is not whole",
+            expected="A and B for each linear of the model that target_modules names",
+            found=f"nothing for {len(lacking)} of them:\n{units.join_lines(lacking, _SHOWN)}",
         )
 
 

@@ -57,7 +57,8 @@ _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 class PeftAdapter(NamedTuple):
     """Says what an adapter is. shapes: of A and B, by the linear and `A` or `B`.
 
-    fingerprint: of config and weights, wherever they lie.
+    fingerprint: of config and weights, wherever they lie. modules: names, or the last parts of
+    names, of the linears that its config asks for; empty where it tells them in another way.
     """
 
     directory: Path
@@ -67,6 +68,7 @@ class PeftAdapter(NamedTuple):
     rslora: bool
     shapes: dict[tuple[str, str], tuple[int, ...]]
     fingerprint: str
+    modules: tuple[str, ...] = ()
 
     @property
     def linears(self) -> list[str]:
@@ -119,7 +121,17 @@ def read(directory: Path) -> PeftAdapter:
         bool(content.get("use_rslora")),
         shapes,
         hashing.fingerprint([content, digest]),
+        _modules(content),
     )
+
+
+def _modules(content: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names in target_modules, if they alone decide which linears have an adapter."""
+    names = content.get("target_modules")
+    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if not isinstance(names, list) or any(content.get(limit) for limit in limits):
+        return ()
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -134,6 +134,11 @@ def _build(
     chat: ChatPolicy | None,
 ) -> None:
     text_bytes = dataset.total_bytes()
+    if encoder.eos is None and not chat:
+        log.warn(
+            "the tokenizer has no EOS token: documents follow each other with nothing in between, "
+            "and the model does not learn where a text ends"
+        )
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         try:
             counts, began = _fill(build, dataset, encoder, num_workers, progress, chat)

@@ -178,6 +178,8 @@ def lack(kinds: Mapping[str, str]) -> str:
     """Return what a file has instead of a column `text` of strings, empty where it has one."""
     if "text" not in kinds:
         return f"columns {', '.join(kinds) or 'none'}"
+    if kinds["text"] == "null":
+        return "`text` without a value in any row"
     return "" if kinds["text"] in _STRINGS else f"`text` of {kinds['text']}"
 
 

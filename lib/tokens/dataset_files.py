@@ -88,15 +88,27 @@ def find_homes(path: Path) -> dict[str, Path]:
             found=found,
             expected="what stage 02 or `Dataset.save_to_disk` writes",
         )
-    inside = [p for p in sorted(path.iterdir()) if manifest.kind_of(p).startswith("dataset/")]
-    if inside:
+    if inside := _datasets_in(path):
         raise UsageError(
             f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
             found=", ".join(p.name for p in inside),
-            hint="-d takes one of them, as the first:" if inside[1:] else "-d takes it:",
+            hint=f"-d takes one of them, {inside[0].name} for example:"
+            if inside[1:]
+            else "-d takes it:",
             run=commands.replaced(lacking.OPTION, path, inside[0]),
         )
     raise lacking.raw(path, f"{path} is not a dataset directory", found)
+
+
+def _datasets_in(directory: Path) -> list[Path]:
+    """Return the datasets that lie directly in a directory; a split to train on comes first."""
+    inside = [
+        path
+        for path in sorted(directory.iterdir())
+        if manifest.kind_of(path).startswith("dataset/")
+        or ((path / "state.json").is_file() and (path / "dataset_info.json").is_file())
+    ]
+    return sorted(inside, key=lambda path: path.name != "train")
 
 
 def find_splits(path: Path, homes: dict[str, Path]) -> dict[str, list[Path]]:
@@ -152,7 +164,9 @@ def _format(directory: Path) -> str:
     if not isinstance(features, dict):
         raise _malformed(directory / "dataset_info.json")
     kinds = {
-        name: str(feature.get("dtype", "")) if isinstance(feature, dict) else "a list"
+        name: str(feature.get("dtype") or feature.get("_type", ""))
+        if isinstance(feature, dict)
+        else "a list"
         for name, feature in features.items()
     }
     if columns.format_of(kinds) != CHAT and (lacks := columns.lack(kinds)):

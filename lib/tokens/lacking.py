@@ -94,6 +94,10 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
                 hint="it is tokenised already: give stage 02 "
                 "the text or the conversations that it was made of",
             )
+        if "text" in names and found == columns.lack({"text": "null"}):
+            return UsageError(
+                problem, found=found, expected="a split with rows, or a dataset without this split"
+            )
         return UsageError(
             problem,
             found=found,

@@ -9,7 +9,15 @@ from typing import Any
 
 from lib.core import declared, options
 from lib.core.declared import Role, option
-from lib.core.options import auto_on_off, count, non_negative, on_off, positive, positive_int
+from lib.core.options import (
+    auto_on_off,
+    count,
+    factor,
+    non_negative,
+    on_off,
+    positive,
+    positive_int,
+)
 from lib.optim import schedule
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
@@ -161,7 +169,7 @@ class Config(LoraOptions):
     spike_factor: float = option(
         30.0,
         role=RESULT,
-        parse=non_negative,
+        parse=factor,
         help="a step whose gradient norm is over X times the usual (a mean of 100 steps) changes "
         "nothing, like one that is NaN or infinite; 0: it does",
     )

@@ -168,3 +168,13 @@ def test_a_batch_script_takes_other_options(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(commands.LAUNCHED_AS, "sbatch -N 4 launch/slurm.sbatch -e exp -d c4")
     assert commands.with_options("-e", "y") == "sbatch -N 4 launch/slurm.sbatch -e y"
     assert commands.as_typed("--overwrite").endswith("-e exp -d c4 --overwrite")
+
+
+@pytest.mark.parametrize("name", ["-o2", "a\nb", "it's\x1b[31m\\", "n\udcfcx\x85", "é ü"])
+def test_any_path_is_typed_as_one_word(typed, name: str) -> None:
+    typed("01.py")
+    printed = commands.shell("printf", "%s", Path(name))
+    assert printed.isprintable()
+    wanted = f"./{name}" if name.startswith("-") else name
+    shown = subprocess.run(["bash", "-c", printed], capture_output=True, check=True).stdout
+    assert shown == os.fsencode(wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -473,3 +474,44 @@ def test_all_values_that_are_refused_are_told_at_once() -> None:
     problems.add("one more")
     with pytest.raises(UsageError, match="4 problems"):
         problems.raise_if_any()
+
+
+def test_names_that_are_not_utf8_are_refused_but_for_raw_files(tmp_path: Path) -> None:
+    parser = Parser("a stage")
+    for flag in ("--src-dir", "--save-dir"):
+        parser.add_argument(flag, type=Path, help="directory")
+    parser.add_argument("-d", "--dataset-name", action="append", help="dataset")
+    assert parser.parse(["--src-dir", "n\udcfc"]).src_dir == Path("n\udcfc")
+    with pytest.raises(UsageError) as caught:
+        parser.parse(["--save-dir", "n\udcfc", "-d", "ü", "-d", "\udcfc=2"])
+    text = caught.value.render()
+    assert "--save-dir: n\udcfc is not valid UTF-8" in text
+    assert "the current directory" not in text
+    assert "-d/--dataset-name: \udcfc=2 is not valid UTF-8" in text and "ü" not in text
+
+
+def test_a_spike_factor_that_would_skip_every_step_is_refused() -> None:
+    for text in ("0", "1.01", "30"):
+        assert options.factor(text) == float(text)
+    for text in ("0.5", "1", "-1", "inf", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="0, or a number above 1"):
+            options.factor(text)
+
+
+def test_a_current_directory_that_is_not_utf8_is_refused(
+    parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory := tmp_path / "n\udcfc").mkdir()
+    monkeypatch.chdir(directory)
+    with pytest.raises(UsageError, match=r"the current directory .* is not valid UTF-8"):
+        parser.parse([])
+
+
+def test_a_current_directory_that_was_deleted_is_refused(
+    parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    with pytest.raises(UsageError, match="the current directory was deleted"):
+        parser.parse([])

@@ -137,3 +137,23 @@ def test_splits_that_are_no_list_of_names_are_damage(both: Path, names: object) 
     (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
     with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
         run(BUILD, "--data-folder", both, "--save-dir", "out")
+
+
+@pytest.mark.parametrize("held_out", ["test", "validation", "dev"])
+def test_splits_saved_one_by_one_are_not_mixed(both: Path, held_out: str) -> None:
+    (both / "dataset_dict.json").unlink()
+    (both / "test").rename(both / held_out)
+    with pytest.raises(UsageError, match="both holds several splits") as caught:
+        run(BUILD, "--data-folder", both, "--save-dir", "out")
+    assert caught.value.run.endswith("--data-folder both/train")
+    Path("raw").mkdir()
+    both.rename("raw/both")
+    with pytest.raises(UsageError, match="raw/both holds several splits"):
+        run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
+
+
+def test_several_saved_corpora_are_read_together(both: Path) -> None:
+    (both / "dataset_dict.json").unlink()
+    (both / "test").rename(both / "books")
+    run(BUILD, "--data-folder", both, "--save-dir", "out")
+    assert len(datasets.load_from_disk("out")) == 30

@@ -306,3 +306,20 @@ def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptur
         "1 adapter had no part in a trial of the model, and may learn nothing: "
         "model.layers.0.mlp.up_proj"
     ]
+
+
+def test_an_adapter_that_lacks_layers_is_damage(adapter: Path) -> None:
+    model = build("llama")
+    weights = {
+        name: tensor
+        for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+        if ".layers.1." not in name
+    }
+    save_file(weights, adapter / "adapter_model.safetensors")
+    with pytest.raises(ArtifactError, match="is not whole") as caught:
+        lora.require_fits(model, peft_adapter.read(adapter))
+    assert "model.layers.1." in caught.value.found
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["layers_to_transform"] = [0]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    lora.require_fits(model, peft_adapter.read(adapter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import logging
 import os
 import shutil
 import time
@@ -477,3 +478,21 @@ def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
     assert f"rm -r {path}" in caught.value.run
     monkeypatch.setenv("LOCAL_RANK", "1")
     prepare(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all
+
+
+def test_a_tokenizer_without_eos_is_warned_about(
+    tmp_path: Path,
+    of_stage_02: Path,
+    tokenizer: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
+    prepare(of_stage_02, tokenizer, tmp_path / "with")
+    assert "no EOS token" not in caplog.text
+    without = tmp_path / "without"
+    shutil.copytree(tokenizer, without)
+    config = json.loads((without / "tokenizer_config.json").read_text())
+    (without / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None}))
+    prepare(of_stage_02, without, tmp_path / "cache")
+    assert "no EOS token" in caplog.text

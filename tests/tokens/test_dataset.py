@@ -327,3 +327,25 @@ def test_other_text_has_another_fingerprint(tmp_path: Path, of_stage_02: Path) -
     entry["digest"] = "xxh3:0"
     (of_stage_02 / "manifest.json").write_text(json.dumps(content))
     assert open_dataset(of_stage_02).fingerprint != before
+
+
+def test_splits_saved_one_by_one_are_taken_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    saved = save_dict(tmp_path / "d", train=["a"], test=["b"])
+    (saved / "dataset_dict.json").unlink()
+    monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(saved)])
+    with pytest.raises(UsageError, match="is not a dataset, but holds several") as caught:
+        open_dataset(saved)
+    assert caught.value.run.endswith(f"-e x -d {saved / 'train'}")
+
+
+def test_a_split_without_rows_and_odd_columns_are_named(tmp_path: Path) -> None:
+    import datasets
+
+    with pytest.raises(UsageError, match="d/validation has no column") as caught:
+        open_dataset(save_dict(tmp_path / "d", train=["a"], validation=[]))
+    assert caught.value.found == "`text` without a value in any row" and not caught.value.hint
+    labels = datasets.Features(text=datasets.ClassLabel(names=["a"]))
+    datasets.Dataset.from_dict({"text": ["a"]}, features=labels).save_to_disk(str(tmp_path / "l"))
+    with pytest.raises(UsageError) as caught:
+        open_dataset(tmp_path / "l")
+    assert caught.value.found == "`text` of ClassLabel"
