@@ -49,7 +49,7 @@ def test_each_name_that_means_the_same_is_taken(parsers: dict[str, options.Parse
         for parser in owners:
             dest = parser._option_string_actions[row.option].dest
             for name in aliases.spellings([row.option]):
-                assert parser._dest(parser._as_ours(name)) == dest, (name, row)
+                assert parser._dest(parser.to_our_name(name)) == dest, (name, row)
 
 
 def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Parser]) -> None:
@@ -62,7 +62,7 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
             known = parser._option_string_actions.keys()
             assert named <= (of_stages if "stage 0" in row.text else known), row
             for name in " ".join(row.names.values()).split():
-                flag = parser._as_ours(f"--{name}")
+                flag = parser.to_our_name(f"--{name}")
                 assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
                 assert aliases.suggest_option(flag, known)[1], row
 

@@ -108,7 +108,8 @@ def _find_gap_limit(rows: int) -> int:
 
 def _longest_run(marked: Tensor) -> int:
     """Return the length of the longest run of marked rows. marked: bool [rows]."""
-    longest = run = 0
+    longest = 0
+    run = 0
     for mark in marked.tolist():
         run = run + 1 if mark else 0
         longest = max(longest, run)

@@ -228,7 +228,8 @@ class Checkpointer:
             return None
         refusals = gather(self._copies.describe_refusal(), self._layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
-            self._copies = self._free_memory = None
+            self._copies = None
+            self._free_memory = None
             log.warn(
                 f"checkpoints are written before the next step, not in the background: "
                 f"{refusals[refused[0]]} (rank {refused[0]})"

@@ -58,7 +58,9 @@ class TensorFile:
         ]  # mapped memory has the alignment that O_DIRECT needs
         self._converted = torch.empty(_PIECE, dtype=torch.uint8)
         self._busy: list[list[Future[Any]]] = [[] for _ in self._pieces]
-        self._current = self._filled = self._offset = 0
+        self._current = 0
+        self._filled = 0
+        self._offset = 0
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -222,6 +222,14 @@ def _redact_variable(word: str, instead: str) -> str:
     return word if is_dataset else found[1] + instead
 
 
+def _words(words: Sequence[object]) -> list[str]:
+    """Return words as text; a path that begins with a dash must not look like an option."""
+    return [
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        for word in words
+    ]
+
+
 def _join(words: Sequence[str]) -> str:
     """Return words quoted for the shell, with variables in place of secrets."""
     return " ".join(map(_quote, redacted_argv(words, REDACTED)))
@@ -232,10 +240,21 @@ def _quote(word: str) -> str:
     if word == REDACTED:
         return '"$HF_TOKEN"'
     if not word.endswith(f"={REDACTED}"):
-        return _spelled_out(word) if _UNTYPABLE.search(word) else shlex.quote(word)
+        return _quote_bytes(word) if _UNTYPABLE.search(word) else shlex.quote(word)
     before = word.removesuffix(REDACTED)
     name = before[:-1].rpartition("=")[2]
     return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')
+
+
+def _quote_bytes(word: str) -> str:
+    """Return a word for the shell with control characters and bytes outside of UTF-8 escaped."""
+    escaped = (
+        "".join(f"\\x{byte:02x}" for byte in part.encode("utf-8", "surrogateescape"))
+        if _UNTYPABLE.fullmatch(part)
+        else re.sub(r"([\\'])", r"\\\1", part)
+        for part in _UNTYPABLE.split(word)
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 def _drop_options(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:

@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
     def expand_config(self, argv: Sequence[str]) -> list[str]:
         """Return the command line after the values of --config. Raises UsageError as `parse`."""
         TYPED_AS.clear()
-        argv = [self._as_ours(arg) for arg in argv]
+        argv = [self.to_our_name(arg) for arg in argv]
         if not (file := self._value_of(argv, "--config")):
             return argv
         config = Path(file)
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
             names: dict[str, str] = {}
-            flag = self._as_ours(f"--{key}", names)
+            flag = self.to_our_name(f"--{key}", names)
             if flag in names and value is not None and self._dest(flag) not in given:
                 TYPED_AS[flag] = str(key)
             if flag not in self._option_string_actions:
@@ -230,7 +230,7 @@ class Parser(argparse.ArgumentParser):
                     )
         problems.raise_if_any()
 
-    def _as_ours(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
+    def to_our_name(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
         """Turn `--src_dir=a_b` into `--src-dir=a_b`, and aliases into our names.
 
         typed_as: receives the alias for our name.

@@ -143,7 +143,8 @@ def _other_settings(
     of_tensors = any(each.name in _OF_TENSORS for each in changed)
     if not of_tensors:
         ways.append(_ALL_THE_SAME)
-    last = run = ""
+    last = ""
+    run = ""
     if config and _is_of(_run_of(where), config):
         last, run = _go_on(earlier, changed, _run_of(where), config)
     elif config:  # another name would resume the same checkpoint

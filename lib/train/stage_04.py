@@ -131,7 +131,7 @@ def parse_in(directory: Path, words: Sequence[str]) -> Config:
     follows = False
     for word in words:
         flag, equals, value = word.partition("=")
-        is_config = asking._as_ours(flag) == "--config"
+        is_config = asking.to_our_name(flag) == "--config"
         if follows:
             word = str(directory / word)
         elif is_config and equals:
