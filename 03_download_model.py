@@ -382,7 +382,7 @@ def make_from_scratch(opts: options.Options) -> None:
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
         design.make_tokenizer(build.dir, opts.num_workers, not opts.no_progress)
-        design.write_beside_tokenizer(build.dir, vocabulary)
+        of_config = design.write_beside_tokenizer(build.dir, vocabulary)
 
         # Verify and publish.
         facts = check.examine_build(build, weights=False, name=name)
@@ -398,6 +398,7 @@ def make_from_scratch(opts: options.Options) -> None:
                 "memory": training.summary(),
                 "source": "scratch",
                 "commit": None,
+                **of_config,
             },
         )
 
