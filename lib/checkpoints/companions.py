@@ -123,14 +123,16 @@ def _write_configs(
     from lib.models.architecture import read_config, read_content
 
     config = read_content(model_dir)
-    if trust_code and remote_code.is_needed(config):
+    has_code = trust_code and remote_code.is_needed(config)
+    if has_code:
         remote_code.carry(model_dir, out)
     else:
         config.pop("auto_map", None)  # names code that is not here and was not used
     config |= {"architectures": [type(model).__name__], "dtype": dtype}
     if "torch_dtype" in config:  # the name of the same field before transformers 5
         config["torch_dtype"] = dtype
-    full = dialects.add_earlier_keys(config, getattr(model.config, "tie_word_embeddings", None))
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    full = config if has_code else dialects.add_earlier_keys(config, tied)
     manifest.write_json(out / _CONFIG, full)
     if not chat_files.copy_generation(model_dir, out) and model.can_generate():
         GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)

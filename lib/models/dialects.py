@@ -166,7 +166,7 @@ def _split_by_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     by_layer = {key: value for key, value in parameters.items() if isinstance(value, dict)}
     if not by_layer:
         return parameters, {}
-    if config.get("model_type") not in ROPE_KEYS or not by_layer.keys() <= {_FULL, _SLIDING}:
+    if str(config.get("model_type")) not in ROPE_KEYS or not by_layer.keys() <= {_FULL, _SLIDING}:
         return {}, {}
     return by_layer.get(_FULL, {}), by_layer.get(_SLIDING, {})
 

@@ -161,12 +161,14 @@ def _set_aside(experiment: Experiment) -> None:
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
     """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
     target.mkdir(exist_ok=True)
+    manifest.remove_temporary(target, _MODEL_FILES)
+    has_code = with_code and remote_code.is_needed(architecture.read_content(model_dir))
     for name in _MODEL_FILES:
         if not (model_dir / name).is_file():
             (target / name).unlink(missing_ok=True)
             continue
-        if name == CONFIG:
-            _write_config(model_dir, target, with_code)
+        if name == CONFIG and not has_code:  # code of its own reads the keys that it wrote
+            _write_config(model_dir, target)
             continue
         temporary = target / f"{name}.tmp"
         shutil.copyfile(model_dir / name, temporary)
@@ -175,7 +177,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
         remote_code.carry(model_dir, target)
 
 
-def _write_config(model_dir: Path, target: Path, with_code: bool) -> None:
+def _write_config(model_dir: Path, target: Path) -> None:
     """Write config.json with the keys that other programs read beside those of transformers 5.
 
     If the file says the same already, it stays to the last byte: checkpoints hold its digest, and
@@ -183,7 +185,7 @@ def _write_config(model_dir: Path, target: Path, with_code: bool) -> None:
     """
     content = architecture.read_content(model_dir)
     is_silent = "tie_word_embeddings" not in content
-    config = architecture.read_config(model_dir, with_code) if is_silent else None
+    config = architecture.read_config(model_dir) if is_silent else None
     tied = getattr(config, "tie_word_embeddings", None)
     full = dialects.add_earlier_keys(content, tied)
     with suppress(OSError, ValueError):
