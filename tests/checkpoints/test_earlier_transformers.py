@@ -99,8 +99,8 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-# Families whose two implementations add the outputs of experts in another order, in float32.
-_ROUNDED = {"qwen2_moe": 1e-6}
+# Families whose two implementations round in another order, in float32: logits differ by 3e-7.
+_ROUNDED = {"qwen2_moe": 1e-6, "stablelm": 1e-6}
 
 
 @pytest.fixture(scope="module")
