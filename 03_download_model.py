@@ -378,7 +378,7 @@ def make_from_scratch(opts: options.Options) -> None:
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
         design.make_tokenizer(build.dir, opts.num_workers, not opts.no_progress)
-        design.write_beside_tokenizer(build.dir, vocabulary)
+        of_config = design.write_beside_tokenizer(build.dir, vocabulary)
 
         # Verify and publish.
         facts = check.examine_build(build, weights=False, name=name)
@@ -390,7 +390,7 @@ def make_from_scratch(opts: options.Options) -> None:
             stage=STAGE,
             options=options.to_plain_values(opts),
             files=files,
-            summary={**facts.summary(), "memory": training.summary(), **origin},
+            summary={**facts.summary(), "memory": training.summary(), **origin, **of_config},
         )
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")

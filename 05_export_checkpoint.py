@@ -183,7 +183,7 @@ def write(
     names = journal.read_config(experiment).get("options", {})
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        companions.write_companions(
+        of_config = companions.write_companions(
             experiment,
             checkpoint,
             export.model,
@@ -216,6 +216,7 @@ def write(
                 "dtype": opts.dtype,
                 "bytes": export.bytes,
                 "tensors": export.tensors,
+                **of_config,
             },
         )
     log.info(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lib.models.tokenizer import BOS, EOS, PAD
+from lib.tokens.encode import Encoder
 from tests.conftest import run_stage
 
 ANIMALS = ("heron", "otter", "lynx", "toad", "wren", "mole", "ibex", "carp", "newt", "stoat")
@@ -95,6 +97,7 @@ def test_an_export_answers_as_it_was_trained_to_and_ends(tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == [stop, tokenizer.eos_token_id]
+    assert_other_programs_can_read(tmp_path / "out", [stop, tokenizer.eos_token_id])
     for animal, place in zip(ANIMALS, PLACES, strict=True):
         inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": ask(animal)}],
@@ -105,3 +108,15 @@ def test_an_export_answers_as_it_was_trained_to_and_ends(tmp_path: Path) -> None
         ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]
         answer = ids[inputs["input_ids"].shape[1] :]
         assert tokenizer.decode(answer) == f"The {animal} lives {place}.<|im_end|>"
+
+
+def assert_other_programs_can_read(out: Path, stops: list[int]) -> None:
+    """Check what programs look for that read config.json and tokenizer_config.json alone."""
+    config = json.loads((out / "config.json").read_text())
+    assert config["eos_token_id"] == stops and config["rope_theta"] == 10_000.0
+    assert config["rope_scaling"] is None and config["torch_dtype"] == config["dtype"] == "bfloat16"
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == (out / "chat_template.jinja").read_text()
+    encoder = Encoder(out, 1)  # as stage 04 -m out: a document ends as before, not with the turn
+    assert encoder.tokenizer.convert_ids_to_tokens([encoder.bos, encoder.eos]) == [BOS, EOS]
+    assert encoder.tokenizer.pad_token == PAD

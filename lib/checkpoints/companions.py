@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import card
 from lib.checkpoints.commit import Checkpoint
-from lib.core import hashing, manifest
+from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
@@ -55,17 +56,19 @@ def write_companions(
     names: dict[str, Any],
     trust_code: bool,
     adapter_of: str = "",
-) -> None:
+) -> dict[str, Any]:
     """Write the tokenizer, the model card and, unless the export is an adapter, the configs.
 
     dtype: of the export. names: options of the run. adapter_of: the name of the base model if the
-    export is an adapter, else "".
+    export is an adapter, else "". Returns what the manifest of the export says about config.json.
     """
+    from lib.models.directory import EARLIER_KEYS
     from lib.models.tokenizer import CHAT_TEMPLATE
 
     _copy_tokenizer(experiment.model, out)
+    of_config: dict[str, Any] = {}
     if not adapter_of:
-        _write_configs(experiment.model, out, model, dtype, trust_code)
+        of_config[EARLIER_KEYS] = _write_configs(experiment.model, out, model, dtype, trust_code)
     facts = card.collect_facts(checkpoint, experiment.metrics, names)
     manifest.write_text(
         out / card.FILE,
@@ -79,11 +82,17 @@ def write_companions(
             adapter_of=adapter_of,
         ),
     )
+    return of_config
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:
-    """Copy all files of the run's model directory except configs and code."""
+    """Copy all files of the run's model directory except configs and code.
+
+    The chat template goes into the tokenizer's config as well, where more programs look for it.
+    """
+    from lib.models import dialects
     from lib.models.directory import CODE_DIGESTS
+    from lib.models.tokenizer import CHAT_TEMPLATE
 
     for path in sorted(model_dir.iterdir()):
         if (
@@ -92,22 +101,29 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
             and path.name not in (_CONFIG, _GENERATION, CODE_DIGESTS)
         ):
             shutil.copyfile(path, out / path.name)
+    settings = records.read_json(out / _TOKENIZER) if (out / _TOKENIZER).exists() else None
+    if isinstance(settings, dict):
+        template = out / CHAT_TEMPLATE
+        text = template.read_text(encoding="utf-8") if template.exists() else ""
+        manifest.write_json(out / _TOKENIZER, dialects.translate_tokenizer(settings, text))
 
 
 def _write_configs(
     model_dir: Path, out: Path, model: PreTrainedModel, dtype: str, trust_code: bool
-) -> None:
+) -> list[str]:
     """Write the configs of a model with the dtype of the export, and its code if that is needed.
 
-    model_dir: the model directory of the run. model: built from it.
+    model_dir: the model directory of the run. model: built from it. Returns the keys of config.json
+    that transformers 5 does not need.
     """
     from transformers import GenerationConfig
 
-    from lib.models import chat_files, remote_code
+    from lib.models import chat_files, dialects, remote_code
     from lib.models.architecture import read_config, read_content
 
     config = read_content(model_dir)
-    if trust_code and remote_code.is_needed(config):
+    has_code = trust_code and remote_code.is_needed(config)
+    if has_code:
         remote_code.carry(model_dir, out)
     else:
         config.pop(
@@ -116,6 +132,10 @@ def _write_configs(
     config |= {"architectures": [type(model).__name__], "dtype": dtype}
     if "torch_dtype" in config:  # name of this field before transformers 5
         config["torch_dtype"] = dtype
-    manifest.write_json(out / _CONFIG, config)
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    full = config if has_code else dialects.add_earlier_keys(config, tied)
+    manifest.write_json(out / _CONFIG, full)
     if not chat_files.copy_generation(model_dir, out) and model.can_generate():
         GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)
+    chat_files.copy_stops(out)
+    return dialects.list_added(config, full)

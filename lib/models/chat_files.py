@@ -91,6 +91,22 @@ def copy_generation(source: Path, target: Path) -> bool:
     return True
 
 
+def copy_stops(directory: Path) -> None:
+    """Write the tokens that end a text into config.json as generation_config.json lists them.
+
+    Programs that read config.json alone would generate past the end of a turn. A single token
+    stays as it is: the two files then agree, or differ as in the base model.
+    """
+    stops = _read(directory / _GENERATION).get(_EOS)
+    config = _read(directory / _MODEL)
+    if not isinstance(stops, list) or not config:
+        return
+    text = config.get("text_config")
+    if isinstance(text, dict) and _EOS in text:
+        text[_EOS] = stops
+    manifest.write_json(directory / _MODEL, config | {_EOS: stops})
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a file of JSON, empty where there is none.
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
 from lib.core.identity import differences, list_differences
-from lib.models import scratch, tokenizer, training_text
-from lib.models.directory import CONFIG, rename_in_errors
+from lib.models import dialects, scratch, tokenizer, training_text
+from lib.models.directory import CONFIG, EARLIER_KEYS, rename_in_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ class Design:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
         if not self.copy_from:
             return self.vocab_size or (
-                self._default_vocabulary() if self.train_on else tokenizer.SMALLEST_VOCABULARY
+                self._default_vocabulary() if self.train_on else tokenizer.BYTE_VOCABULARY
             )
         tokens = len(tokenizer.load(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
@@ -150,14 +150,16 @@ class Design:
             else "a token for each byte"
         )
 
-    def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
+    def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> dict[str, Any]:
         """Write the configs into a directory that holds the tokenizer.
+
+        Returns what the directory's manifest says about config.json.
 
         For some types of model transformers takes a class of its own whatever the tokenizer's
         files say (qwen2 in 5.23), which may add tokens: then there is room for them too.
         """
         alone = tokenizer.load(directory)
-        self.write(directory, vocabulary, alone)
+        added = self.write(directory, vocabulary, alone)
         beside = tokenizer.load(directory)
         if type(beside) is not type(alone):
             log.warn(
@@ -165,17 +167,27 @@ class Design:
                 f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
                 "another way than by the tokenizer alone"
             )
-            self.write(directory, max(vocabulary, len(beside)), beside)
+            added = self.write(directory, max(vocabulary, len(beside)), beside)
+        return {EARLIER_KEYS: added}
 
-    def write(self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None) -> None:
-        """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer."""
+    def write(
+        self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None
+    ) -> list[str]:
+        """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer.
+
+        Returns the keys of config.json that transformers 5 does not need.
+        """
         special = {
             f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
             for kind in ("bos", "eos", "pad")
         }
         if self.size:
             made = scratch.make_config(
-                self.size, vocabulary, special["bos_token_id"], special["eos_token_id"]
+                self.size,
+                vocabulary,
+                special["bos_token_id"],
+                special["eos_token_id"],
+                special["pad_token_id"],
             )
         else:
             made = self._config()
@@ -183,8 +195,12 @@ class Design:
                 part.update({**special, "vocab_size": scratch.pad_vocabulary(vocabulary)})
             made.dtype = "float32"
         made.save_pretrained(directory)
+        content = records.read_json(directory / CONFIG)
+        full = dialects.add_earlier_keys(content, getattr(made, "tie_word_embeddings", None))
+        manifest.write_json(directory / CONFIG, full)
         known = {key: value for key, value in special.items() if value is not None}
         manifest.write_json(directory / "generation_config.json", {**known, "do_sample": True})
+        return dialects.list_added(content, full)
 
     def _default_vocabulary(self) -> int:
         if self.size:

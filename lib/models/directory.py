@@ -16,12 +16,13 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import hf_cache, prepared, unread_weights
+from lib.models import dialects, hf_cache, prepared, unread_weights
 from lib.models.prepared import HOW, KIND
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EARLIER_KEYS = "earlier_keys"  # in the summary of a manifest: what `dialects` added to config.json
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
 _ADAPTER = "adapter_config.json"  # of PEFT
@@ -313,8 +314,9 @@ def count_parameters(model_dir: Path) -> int:
 def fingerprint(model_dir: Path) -> str:
     """Identify config and weights wherever the directory lies, without reading all weights.
 
-    A directory of stage 03: the digests of its manifest. One made elsewhere: config.json, and
-    size and header of each safetensors file. Code that comes with a model counts too.
+    A directory of ours: the digests of its manifest, and config.json without what `dialects`
+    added. One made elsewhere: config.json, and size and header of each safetensors file.
+    Code that comes with a model counts too.
     Raises ArtifactError when config.json is damaged.
     """
     try:
@@ -323,6 +325,8 @@ def fingerprint(model_dir: Path) -> str:
         raise ArtifactError(f"{model_dir / CONFIG} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
     if content is not None:
+        if isinstance(config, dict):  # a model made before these keys were written is the same one
+            config = dialects.remove(config, content["summary"].get(EARLIER_KEYS))
         weights = [
             [e["path"], e["digest"]] for e in content["files"] if e["path"].endswith(".safetensors")
         ]

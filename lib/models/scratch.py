@@ -85,8 +85,10 @@ def describe(size: str, vocabulary: int) -> dict[str, str]:
     }
 
 
-def make_config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> LlamaConfig:
-    """Return the config of a size; the vocabulary is padded, bos and eos are token ids."""
+def make_config(
+    size: str, vocabulary: int, bos: int | None, eos: int | None, pad: int | None = None
+) -> LlamaConfig:
+    """Return the config of a size; the vocabulary is padded; bos, eos and pad are token ids."""
     from transformers import LlamaConfig
 
     shape = SIZES[size]
@@ -105,5 +107,6 @@ def make_config(size: str, vocabulary: int, bos: int | None, eos: int | None) ->
         tie_word_embeddings=shape.tied,
         bos_token_id=bos,
         eos_token_id=eos,
+        pad_token_id=pad,
         dtype="float32",
     )

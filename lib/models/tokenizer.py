@@ -1,10 +1,11 @@
 """Trains tokenizers on a dataset, copies and loads them, from local files alone.
 
 The trained one is byte-level BPE, so any string survives a round trip. It puts
-`<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents. Text
-that merely looks like one of the two is tokenised as text (`split_special_tokens`): a document
-cannot forge a boundary. One that is trained on conversations also has the two tokens of ChatML and
-its template, and reads special tokens in text as what they are: templates write them so.
+`<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents, and
+`<|pad|>` fills the short texts of a batch when the model is used. Text that merely looks like one
+of these is tokenised as text (`split_special_tokens`): a document cannot forge a boundary. One that
+is trained on conversations also has the two tokens of ChatML and its template, and reads special
+tokens in text as what they are: templates write them so.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
+PAD = "<|pad|>"  # not EOS: who masks the padding of a batch must not mask the ends of its texts
 TURN = ("<|im_start|>", "<|im_end|>")  # around a turn, by chat_templates/chatml.jinja
-SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
+SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
+BYTE_VOCABULARY = SMALLEST_VOCABULARY + 1  # of a tokenizer that is not trained: PAD as well
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -63,7 +66,8 @@ ONE_OF = {
 _CONFIG = "tokenizer_config.json"
 
 # Splits text into words before merging: contractions, words with the space before them, up to
-# three digits, runs of punctuation, line ends, other space. As in Llama 3 and GPT-4.
+# three digits, runs of punctuation, line ends, other space. As in Llama 3, to the last character:
+# Ollama knows the expression, and llama.cpp has it under the name llama-bpe.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -154,6 +158,7 @@ def train(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BOS,
             "eos_token": EOS,
+            **({"pad_token": PAD} if tokenizer.token_to_id(PAD) is not None else {}),
             **_make_limit(context),
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": not is_chat,
@@ -293,14 +298,18 @@ def _draw_batches(
 
 
 def _special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
-    """Return the special tokens, for which and every byte a vocabulary must have room."""
+    """Return the special tokens, for which and every byte a vocabulary must have room.
+
+    The smallest vocabulary has no room for PAD.
+    """
     if is_chat and vocabulary < SMALLEST_VOCABULARY + len(TURN):
         raise UsageError(
             f"{vocabulary} tokens are too few for a tokenizer of conversations",
             expected=f"{SMALLEST_VOCABULARY + len(TURN)} or more: every byte and four "
             "special tokens",
         )
-    return [BOS, EOS, *(TURN if is_chat else ())]
+    needed = [BOS, EOS, *(TURN if is_chat else ())]
+    return [*needed, PAD] if vocabulary > 256 + len(needed) else needed
 
 
 def _make_untrained() -> tuple[Tokenizer, list[str]]:

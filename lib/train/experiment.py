@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.core import file_identity, hashing, launcher, log, manifest
+from lib.core import file_identity, hashing, launcher, log, manifest, records
 from lib.core.errors import EXIT_BUG, Preempted, UsageError
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
-from lib.models import chat_files, remote_code
+from lib.models import architecture, chat_files, dialects, remote_code
+from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.outcome import ChatFacts
 from lib.tokens.encode import TOKENIZER_FILES
@@ -26,7 +27,7 @@ from lib.train.launches import Launch
 from lib.train.plan import Plan
 
 _SHARED_WITHIN_S = 60.0
-_MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
+_MODEL_FILES = (CONFIG, "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
 @contextmanager
@@ -160,15 +161,38 @@ def _set_aside(experiment: Experiment) -> None:
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
     """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
     target.mkdir(exist_ok=True)
+    manifest.remove_temporary(target, _MODEL_FILES)
+    has_code = with_code and remote_code.is_needed(architecture.read_content(model_dir))
     for name in _MODEL_FILES:
         if not (model_dir / name).is_file():
             (target / name).unlink(missing_ok=True)
+            continue
+        if name == CONFIG and not has_code:  # code of its own reads the keys that it wrote
+            _write_config(model_dir, target)
             continue
         temporary = target / f"{name}.tmp"
         shutil.copyfile(model_dir / name, temporary)
         temporary.replace(target / name)
     if with_code:
         remote_code.carry(model_dir, target)
+
+
+def _write_config(model_dir: Path, target: Path) -> None:
+    """Write config.json with the keys that other programs read beside those of transformers 5.
+
+    If the file says the same already, it stays to the last byte: checkpoints hold its digest, and
+    an earlier version of this code may have written it.
+    """
+    content = architecture.read_content(model_dir)
+    is_silent = "tie_word_embeddings" not in content
+    config = architecture.read_config(model_dir) if is_silent else None
+    tied = getattr(config, "tie_word_embeddings", None)
+    full = dialects.add_earlier_keys(content, tied)
+    with suppress(OSError, ValueError):
+        before = records.read_json(target / CONFIG)
+        if isinstance(before, dict) and dialects.add_earlier_keys(before, tied) == full:
+            return
+    manifest.write_json(target / CONFIG, full)
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -381,7 +381,7 @@ def _make(
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
         design.make_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
-        design.write_beside_tokenizer(building.dir, vocabulary)
+        of_config = design.write_beside_tokenizer(building.dir, vocabulary)
         facts = check.examine_build(
             building, weights=False, name=f"--model-size {config.model_size}"
         )
@@ -391,7 +391,7 @@ def _make(
             stage="04_train_fsdp.py",
             options=config.recorded(),
             files=files,
-            summary={"source": "scratch", "parameters": facts.parameters},
+            summary={"source": "scratch", "parameters": facts.parameters, **of_config},
         )
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
     log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

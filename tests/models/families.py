@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 _SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA3 = {
+LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -43,7 +43,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.1, 1.2, 1.3, 1.4],
@@ -54,7 +54,7 @@ _LONGROPE = {
 
 def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
     def config(vocabulary: int = 97, **changes: Any) -> PretrainedConfig:
-        return kind(**{**_SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})
+        return kind(**{**SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})
 
     return config
 
@@ -70,9 +70,9 @@ _EXPERTS: dict[str, Any] = {
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": _family(LlamaConfig, num_key_value_heads=2),  # Llama 2
     "llama_tied": _family(LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True),
-    "llama3": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3),
+    "llama3": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=LLAMA3),
     "llama3_tied": _family(
-        LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3, tie_word_embeddings=True
+        LlamaConfig, num_key_value_heads=2, rope_parameters=LLAMA3, tie_word_embeddings=True
     ),  # 3.2 1B and 3B
     "codellama": _family(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "mistral": _family(MistralConfig, num_key_value_heads=2, head_dim=8, sliding_window=16),
@@ -81,7 +81,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "falcon_7b": _family(FalconConfig, multi_query=True, parallel_attn=True, alibi=False),
     "falcon_40b": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, alibi=False),
     "phi": _family(PhiConfig),  # Phi-1, 1.5 and 2
-    "phi3": _family(Phi3Config, num_key_value_heads=2, rope_parameters=_LONGROPE),
+    "phi3": _family(Phi3Config, num_key_value_heads=2, rope_parameters=LONGROPE),
     "gpt_neox": _family(GPTNeoXConfig),
     "pythia": _family(
         GPTNeoXConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -92,7 +93,34 @@ def test_text_cannot_forge_a_special_token(trained):
 def test_what_a_trainer_reads_of_it(trained):
     loaded = tokenizer.load(trained)
     assert (len(loaded), loaded.model_max_length) == (600, 128)
-    assert (loaded.bos_token, loaded.eos_token) == (tokenizer.BOS, tokenizer.EOS)
+    special = (loaded.bos_token, loaded.eos_token, loaded.pad_token)
+    assert special == (tokenizer.BOS, tokenizer.EOS, tokenizer.PAD)
+    assert len(set(loaded.convert_tokens_to_ids(list(special)))) == 3
+
+
+def test_a_batch_is_padded_with_a_token_that_no_text_has(trained):
+    loaded = tokenizer.load(trained)
+    batch = loaded(["a b c d e f", f"a{tokenizer.PAD}"], padding=True)
+    assert [sum(mask) for mask in batch["attention_mask"]] == [
+        len(ids) - ids.count(loaded.pad_token_id) for ids in batch["input_ids"]
+    ]
+    assert loaded.pad_token_id not in loaded(f"a{tokenizer.PAD}")["input_ids"]
+
+
+def test_the_smallest_vocabulary_has_no_room_for_padding(corpus, tmp_path):
+    made, _ = train(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
+    loaded = tokenizer.load(tmp_path / "it")
+    assert made == len(loaded) == tokenizer.SMALLEST_VOCABULARY and loaded.pad_token is None
+
+
+def test_ollama_knows_how_words_are_split(trained):
+    """Ollama takes a pre-tokenizer for llama-bpe by the SHA-256 of its expression."""
+    content = json.loads((trained / "tokenizer.json").read_text())
+    steps = content["pre_tokenizer"]["pretokenizers"]
+    words = "".join(step["pattern"]["Regex"] for step in steps if step["type"] == "Split")
+    assert hashlib.sha256(words.encode()).hexdigest() == (
+        "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f"
+    )
 
 
 def test_same_text_same_bytes(corpus, trained, tmp_path):
@@ -153,7 +181,7 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "bytes").mkdir()
     made, _ = tokenizer.train([], 300, None, tmp_path / "bytes", **how)
     loaded = tokenizer.load(tmp_path / "bytes")
-    assert (made, len(loaded)) == (tokenizer.SMALLEST_VOCABULARY, 300)
+    assert (made, len(loaded)) == (tokenizer.BYTE_VOCABULARY, 300)
     assert len(loaded("naïve", add_special_tokens=False)["input_ids"]) == 6
     assert not tokenizer.find_losses(loaded, tmp_path / "bytes")
 

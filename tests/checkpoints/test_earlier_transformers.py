@@ -1,0 +1,192 @@
+"""Exports as programs read them that do not know the keys of transformers 5."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GptOssConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    StableLmConfig,
+)
+
+from lib.models import tokenizer
+from tests.checkpoints import earlier_reader
+from tests.checkpoints.exporting import run_stage_05, save_run
+from tests.models.families import FAMILIES, LLAMA3, LONGROPE, SIZES, make_checkpoint
+
+pytestmark = pytest.mark.long
+# The last of the versions that read `rope_theta`; torch is the one that runs the tests.
+PINS = ("transformers==4.57.6", "huggingface_hub==0.36.0", "tokenizers==0.22.1")
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _base(value: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": value, **more}
+
+
+def _own(kind: type[PretrainedConfig], **fields: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: kind(**{**SIZES, "vocab_size": 97, **fields})
+
+
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama, base": FAMILIES["codellama"],
+    "llama, llama3": lambda: FAMILIES["llama3_tied"](rope_parameters={**LLAMA3, "rope_theta": 5e5}),
+    "llama, dynamic": lambda: FAMILIES["llama"](
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 3e4, "factor": 2.0}
+    ),
+    "llama, longrope": lambda: FAMILIES["llama"](
+        rope_parameters={**LONGROPE, "original_max_position_embeddings": 32}
+    ),
+    "mistral": lambda: FAMILIES["mistral"](rope_parameters=_base(1e6)),
+    "mixtral": lambda: FAMILIES["mixtral"](rope_parameters=_base(3e4)),
+    "qwen2, yarn": lambda: FAMILIES["qwen2"](rope_parameters=_YARN),
+    "qwen2_moe": lambda: FAMILIES["qwen2_moe"](rope_parameters=_base(1e6)),
+    "qwen3": lambda: FAMILIES["qwen3"](rope_parameters=_base(1e6)),
+    "qwen3_moe": lambda: FAMILIES["qwen3_moe"](rope_parameters=_base(1e6)),
+    "gpt_neox": lambda: FAMILIES["gpt_neox"](rope_parameters=_base(3e4, partial_rotary_factor=0.5)),
+    "phi": lambda: FAMILIES["phi"](rope_parameters=_base(3e4, partial_rotary_factor=0.75)),
+    "phi3": lambda: FAMILIES["phi3"](original_max_position_embeddings=32),
+    "falcon": lambda: FAMILIES["falcon_7b"](rope_parameters=_base(3e4)),
+    "gemma": lambda: FAMILIES["gemma"](rope_parameters=_base(3e4)),
+    "gemma2": _own(
+        Gemma2Config,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=16,
+        rope_parameters=_base(3e4),
+    ),
+    "gemma3": lambda: FAMILIES["gemma3"](
+        num_hidden_layers=6,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            "sliding_attention": _base(3e3),
+        },
+    ),
+    "gpt_oss": _own(
+        GptOssConfig,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "olmo2": _own(
+        Olmo2Config, rope_parameters={"rope_type": "linear", "rope_theta": 3e4, "factor": 2.0}
+    ),
+    "stablelm": _own(
+        StableLmConfig,
+        num_key_value_heads=4,
+        rope_parameters=_base(3e4, partial_rotary_factor=0.5),
+    ),
+}
+
+
+# Families whose two implementations round in another order, in float32: logits differ by 3e-7.
+_ROUNDED = {"qwen2_moe": 1e-6, "stablelm": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def earlier_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of an environment with transformers 4 beside our other packages."""
+    place = tmp_path_factory.mktemp("transformers-4")
+    venv.create(place, with_pip=True)
+    python = place / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS]
+    subprocess.run(install, check=True, env=_bare_environment())
+    ours, theirs = (_find_packages(which) for which in (sys.executable, python))
+    (theirs / "ours.pth").write_text(f"{ours}\n")  # searched after its own
+    return python
+
+
+def _find_packages(python: str | Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return Path(found.stdout.strip())
+
+
+def _bare_environment() -> dict[str, str]:
+    left_out = ("PYTHONPATH", "NETWORK_GUARD_REPORT")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+@pytest.fixture(scope="module")
+def exports(
+    tmp_path_factory: pytest.TempPathFactory, earlier_python: Path, group: None
+) -> dict[str, Path]:
+    """Return an export of each model, which transformers 4 has read."""
+    root = tmp_path_factory.mktemp("exports")
+    made = {name: _export(root / name.replace(", ", "-"), make) for name, make in MODELS.items()}
+    reader = Path(earlier_reader.__file__)
+    subprocess.run([earlier_python, reader, *made.values()], check=True, env=_bare_environment())
+    return made
+
+
+def _export(root: Path, make: Callable[[], PretrainedConfig]) -> Path:
+    root.mkdir()
+    make_checkpoint(root / "model", make())
+    save_run(root, root / "model")
+    out = root / "out"
+    run_stage_05("-e", "exp", "--save-dir", root, "--out", out, "--dtype", "float32")
+    ids = torch.randint(0, 97, (2, 96), generator=torch.Generator().manual_seed(1))
+    for directory in (root / "model", out):
+        torch.save(ids, directory / "ids.pt")
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_4_and_5_compute_the_same_logits(exports: dict[str, Path], name: str) -> None:
+    torch.set_num_threads(1)
+    out = exports[name]
+    before = earlier_reader.read(out.parent / "model")["logits"]
+    now = earlier_reader.read(out)
+    earlier = torch.load(out / "read.pt")
+    assert "error" not in earlier, earlier["error"]
+    assert earlier["version"] == "4.57.6" and earlier["dtype"] == now["dtype"] == "torch.float32"
+    assert torch.equal(now["logits"], before)  # the earlier keys change nothing for transformers 5
+    difference = (now["logits"] - earlier["logits"]).abs().max()
+    assert difference <= _ROUNDED.get(name, 0.0)
+
+
+def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
+    tmp_path: Path, earlier_python: Path, group: None
+) -> None:
+    model = tmp_path / "model"
+    make_checkpoint(model, FAMILIES["llama"](300))
+    save_run(tmp_path, model)
+    tokenizer.train([], 300, 128, model, workers=1, show_progress=False)
+    saved = tokenizer.load(model)
+    saved.add_special_tokens({"extra_special_tokens": ["<|unused_270|>"]})
+    saved.chat_template = "{{ bos_token }}{{ messages[0].content }}<|unused_270|>"
+    saved.save_pretrained(tmp_path / "exp" / "model")
+    settings = json.loads((tmp_path / "exp/model/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "TokenizersBackend" and "chat_template" not in settings
+    out = tmp_path / "out"
+    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", out, "--dtype", "float32")
+    torch.save(torch.arange(4)[None], out / "ids.pt")
+    reader = Path(earlier_reader.__file__)
+    subprocess.run([earlier_python, reader, out], check=True, env=_bare_environment())
+    earlier = torch.load(out / "read.pt")
+    assert "error" not in earlier, earlier["error"]
+    now = earlier_reader.read(out)
+    for part in ("text", "special", "batch", "chat"):
+        assert earlier[part] == now[part], part
+    assert now["chat"] == f"{tokenizer.BOS}Hi<|unused_270|>"
+    assert "<|unused_270|>" in now["special"] and now["batch"][1][-1] == 0

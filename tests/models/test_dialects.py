@@ -1,0 +1,196 @@
+"""The keys that other programs read beside those of transformers 5."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, GptOssConfig, PretrainedConfig
+
+from lib.core import manifest
+from lib.models import chat_files, dialects, directory
+from lib.models.architecture import read_config
+from tests.models.families import FAMILIES, LLAMA3, LONGROPE
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def _written(config: PretrainedConfig, place: Path) -> dict[str, Any]:
+    config.save_pretrained(place)
+    return json.loads((place / "config.json").read_text())
+
+
+def _read(content: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Return the config as transformers 5 reads it."""
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(content))
+    config = AutoConfig.from_pretrained(place)
+    config.name_or_path = ""
+    return config.to_dict()
+
+
+def _base(value: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": value, **more}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "expected"),
+    [
+        ("llama", _base(5e5), {"rope_theta": 5e5, "rope_scaling": None}),
+        (
+            "llama3",
+            LLAMA3,
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {name: LLAMA3[name] for name in LLAMA3 if name != "rope_theta"},
+            },
+        ),
+        ("qwen2", {**_YARN, "rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": _YARN}),
+        (
+            "gpt_neox",
+            _base(3e4, partial_rotary_factor=0.5),
+            {"rotary_emb_base": 3e4, "rotary_pct": 0.5, "rope_scaling": None},
+        ),
+        (
+            "phi",
+            _base(3e4, partial_rotary_factor=0.75),
+            {"rope_theta": 3e4, "partial_rotary_factor": 0.75, "rope_scaling": None},
+        ),
+        (
+            "phi3",
+            LONGROPE,
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": LONGROPE["short_factor"],
+                    "long_factor": LONGROPE["long_factor"],
+                },
+            },
+        ),
+        (
+            "gemma3",
+            {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                "sliding_attention": _base(3e3),
+            },
+            {
+                "rope_theta": 5e5,
+                "rope_local_base_freq": 3e3,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        ("qwen3_moe", _base(1e6), {"num_experts": 3, "num_local_experts": 3, "rope_theta": 1e6}),
+        ("mixtral", _base(1e6), {"num_local_experts": 3, "rope_theta": 1e6}),
+    ],
+)
+def test_each_family_gets_its_earlier_keys(
+    tmp_path: Path, family: str, rope: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    before = _written(FAMILIES[family](rope_parameters=rope, dtype="bfloat16"), tmp_path)
+    after = dialects.add_earlier_keys(before, tied=False)
+    wanted = {**expected, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert {key: after.get(key, "absent") for key in wanted} == wanted
+    assert "tie_word_embeddings" in after
+    assert dialects.add_earlier_keys(after, tied=True) == after
+    assert dialects.remove(after, dialects.list_added(before, after)) == before
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))
+def test_transformers_5_reads_the_same_with_them(tmp_path: Path, family: str) -> None:
+    before = _written(FAMILIES[family](), tmp_path)
+    after = dialects.add_earlier_keys(before)
+    assert _read(after, tmp_path / "after") == _read(before, tmp_path / "before")
+
+
+def test_phi3_reads_the_same_and_the_names_of_its_earlier_fields(tmp_path: Path) -> None:
+    before = _written(FAMILIES["phi3"](), tmp_path)
+    read = _read(dialects.add_earlier_keys(before), tmp_path / "after")
+    assert read.pop("partial_rotary_factor") == 1.0  # what stands in rope_parameters, too
+    assert read["rope_parameters"].pop("type") == "longrope"
+    assert read == _read(before, tmp_path / "before")
+
+
+def test_the_text_part_of_a_model_has_them_too() -> None:
+    before = {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "rope_parameters": {"full_attention": _base(5e5), "sliding_attention": _base(3e3)},
+        },
+    }
+    after = dialects.add_earlier_keys(before, tied=True)
+    assert after["text_config"]["rope_local_base_freq"] == 3e3 and after["tie_word_embeddings"]
+    added = dialects.list_added(before, after)
+    assert "text_config.rope_theta" in added
+    assert dialects.remove(after, added) == before
+
+
+def test_a_config_with_earlier_keys_is_not_contradicted() -> None:
+    earlier = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": _YARN}
+    assert dialects.add_earlier_keys(earlier) == earlier
+    stale = {"model_type": "llama", "rope_theta": 1e4, "rope_parameters": _base(5e5)}
+    assert dialects.add_earlier_keys(stale)["rope_theta"] == 5e5  # what transformers 5 computes
+    scaled = {**earlier, "rope_parameters": _base(1e4)}
+    assert dialects.add_earlier_keys(scaled) == scaled  # transformers 5 reads rope_scaling first
+
+
+def test_an_unscaled_model_says_so_where_the_family_scales_by_default(tmp_path: Path) -> None:
+    config = GptOssConfig(rope_parameters=_base(5e5), num_hidden_layers=2)
+    after = dialects.add_earlier_keys(_written(config, tmp_path))
+    assert after["rope_scaling"] is None and after["rope_theta"] == 5e5
+
+
+def test_a_model_with_them_is_the_one_that_it_was_without(tmp_path: Path) -> None:
+    content = _written(FAMILIES["qwen3_moe"](), tmp_path)
+    entry = {"kind": "model/1", "identity": {}, "options": {}, "files": []}
+    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": {}})
+    before = directory.fingerprint(tmp_path)
+    after = dialects.add_earlier_keys(content)
+    manifest.write_json(tmp_path / "config.json", after)
+    assert directory.fingerprint(tmp_path) != before  # nobody says that keys were added
+    added = dialects.list_added(content, after)
+    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": {"earlier_keys": added}})
+    assert directory.fingerprint(tmp_path) == before
+    manifest.write_json(tmp_path / "config.json", {**after, "hidden_size": 64})
+    hidden = {"earlier_keys": [*added, "hidden_size", 5]}
+    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": hidden})
+    assert directory.fingerprint(tmp_path) != before  # nothing else can be left out
+    assert read_config(tmp_path).hidden_size == 64
+
+
+def test_a_tokenizer_of_transformers_5_becomes_one_for_all() -> None:
+    saved = {
+        "tokenizer_class": "TokenizersBackend",
+        "backend": "tokenizers",
+        "is_local": True,
+        "local_files_only": True,
+        "extra_special_tokens": ["<|im_end|>"],
+    }
+    assert dialects.translate_tokenizer(saved, "{{ messages }}") == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "backend": "tokenizers",
+        "additional_special_tokens": ["<|im_end|>"],
+        "chat_template": "{{ messages }}",
+    }
+    own = {
+        "tokenizer_class": "LlamaTokenizer",
+        "extra_special_tokens": {"image": "<i>"},
+        "chat_template": [{"name": "default", "template": "a"}],
+    }
+    assert dialects.translate_tokenizer(own, "a") == own
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [([7, 2], [7, 2]), (2, 2), (None, 2), (7, 2)], ids=repr
+)
+def test_a_list_of_stops_stands_in_the_config_too(
+    tmp_path: Path, stops: object, expected: object
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2, "text_config": {"eos_token_id": 2}}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    chat_files.copy_stops(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eos_token_id"] == config["text_config"]["eos_token_id"] == expected

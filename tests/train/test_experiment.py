@@ -1,0 +1,81 @@
+"""What a run keeps of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.core import manifest
+from lib.core.paths import Experiment
+from lib.models import dialects, directory
+from lib.train import experiment, inputs
+from lib.train.config import Config
+from tests.models.families import FAMILIES
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return a directory with a config as transformers 5 writes it."""
+    FAMILIES["llama"](rope_parameters=ROPE).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def _keep(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
+    """Keep the model's files as a launch does; the name is private since only a launch needs it."""
+    place = Experiment(root, "exp").model
+    place.parent.mkdir(parents=True, exist_ok=True)
+    experiment._copy_model_files(model, place, with_code=False)
+    written = (place / "config.json").read_bytes()
+    return json.loads(written), written
+
+
+def test_a_run_keeps_a_config_that_other_programs_read(model: Path, tmp_path: Path) -> None:
+    kept, written = _keep(model, tmp_path)
+    assert kept["rope_theta"] == 5e5 and kept["rope_parameters"] == ROPE
+    assert kept["rope_scaling"] is None and kept["tie_word_embeddings"] is False
+    assert _keep(model, tmp_path)[1] == written  # the next launch writes the same
+
+
+def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path) -> None:
+    """Its checkpoints hold their digest, and stage 05 looks for it."""
+    place = Experiment(tmp_path, "exp").model
+    place.mkdir(parents=True)
+    earlier = (model / "config.json").read_bytes()
+    (place / "config.json").write_bytes(earlier)
+    assert _keep(model, tmp_path)[1] == earlier
+    made_anew = dialects.add_earlier_keys(json.loads(earlier))
+    (model / "config.json").write_text(json.dumps(made_anew))  # the model from scratch, say
+    assert _keep(model, tmp_path)[1] == earlier
+    (model / "config.json").write_text(json.dumps({**made_anew, "rope_theta": 1e4}))
+    assert _keep(model, tmp_path)[1] == earlier  # transformers 5 reads rope_parameters first
+    other = {**json.loads(earlier), "rope_parameters": {**ROPE, "rope_theta": 1e4}}
+    (model / "config.json").write_text(json.dumps(other))
+    assert _keep(model, tmp_path)[0]["rope_theta"] == 1e4
+
+
+def test_a_model_that_is_made_anew_is_the_same(tmp_path: Path) -> None:
+    """As where the cache was deleted: an earlier version had not written the earlier keys."""
+    config = Config(
+        experiment_name="exp",
+        dataset_name=(),
+        from_scratch=True,
+        model_size="1M",
+        streaming=True,
+        cache_dir=tmp_path,
+        no_progress=True,
+    )
+    with inputs.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as made:
+        now = directory.fingerprint(made)
+        content = manifest.read_if_any(made)
+        full = json.loads((made / "config.json").read_text())
+        assert full["rope_theta"] == 1e4 and full["pad_token_id"] == 2
+        keys = content["summary"].pop("earlier_keys")
+        assert {"rope_theta", "rope_scaling", "torch_dtype"} <= set(keys)
+        manifest.write_json(made / "manifest.json", content)
+        manifest.write_json(made / "config.json", dialects.remove(full, keys))
+        assert directory.fingerprint(made) == now
