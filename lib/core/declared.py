@@ -55,7 +55,7 @@ def option(
     first: str = "",
     role: Role | None = None,
     renumbers: bool = False,
-    quiet: bool = False,
+    quiet: bool | tuple[Any, ...] = False,
     **more: Any,
 ) -> Any:
     """Declare a field as the option of its name, `--job-name` for job_name.
@@ -65,7 +65,8 @@ def option(
     empty for an option that the parser has already. group: the title of the group that it and those
     behind it stand in. first: what the short page of --help says of it; empty: it is not there.
     role: see Role. renumbers: a change gives samples other numbers. quiet: the default is no part
-    of a run's identity, so that runs older than the option go on. more: what argparse takes.
+    of a run's identity, so that runs older than the option go on; a tuple names the values of
+    which this is true. more: what argparse takes.
     """
     given: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}

@@ -24,7 +24,7 @@ from lib.parallel import attention, attention_kernel, experts, experts_trial, pa
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
-from lib.train import earlier, plan, precision
+from lib.train import balance, earlier, plan, precision
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_on_all_nodes
@@ -74,6 +74,7 @@ def build_model(
             f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
             found=f"--precision {config.precision}",
         )
+    config = balance.settle(config, model, inputs)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
     for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
