@@ -159,17 +159,20 @@ def paused() -> Iterator[None]:
         _pauses -= 1
 
 
+# The schema hides that `into` changes: a compiled block that recomputes would keep it for backward,
+# and torch (2.13) then finds another version there. A copy of `chosen` keeps the operator alive.
 @torch.library.custom_op(
     "experts::tally",
-    mutates_args=("into",),
-    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor(a!) into) -> Tensor",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor into) -> (Tensor, Tensor)",
 )
-def _tally(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> Tensor:
-    """Return how often each row chose each expert per token, float32 [B, E], and add up its load.
+def _tally(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a copy of `chosen`, and how often rows chose each expert per token; add up the load.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
     float64 [at least E + 1], the choices of each expert, and last the load-balancing loss times
-    tokens. Adds nothing in backward, where a pass is recomputed, and while `paused`.
+    tokens. Adds nothing in backward, where a pass is recomputed, and while `paused`. The shares are
+    float32 [B, E].
     """
     rows = valid.sum(1, keepdim=True).clamp(min=1.0)
     choices = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
@@ -180,14 +183,16 @@ def _tally(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> Tenso
         mean = (probabilities.view(*valid.shape, -1) * valid[..., None]).sum(1) / rows
         losses = (shares * mean).sum(1, keepdim=True) * valid.sum(1, keepdim=True)
         experts = logits.shape[1]
-        into[:experts] += counts.double().sum(0)
-        into[-1] += losses.double().sum() * experts
-    return shares
+        total = into.data
+        total[:experts] += counts.double().sum(0)
+        total[-1] += losses.double().sum() * experts
+    return chosen.clone(), shares
 
 
 @_tally.register_fake
-def _(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> Tensor:
-    return logits.new_empty((valid.shape[0], logits.shape[1]), dtype=torch.float32)
+def _(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    shares = logits.new_empty((valid.shape[0], logits.shape[1]), dtype=torch.float32)
+    return torch.empty_like(chosen), shares
 
 
 class _Balanced(torch.autograd.Function):
@@ -279,9 +284,9 @@ class RouterLoad:
             if valid is None or not torch.is_grad_enabled():
                 return output
             logits, weights, chosen, *others = output
-            shares = _tally(logits.detach(), chosen, valid, into)
+            chosen, shares = _tally(logits.detach(), chosen, valid, into)
             if not (adds_loss and logits.requires_grad):
-                return output
+                return (logits, weights, chosen, *others)
             weights = _Balanced.apply(weights, logits, shares, valid, self._factor)
             return (logits, weights, chosen, *others)
 
