@@ -22,6 +22,7 @@ from lib.core import manifest, units
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
 from lib.models.adapters import ModelAdapter
+from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
 from lib.models.stored import StoredModel
 
@@ -50,8 +51,9 @@ class ExportPlan:
 def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
     """Return what is to be written.
 
-    model: on meta. dtype: of floating-point tensors; others keep theirs. A tensor larger than
-    max_shard_bytes gets a file of its own.
+    model: on meta. dtype: of floating-point tensors; others keep theirs, and the biases of routers
+    stay float32, whose steps would vanish in half precision. A tensor larger than max_shard_bytes
+    gets a file of its own.
     """
     tensors = model.state_dict(keep_vars=True)
     groups = keys.group_for_export(model)
@@ -60,7 +62,8 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
     for group in groups:
         meta = {name: tensors[name].detach() for name in group}
         for key, tensor in keys.convert_to_hub(model, meta):
-            stored = dtype if tensor.is_floating_point() else tensor.dtype
+            is_cast = tensor.is_floating_point() and not key.endswith(ROUTER_BIASES)
+            stored = dtype if is_cast else tensor.dtype
             entry = Entry(key, tuple(tensor.shape), stored)
             if shards[-1] and size + entry.bytes > max_shard_bytes:
                 shards.append([])

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lib.models.architecture import ROUTER_BIASES
 from lib.models.sharded import own_class
 from lib.tokens.batches import MicroBatch, Step
 
 LOSS = "loss"  # the load-balancing loss that the family has in transformers
 BIAS = "bias"  # added to the scores for the choice alone, and moved after each step
-_BIASES = ("e_score_correction_bias", "expert_bias")
 _FORMULA = "load_balancing_loss_func"  # in the modules of transformers whose families have the loss
 _STARVED = 0.1  # of the mean load
 _pauses = 0
@@ -66,7 +66,9 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
         if not experts:
             return []
         owners = (module, modules[name.rpartition(".")[0]])
-        biases = [(owner, bias) for owner in owners for bias in _BIASES if bias in owner._buffers]
+        biases = [
+            (owner, bias) for owner in owners for bias in ROUTER_BIASES if bias in owner._buffers
+        ]
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number[1]) if number else len(routers)
         routers.append(Router(layer, module, experts, next(iter(biases), None)))

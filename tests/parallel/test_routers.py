@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,12 +252,24 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
         assert other.figures() == pytest.approx(values[0].figures(), rel=1e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("mixtral", ""),
+        ("mixtral", "aot_eager_decomp_partition"),
+        pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
+        ("deepseek_v3", ""),
+        ("deepseek_v3", "aot_eager_decomp_partition"),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_recomputed_and_compiled_passes_count_once(
-    group: object, family: str, recompute: str, compiled: bool
+    group: object, monkeypatch: pytest.MonkeyPatch, family: str, backend: str, recompute: str
 ) -> None:
+    """backend: of torch.compile, "" to compile nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model, found = build(family)
     method = find_method(model, found)
     batch = make_batch([12, 7, 1])
@@ -265,7 +278,7 @@ def test_recomputed_and_compiled_passes_count_once(
     expected = gradients(model)
     load.end_step(torch.ones(()))
     counts = load.capture().sums
-    parallelize.wrap_blocks(model, recompute, make_compiler(compiled or None, CPU))
+    parallelize.wrap_blocks(model, recompute, make_compiler(bool(backend), CPU))
     for _ in range(2):  # the first pass of a compiled block is rehearsed
         run_step(model, load, batch)
         assert_same(gradients(model), expected)
@@ -274,6 +287,9 @@ def test_recomputed_and_compiled_passes_count_once(
         assert found_now[:, :-1].tolist() == counts[:, :-1].tolist()
         assert found_now[:, -1].tolist() == pytest.approx(counts[:, -1].tolist(), rel=1e-6)
     assert counts[0, :4].sum() == 20 * 2
+    if backend and family == "mixtral":  # all layers share a graph, which counting does not break
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_only_training_steps_count(group: object) -> None:
