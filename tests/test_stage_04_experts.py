@@ -218,7 +218,7 @@ def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Pat
     """One layer and one sample: the loss, and 0.02 times the load-balancing loss."""
     save(project, ONE_LAYER)
     printed = train(project, "-e", "run", "--max-steps", 1)
-    assert "load-balancing loss × 0.02 over 1 routers (the model's config)" in printed
+    assert "load-balancing loss × 0.02 over 1 router (the model's config)" in printed
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
     samples = samples_of(project, "concat")
@@ -238,8 +238,8 @@ def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Pat
         (MIXTRAL, ("--from-scratch",), "load-balancing loss × 0.001 over 2 routers (from scratch)"),
         (ONE_LAYER, ("--router-aux-loss", "off"), "no load balancing (as typed)"),
         (DEEPSEEK, (), "no load balancing (fine-tuning keeps the biases of the routers)"),
-        (DEEPSEEK, ("--from-scratch",), "biases of 1 routers move by 0.001 a step"),
-        (DEEPSEEK, ("--router-aux-loss", "0.01"), "biases of 1 routers move by 0.01 a step"),
+        (DEEPSEEK, ("--from-scratch",), "biases of 1 router move by 0.001 a step"),
+        (DEEPSEEK, ("--router-aux-loss", "0.01"), "biases of 1 router move by 0.01 a step"),
         (
             MODELS["qwen2_moe"],
             (*("--router-aux-loss", "0.1", "--lora-rank", 4), "--lora-targets", _BEHIND_ROUTERS),

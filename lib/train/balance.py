@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lib.core import commands
+from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.parallel import routers
 from lib.parallel.routers import BIAS, LOSS, RouterLoad
@@ -73,15 +73,16 @@ def describe(config: Config, model: PreTrainedModel) -> dict[str, str]:
         return {"experts": f"no load balancing, which is not available for {name} models"}
     if not isinstance(value, float):
         return {"experts": f"no load balancing ({_why_off(why, method)})"}
+    count = units.counted(len(found), "router")
     if method == BIAS:
         return {
-            "experts": f"the biases of {len(found)} routers move by {value:g} a step towards an "
+            "experts": f"the biases of {count} move by {value:g} a step towards an "
             f"even load ({why})"
         }
     note = ""
     if not routers.reaches_trained(model, found):
         note = "; no trained weight comes before a router, so that it changes nothing"
-    return {"experts": f"load-balancing loss × {value:g} over {len(found)} routers ({why}){note}"}
+    return {"experts": f"load-balancing loss × {value:g} over {count} ({why}){note}"}
 
 
 def _why_off(why: str, method: str) -> str:
