@@ -189,11 +189,11 @@ def set_up(
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
     from lib.planning import capacity
-    from lib.train import balance, overview, resume
+    from lib.train import overview, resume
     from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
     from lib.train.meters import Meters
-    from lib.train.model import first_weights, settle_attention, shard, try_experts
+    from lib.train.model import first_weights, pick_kernels, shard
     from lib.train.report import Report
     from lib.train.state import TrainState
     from lib.train.stop import StopRequest
@@ -209,8 +209,7 @@ def set_up(
     # The model: sharded before it has memory. What is in it comes further down.
     compiler = make_compiler(config.compile, layout.device)
     memory_before = capacity.usage(layout.device)["memory/current_gib"]
-    routers = balance.watch(config, model, layout.device)
-    shard(config, inputs, model, layout, compiler)
+    routers = shard(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
     state = TrainState(
@@ -227,8 +226,7 @@ def set_up(
         first_weights(config, inputs, model, layout)
         journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)
-    settle_attention(config, model, layout)
-    try_experts(model, layout)
+    pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
     meters = Meters(
         config, experiment, layout, work.flops, hardware.peak, memory_before, state.step
