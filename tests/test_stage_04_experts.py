@@ -271,9 +271,18 @@ def test_refused(
 
 
 def test_value_that_is_no_number(project: Path) -> None:
-    for value in ("0", "-1", "often"):
+    for value in ("-1", "often", "on"):
         printed = train(project, "-e", "run", "--router-aux-loss", value, expect=2)
         assert "--router-aux-loss" in printed
+
+
+def test_off_in_a_file(project: Path) -> None:
+    """YAML reads it as false."""
+    save(project, ONE_LAYER)
+    for value in ("off", "0", "0.0"):
+        (project / "run.yaml").write_text(f"router_aux_loss: {value}\n")
+        printed = train(project, "-e", "run", "--max-steps", 1, "--dry-run", "--config", "run.yaml")
+        assert "no load balancing (as typed)" in printed
 
 
 def test_a_run_keeps_what_it_was_begun_with(project: Path) -> None:

@@ -28,7 +28,10 @@ def _auto_or_count(text: str) -> int | str:
 
 
 def _auto_off_or_positive(text: str) -> float | str:
-    return text.lower() if text.lower() in (AUTO, OFF) else positive(text)
+    if text.lower() == AUTO:
+        return AUTO
+    # YAML reads `off` as false, and 0 times the loss is none.
+    return OFF if text.lower() in (OFF, "false", "no") else non_negative(text) or OFF
 
 
 def _or_switch(

@@ -30,6 +30,8 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from lib.models.lora import Lora
+from lib.models.sharded import Placement
 from lib.parallel import loss, parallelize, routers
 from lib.parallel.compiling import make_compiler
 from lib.parallel.routers import BIAS, LOSS, RouterLoad, find_method, find_routers
@@ -88,11 +90,13 @@ OTHERS_WITH_LOSS = ["olmoe", "granitemoe", "minimax", "jamba"]
 COEFFICIENT = 0.5
 
 
-def build(family: str) -> tuple[PreTrainedModel, list[routers.Router]]:
+def build(family: str, lora: Lora | None = None) -> tuple[PreTrainedModel, list[routers.Router]]:
     """Return a model with weights, and its routers as they were found on the meta device."""
     config = CONFIGS[family]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if lora:
+        lora.convert(model, Placement())
     found = find_routers(model)
     torch.manual_seed(0)
     full = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -100,7 +104,10 @@ def build(family: str) -> tuple[PreTrainedModel, list[routers.Router]]:
         for parameter in full.parameters():
             parameter.normal_(0.0, 0.3)
     model.to_empty(device="cpu")
-    model.load_state_dict(full.state_dict())
+    model.load_state_dict(full.state_dict(), strict=lora is None)
+    with torch.no_grad():
+        for parameter in model.parameters() if lora else ():
+            parameter.normal_(0.0, 0.3)
     for name, buffer in model.named_buffers():
         buffer.data.copy_(full.get_buffer(name))
     return model.train(), found
@@ -343,10 +350,9 @@ def test_the_load_evens_out(group: object) -> None:
 
 
 def test_models_that_nothing_can_balance() -> None:
-    for family in ("llama",):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIGS[family])
-        assert find_routers(model) == [] and find_method(model, []) == ""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    assert find_routers(model) == [] and find_method(model, []) == ""
 
 
 def test_figures_of_a_load() -> None:
@@ -361,3 +367,21 @@ def test_figures_of_a_load() -> None:
         "experts/layer_03/max_load": 1.0,
         "experts/layer_03/starved": 0.0,
     }
+
+
+def test_adapters_in_front_of_a_frozen_router_learn_from_the_loss(group: object) -> None:
+    model, found = build("mixtral", Lora(4, 8.0, 0.0, "attention"))
+    assert not found[0].module.weight.requires_grad
+    assert routers.reaches_trained(model, found)
+    batch = make_batch([12, 7, 1])
+    value, expected = expected_gradients(model, batch)
+    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    run_step(model, load, batch)
+    found_now = gradients(model)
+    assert_same(found_now, expected)
+    without = RouterLoad([], CPU, "", 0.0)
+    load.end_step(torch.zeros(()))
+    run_step(model, without, batch)
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert (gradients(model)[name] - found_now[name]).abs().max() > 1e-4
+    assert load.capture().figures()["train/router_aux_loss"] == pytest.approx(value, rel=1e-6)
