@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.layout import ParallelLayout
     from lib.parallel.loss import LossSum
     from lib.parallel.meeting import Meeting
+    from lib.parallel.routers import RouterLoad
     from lib.planning.memory import MemoryEstimate
     from lib.tokens.batches import DataStream
     from lib.train.data import Data
@@ -137,6 +138,7 @@ class Run(NamedTuple):
     state: TrainState
     stream: DataStream
     loss_sum: LossSum
+    routers: RouterLoad
     meters: Meters
     evaluation: Evaluation
     checkpointer: Checkpointer
@@ -191,7 +193,7 @@ def set_up(
     from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
     from lib.train.meters import Meters
-    from lib.train.model import first_weights, settle_attention, shard, try_experts
+    from lib.train.model import first_weights, pick_kernels, shard
     from lib.train.report import Report
     from lib.train.state import TrainState
     from lib.train.stop import StopRequest
@@ -207,7 +209,7 @@ def set_up(
     # The model: sharded before it has memory. What is in it comes further down.
     compiler = make_compiler(config.compile, layout.device)
     memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
-    shard(config, inputs, model, layout, compiler)
+    routers = shard(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
     state = TrainState(
@@ -224,8 +226,7 @@ def set_up(
         first_weights(config, inputs, model, layout)
         journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)
-    settle_attention(config, model, layout)
-    try_experts(model, layout)
+    pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
     meters = Meters(
         config, experiment, layout, work.flops, hardware.peak, memory_before, state.step
@@ -238,6 +239,7 @@ def set_up(
         state,
         stream,
         loss_sum,
+        routers,
         stack.enter_context(meters),
         Evaluation(data.held_out, plan, layout),
         checkpointer,
@@ -351,11 +353,13 @@ def train(run: Run) -> Divergence | None:
             step = next(steps)
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
         scale = guard.loss_factor(step.label_tokens)
+        run.routers.begin_step(step, scale)
         for number, batch in enumerate(step.batches, 1):
             begin_pass(model, number == len(step.batches), bool(config.keep_gathered))
             with timers("data"):
                 batch = batch.to(layout.device)
             with timers("forward"):
+                run.routers.begin_pass(batch)
                 loss = run.loss_sum(batch, scale)
             with timers("backward"):
                 loss.backward()
@@ -364,6 +368,7 @@ def train(run: Run) -> Divergence | None:
             grad_norm = guard.clip(optimizer, config.grad_clip)
             with timers("optimizer"):
                 optimizer.step()  # changes nothing where the norm is NaN or infinite
+            run.routers.end_step(optimizer.found_inf)
             optimizer.zero_grad(set_to_none=True)
         state.advance(step)
         window.end_step(step.label_tokens)
@@ -396,7 +401,7 @@ def log_step(
     divergence = report.write_captured()
     evaluating = run.evaluation.is_due(step) and not stopping  # a launcher waits 30 s
     if (divergence is None or stopping) and (report.is_due(step) or evaluating or stopping):
-        report.capture(window, grad_norm, learning_rate)
+        report.capture(window, run.routers, grad_norm, learning_rate)
         if evaluating:
             with run.meters.aside("evaluation"):
                 report.add(run.evaluation.measure(step, run.state.model, run.loss_sum, report))

@@ -55,7 +55,7 @@ from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, gpus, layout
 from lib.tokens import build, split_writer
-from lib.train import checks, earlier, model_files, precision, symptoms
+from lib.train import balance, checks, earlier, model_files, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -661,6 +661,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("lib.models.lora.choose_experts", lambda *_: ["experts"])
     yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
     yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
+    balanced = replace(opts, router_aux_loss=0.1, lora_rank=4)
+    for method in ("", balance.BIAS):
+        yield lambda method=method: balance._require_of_use(balanced, no_blocks, method)
 
 
 def of_saved_splits() -> Iterator[Callable[[], object]]:

@@ -22,6 +22,7 @@ from lib.core import manifest, units
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
 from lib.models.adapters import ModelAdapter
+from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
 from lib.models.stored import StoredModel
 
@@ -50,7 +51,8 @@ class ExportPlan:
 def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
     """Return the plan of an export.
 
-    model: on meta. dtype: of floating-point tensors; others keep theirs. A tensor larger than
+    model: on meta. dtype: of floating-point tensors; others keep theirs, and the biases of routers
+    stay float32, since half precision would lose their small steps. A tensor larger than
     max_shard_bytes gets its own file.
     """
     tensors = model.state_dict(keep_vars=True)
@@ -60,7 +62,8 @@ def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int
     for group in groups:
         meta = {name: tensors[name].detach() for name in group}
         for key, tensor in keys.convert_to_hub(model, meta):
-            stored = dtype if tensor.is_floating_point() else tensor.dtype
+            is_cast = tensor.is_floating_point() and not key.endswith(ROUTER_BIASES)
+            stored = dtype if is_cast else tensor.dtype
             entry = Entry(key, tuple(tensor.shape), stored)
             if shards[-1] and size + entry.bytes > max_shard_bytes:
                 shards.append([])

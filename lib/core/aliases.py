@@ -26,6 +26,7 @@ SYSTEMS = {
     "trainer": "the Hugging Face Trainer",
     "axolotl": "Axolotl",
     "titan": "torchtitan",
+    "megatron": "Megatron-LM",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 BEGIN = "<!-- table: python -m lib.core.aliases -->\n"
@@ -294,6 +295,13 @@ ROWS = (
         titan="training.seed debug.seed",
     ),
     _other("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
+    _other(
+        "--router-aux-loss",
+        "--router-aux-loss X; auto follows output_router_logits in the model's config.json",
+        trainer="router_aux_loss_coef output_router_logits",
+        axolotl="router_aux_loss_coef output_router_logits",
+        megatron="moe_aux_loss_coeff moe_router_load_balancing_type moe_router_bias_update_rate",
+    ),
     # Precision, speed, memory.
     _same("--precision", scratch="mixed_precision"),
     _other(

@@ -56,7 +56,7 @@ def option(
     first: str = "",
     role: Role | None = None,
     renumbers: bool = False,
-    quiet: bool = False,
+    quiet: bool | tuple[Any, ...] = False,
     **more: Any,
 ) -> Any:
     """Declare a field as an option, `--job-name` for job_name.
@@ -66,7 +66,8 @@ def option(
     has the option already. group: title of the group for it and the options after it. first: its
     line on the short page of --help; empty if it is not there. role: see Role. renumbers: a change
     gives samples other numbers. quiet: the default is not part of a run's identity, so that runs
-    older than the option continue. more: arguments for argparse.
+    older than the option continue; a tuple names the values that are not part of it. more:
+    arguments for argparse.
     """
     given: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}

@@ -21,6 +21,8 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
 from lib.models.directory import CONFIG
 
+# The buffers that routers add to their scores for the choice of experts alone, in float32.
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _MOST = 100_000  # of anything that a model has a number of
 
 

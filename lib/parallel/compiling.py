@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
-from lib.parallel import graphs
+from lib.parallel import graphs, routers
 
 # Where blocks recompute selectively, torch asks that they change nothing in place, which
 # parallelize.py sees to.
@@ -113,7 +113,7 @@ def _rehearse(
         return inputs[-1]
 
     arguments, named = tree_map(apart, (arguments, named))
-    with torch.random.fork_rng({part.device for part in inputs if part.is_cuda}):
+    with routers.paused(), torch.random.fork_rng({part.device for part in inputs if part.is_cuda}):
         results = [
             part
             for part in tree_leaves(function(*arguments, **named))

@@ -34,7 +34,8 @@ class MicroBatch(NamedTuple):
     input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
     position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32
     [documents + 1], where documents begin and end in the B·T tokens; None without position_ids.
-    longest: tokens, no document has more; see `longest_document`. None: no more than T.
+    longest: tokens, no document has more; see `longest_document`. None: no more than T. lengths:
+    int64 [B], the tokens of each row before its padding; None where nothing is padded.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +43,7 @@ class MicroBatch(NamedTuple):
     position_ids: torch.Tensor | None = None
     boundaries: torch.Tensor | None = None
     longest: int | None = None
+    lengths: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
@@ -210,14 +212,11 @@ def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
 
     ends = None if rows.positions is None else boundaries(rows.positions)
     longest = None if ends is None else longest_document(ends, rows.inputs.shape[1])
-    tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
+    arrays = (rows.inputs, rows.labels, rows.positions, ends, rows.lengths)
+    tensors = (None if part is None else torch.from_numpy(part) for part in arrays)
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
-    return MicroBatch._make(
-        (
-            *(
-                part.contiguous().pin_memory() if pin and part is not None else part
-                for part in tensors
-            ),
-            longest,
-        )
+    inputs, labels, positions, places, lengths = (
+        part.contiguous().pin_memory() if pin and part is not None else part for part in tensors
     )
+    assert inputs is not None and labels is not None, "rows without tokens"
+    return MicroBatch(inputs, labels, positions, places, longest, lengths)

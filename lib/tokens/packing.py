@@ -62,11 +62,12 @@ class Packs(Samples):
         return int(np.diff(self._index["packs"][:]).max(initial=0)) + 1
 
     def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples as inputs, labels and positions, int64 [samples, T] each."""
+        """Return the samples as inputs, labels, positions and the lengths without padding."""
         shape = (len(samples), self.seq_length)
         inputs = np.zeros(shape, np.int64)
         positions = np.zeros(shape, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
+        lengths = np.zeros(len(samples), np.int64)
         for row, pack in enumerate(samples):
             filled = 0
             for start, length, is_end in self._pieces(int(pack)):
@@ -82,7 +83,8 @@ class Packs(Samples):
                 labels[row, filled : filled + len(after)] = after
                 filled += length
             positions[row, filled:] = np.arange(self.seq_length - filled)
-        return Rows(inputs, labels, positions)
+            lengths[row] = filled
+        return Rows(inputs, labels, positions, lengths)
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         packs = self._index["packs"]

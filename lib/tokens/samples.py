@@ -14,11 +14,15 @@ IGNORED = -100  # the label that no loss is computed for
 
 
 class Rows(NamedTuple):
-    """Holds samples, int64 [samples, T] each; positions None: they run from 0 to T - 1."""
+    """Holds samples, int64 [samples, T] each; positions None: they run from 0 to T - 1.
+
+    lengths: int64 [samples], the tokens before the padding; None where nothing is padded.
+    """
 
     inputs: np.ndarray
     labels: np.ndarray
     positions: np.ndarray | None
+    lengths: np.ndarray | None = None
 
 
 class Samples(ABC):

@@ -26,12 +26,20 @@ from lib.train import console
 from lib.train.lora_options import LoraOptions
 
 AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
+OFF = "off"
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
 def _auto_or_count(text: str) -> int | str:
     return AUTO if text.lower() == AUTO else positive_int(text)
+
+
+def _auto_off_or_positive(text: str) -> float | str:
+    if text.lower() == AUTO:
+        return AUTO
+    # YAML reads `off` as false, and 0 times the loss is none.
+    return OFF if text.lower() in (OFF, "false", "no") else non_negative(text) or OFF
 
 
 def _or_switch(
@@ -179,6 +187,17 @@ class Config(LoraOptions):
         parse=positive_int,
         help="after N such steps in a row go back to the checkpoint before them and pass over "
         "their data, three times at most",
+    )
+    router_aux_loss: float | str = option(
+        AUTO,
+        role=RESULT,
+        quiet=(AUTO, OFF),
+        parse=_auto_off_or_positive,
+        metavar="auto|off|X",
+        help="mixture-of-experts models: train with the load-balancing loss times X, or move the "
+        "biases of sigmoid routers by X in each step, as the family does; auto: from scratch with "
+        "the family's number, and in fine-tuning if the model's config has output_router_logits "
+        "(default: auto)",
     )
     precision: str = option(
         None,
@@ -463,6 +482,7 @@ class Config(LoraOptions):
                 ("activation_checkpointing", AUTO),
                 ("keep_gathered", None),
                 ("shard_size", None),
+                ("router_aux_loss", AUTO),
             )
             if name in self.why
         }
@@ -473,12 +493,15 @@ class Config(LoraOptions):
 
         inputs: fingerprints of model, dataset and tokenizer. global_batch: samples in a step.
         """
-        quiet = {
+        left_out = {
             each.name
             for each in declared.list_fields(Config)
-            if each.metadata["quiet"] and getattr(self, each.name) == each.default
+            if (quiet := each.metadata["quiet"])
+            and getattr(self, each.name) in (quiet if isinstance(quiet, tuple) else (each.default,))
         }
-        decisive = {name: value for name, value in self.having(RESULT).items() if name not in quiet}
+        decisive = {
+            name: value for name, value in self.having(RESULT).items() if name not in left_out
+        }
         return {"options": {**decisive, "global_batch_size": global_batch}, "inputs": dict(inputs)}
 
 

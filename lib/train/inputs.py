@@ -33,6 +33,7 @@ from lib.train.config import AUTO, Config
 from lib.train.plan import Plan
 
 KIND = "scratch/1"
+_BALANCE = "router_aux_loss"
 KEPT = "earlier launch"  # where a value is from that a run was begun with
 _PREVIEW_BYTES = 2_000_000  # of text that a tokenizer is trained on for a plan, in a second or two
 
@@ -179,6 +180,9 @@ def settle(config: Config, inputs: Inputs) -> Config:
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled(KEPT, **{name: value})
+    identity = _identity(inputs.begun, inputs.named)
+    if config.router_aux_loss == AUTO and (value := identity.get("options", {}).get(_BALANCE)):
+        config = config.settled(KEPT, router_aux_loss=value)
     if config.lr is None:
         why = "from scratch" if inputs.scratch else "a model with weights"
         config = config.settled(

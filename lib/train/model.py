@@ -24,7 +24,8 @@ from lib.parallel import attention, attention_kernel, experts, experts_trial, pa
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
-from lib.train import earlier, plan, precision
+from lib.parallel.routers import RouterLoad
+from lib.train import balance, earlier, plan, precision
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_on_all_nodes
@@ -74,6 +75,7 @@ def build_model(
             f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
             found=f"--precision {config.precision}",
         )
+    config = balance.settle(config, model, inputs)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
     for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
@@ -122,11 +124,13 @@ def shard(
     model: PreTrainedModel,
     layout: ParallelLayout,
     compiler: Compiler | None,
-) -> None:
+) -> RouterLoad:
     """Shard the model and give it memory, without content but for what is frozen.
 
-    No checkpoint holds that. Raises UsageError when its files have changed since it was planned.
+    No checkpoint holds that. Returns what counts the load of the model's experts. Raises UsageError
+    when the model's files have changed since it was planned.
     """
+    load = balance.watch(config, model, layout.device)
     offload = update_device(config, layout) != layout.device
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
     for said in adapters.adapt(model, _asked(config, before_plans=False), placement).said:
@@ -146,6 +150,7 @@ def shard(
     parallelize.materialise(model, layout.device, offload)
     if is_frozen(model):
         _load_frozen(inputs, model, layout)
+    return load
 
 
 def _asked(config: Config, before_plans: bool) -> list[ModelAdapter]:
@@ -205,16 +210,13 @@ def weights_of(config: Config, inputs: Inputs) -> str:
     )
 
 
-def settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
-    """Decide how the model attends, and say so."""
+def pick_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
+    """Decide how the model attends, and which function computes its experts; print both.
+
+    All ranks must call this.
+    """
     attention.ask_no_device(model, config.packing, config.seq_length)
-    log.info(
-        "attention: "
-        + attention_kernel.settle(model, config.packing, config.precision, layout.device)
-    )
-
-
-def try_experts(model: PreTrainedModel, layout: ParallelLayout) -> None:
-    """Decide which function computes the experts of a model that has any, and print which."""
+    kernel = attention_kernel.settle(model, config.packing, config.precision, layout.device)
+    log.info(f"attention: {kernel}")
     if name := experts_trial.pick_function(model, layout):
         log.info(f"experts: {name}")

@@ -18,7 +18,7 @@ from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity, memory, saving
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import preparation
-from lib.train import chats, checks, fitting, flops, outlook
+from lib.train import balance, chats, checks, fitting, flops, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.data import Data, mix, shards_of_rank
@@ -50,6 +50,7 @@ def show_head(
             "dataset": inputs.datasets,
             "validation": held_out or no_split,
             **_settled(config),
+            **balance.describe(config, model),
             **data.describe(plan),
             **outlook.rows(plan, work, hardware),
         }
@@ -86,6 +87,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             "dataset": inputs.datasets,
             "precision": f"{masters}, {config.precision} compute",
             **_settled(config),
+            **balance.describe(config, model),
             **_ranks(config),
         }
     )

@@ -16,6 +16,7 @@ from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
+from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import console, metrics, symptoms
@@ -111,10 +112,16 @@ class Report:
         """Tell whether a step's figures are logged: the first, each --log-freq-th, the last."""
         return step % self._plan.config.log_freq == 0 or step in (1, self._plan.total_steps)
 
-    def capture(self, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float) -> None:
+    def capture(
+        self,
+        window: LossWindow,
+        routers: RouterLoad,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
         """Note the row of the last step without waiting for the device, which may be behind.
 
-        The row before must have been written.
+        The row before must have been written. All ranks must call this.
         """
         assert self._captured is None, "the row before is not written yet"
         self._captured = capture_row(
@@ -122,6 +129,7 @@ class Report:
             self._stream,
             self._meters,
             window,
+            routers,
             grad_norm,
             learning_rate,
             self._speeds(),

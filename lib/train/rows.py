@@ -10,6 +10,7 @@ import torch
 
 from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
+from lib.parallel.routers import LoadFigures, RouterLoad
 from lib.tokens.batches import DataStream, Position
 from lib.train.meters import LossSums, LossWindow, Meters, TimedSteps, to_host
 from lib.train.plan import Plan
@@ -20,8 +21,9 @@ class CapturedRow(NamedTuple):
     """Holds the row of a step until it is written, as it was when the host ended the step.
 
     position: of the data after the step. norm_and_skipped: the gradient norm and the numbers of a
-    SkippedSteps, see `to_host`. validation: figures that are added later. ended: seconds since the
-    epoch. done: an event of the device behind the step, None on a CPU, which runs nothing ahead.
+    SkippedSteps, see `to_host`. load: of the experts. validation: figures that are added later.
+    ended: seconds since the epoch. done: an event of the device behind the step, None on a CPU,
+    which runs nothing ahead.
     """
 
     step: int
@@ -31,6 +33,7 @@ class CapturedRow(NamedTuple):
     position: Position
     loss: LossSums
     norm_and_skipped: torch.Tensor
+    load: LoadFigures
     speeds: dict[str, float]
     times: TimedSteps
     memory: dict[str, float]
@@ -55,15 +58,17 @@ def capture_row(
     stream: DataStream,
     meters: Meters,
     window: LossWindow,
+    routers: RouterLoad,
     grad_norm: torch.Tensor,
     learning_rate: float,
     speeds: dict[str, float],
 ) -> CapturedRow:
     """Return the row of the last step without waiting for the device, which may be behind.
 
-    speeds: of the launch.
+    speeds: of the launch. All ranks must call this.
     """
     loss = window.capture()
+    load = routers.capture()
     times = meters.timers.capture()
     norm_and_skipped = to_host(grad_norm, *state.guard.count_skipped())
     done = None
@@ -78,6 +83,7 @@ def capture_row(
         state.position,
         loss,
         norm_and_skipped,
+        load,
         speeds,
         times,
         meters.memory(),
@@ -113,6 +119,7 @@ def read_row(
         "train/grad_norm": grad_norm,
         "train/learning_rate": captured.learning_rate,
         "train/tokens_seen": captured.tokens,
+        **captured.load.figures(),
         "perf/tokens_per_sec": per_second,
         "perf/tokens_per_sec_per_device": per_device,
         "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
