@@ -13,6 +13,7 @@ from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
 from lib.core.artifacts import TOKENIZER_FILES
 from lib.core.errors import EXIT_BUG, Preempted, UsageError
+from lib.core.events import Event
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
 from lib.models import architecture, chat_files, dialects, remote_code
@@ -112,7 +113,7 @@ def _describe(
         )
     inputs.require_unchanged()
     if left := commit.delete_leftovers(experiment.checkpoints):
-        journal.event("clean", 0, paths=left)
+        journal.event(Event.CLEAN, 0, paths=left)
     return start
 
 

@@ -84,7 +84,10 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
             position=BEGINNING,
             model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
         )
-        journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
+        journal = SimpleNamespace(
+            state=lambda status, written=written, **_: written.append(status),
+            event=lambda *_, **__: None,
+        )
         estimate = SimpleNamespace(report=lambda: None)
         stream = SimpleNamespace(epoch=lambda position: 0.5)
         with (
