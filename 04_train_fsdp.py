@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
 from lib.core.errors import UsageError
+from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
@@ -224,7 +225,7 @@ def set_up(
     # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
         first_weights(config, inputs, model, layout)
-        journal.event("start", 0, ranks=layout.ranks)
+        journal.event(Event.START, 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)
     pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)

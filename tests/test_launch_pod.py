@@ -130,10 +130,10 @@ def test_rank_and_head_come_from_the_operator(
 
 def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "exp-worker-12")
-    assert pod.rank_of({}) == 12
+    assert pod.rank_of({}, 13) == 12
     monkeypatch.setattr(platform, "node", lambda: "laptop")
     with pytest.raises(UsageError, match="laptop"):
-        pod.rank_of({})
+        pod.rank_of({}, 13)
     with pytest.raises(UsageError, match="where the head is"):
         pod.head_of({"PET_RDZV_ENDPOINT": ""})
 
@@ -159,7 +159,7 @@ def test_a_head_without_an_address_is_waited_for_and_signals_still_end_it() -> N
     given = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
     waiting = [*command("pytorchjob", 2), "--", "-e", "x"]
     done = subprocess.run(
-        waiting, env={**given, "WAIT_SECONDS": "0"}, capture_output=True, text=True, timeout=120
+        waiting, env={**given, "WAIT_SECONDS": "0.5"}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and "no-such-host.invalid has no address" in done.stderr
     process = subprocess.Popen(waiting, env=given, stdout=subprocess.PIPE, text=True)

@@ -186,17 +186,22 @@ def test_files_that_cannot_all_be_moved_stay_together(tmp_path):
     assert (tmp_path / "new/a").read_text() == "a" and not (tmp_path / "a").exists()
 
 
-def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(repo: Repo, stage: StageRunner) -> None:
+def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(
+    repo: Repo, stage: StageRunner, tmp_path: Path
+) -> None:
     """Fetched and built as it says, the dataset is found under the name that was typed."""
     train = ("04_train_fsdp.py", "-e", "x", "-d", NAME, "-m", NAME)
-    told = stage(*train, expect=3).stderr
-    assert "2 problems" in told and f"03_download_model.py --model-name {NAME}" in told
-    for script, kind in (
-        ("03_download_model.py", "--dataset-name"),
-        ("02_build_hf_dataset.py", "--data-folder"),
-    ):
+
+    def type_command(script: str, kind: str) -> None:
+        told = stage(*train, expect=3).stderr
+        assert "2 problems" in told and f"{SCRIPT} --model-name {NAME}" in told
         line = next(line for line in told.splitlines() if f"{script} {kind}" in line)
         words = shlex.split(line.replace("run:", ""))
         stage(script, *words[words.index(kind) :], "--no-progress")
+
+    type_command(SCRIPT, "--dataset-name")
+    assert [*files_of(tmp_path / WHERE)] == ["README.md"]  # and not terabytes, unseen
+    fetch(stage)
+    type_command("02_build_hf_dataset.py", "--data-folder")
     assert "2 problems" not in (again := stage(*train, expect=3).stderr)
     assert "no finished model" in again

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, manifest, paths
+from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
 from lib.models import directory as models
-from lib.tokens import encode, mixture, packing, store
+from lib.tokens import mixture, packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -296,7 +297,7 @@ def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     try:
         wanted = {
             "dataset": open_dataset(dataset).fingerprint,
-            "tokenizer": encode.tokenizer_fingerprint(model),
+            "tokenizer": tokenizer_fingerprint(model),
         }
     except ArtifactError:  # a model without a tokenizer
         return []

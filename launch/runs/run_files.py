@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs import at_work, collectives
-from lib.core import lease, run_records
+from lib.core import events, lease, run_records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of
 
@@ -18,7 +18,6 @@ SILENT_S = 40.0  # a lock that is held is renewed every ten seconds
 _COMMIT = "COMMIT.json"
 _LOG_TAIL = 16 << 10
 _WARNINGS = 6
-_TELLING = {"quarantine", "fallback", "signal", "skip_step", "rollback", "disk_full", "failed"}
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
 _HEAVY_START = "Traceback (most recent call last):"
 
@@ -183,7 +182,7 @@ class RunFiles:
         found = [
             (str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
             for e in self.events
-            if e.get("event") in _TELLING
+            if e.get("event") in events.PROBLEMS
         ]
         for path in sorted(self.experiment.logs.glob("rank_*.log")):
             rank = path.stem.removeprefix("rank_").lstrip("0") or "0"

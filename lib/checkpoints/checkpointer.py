@@ -19,6 +19,7 @@ from lib.checkpoints.snapshot import Snapshot
 from lib.checkpoints.tier import Note, Tier, ignore_event
 from lib.core import log, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
+from lib.core.events import Event
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 
 _TIER_PER_SHARED = 10  # checkpoints of the second tier for each shared one
@@ -239,13 +240,13 @@ class Checkpointer:
     def _handle_failure(self, error: StageError, last: bool) -> None:
         """Warn about a failed save, or raise its error if the run must end."""
         if self._tier and not self._is_shared:  # the run relies on the shared ones only
-            self._note("local_save_failed", self._step, reason=error.problem)
+            self._note(Event.LOCAL_SAVE_FAILED, self._step, reason=error.problem)
             log.warn(f"step {self._step} is not saved to {self._tier.where}: {error.problem}")
             return
         if not isinstance(error, DiskFullError):
             raise error
         self._failures += 1
-        self._note("disk_full", self._step, reason=error.problem)
+        self._note(Event.DISK_FULL, self._step, reason=error.problem)
         if last or self._failures >= _MAX_FAILURES:
             error.hint = error.hint or _HINT
             raise error
@@ -265,7 +266,9 @@ class Checkpointer:
             checkpoint = self._tier.write(captured)
         seconds = time.monotonic() - began
         self._note(
-            "save", captured.step, path=checkpoint.path.name if is_shared else str(checkpoint.path)
+            Event.SAVE,
+            captured.step,
+            path=checkpoint.path.name if is_shared else str(checkpoint.path),
         )
         if self._layout.rank == 0:
             if is_shared:
@@ -287,7 +290,7 @@ class Checkpointer:
     def _free_space(self, step: int) -> bool:
         """Delete leftovers and superfluous checkpoints; return whether any were deleted."""
         if deleted := commit.delete_leftovers(self._directory):
-            self._note("clean", step, paths=deleted)
+            self._note(Event.CLEAN, step, paths=deleted)
         return self._prune(step) or bool(deleted)
 
     def _prune(self, step: int) -> bool:
@@ -296,11 +299,11 @@ class Checkpointer:
         with self._prune_may_fail:
             deleted = commit.prune_checkpoints(self._directory, *self._keep)
         if deleted:
-            self._note("prune", step, steps=deleted)
+            self._note(Event.PRUNE, step, steps=deleted)
         return bool(deleted)
 
     def _note_quarantine(self, step: int, why: str) -> None:
-        self._note("quarantine", step, reason=why)
+        self._note(Event.QUARANTINE, step, reason=why)
 
 
 def make_tier(

@@ -62,8 +62,8 @@ def write_companions(
     dtype: of the export. names: options of the run. adapter_of: the name of the base model if the
     export is an adapter, else "". Returns what the manifest of the export says about config.json.
     """
+    from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models.directory import EARLIER_KEYS
-    from lib.models.tokenizer import CHAT_TEMPLATE
 
     _copy_tokenizer(experiment.model, out)
     of_config: dict[str, Any] = {}
@@ -90,9 +90,9 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
 
     The chat template goes into the tokenizer's config as well, where more programs look for it.
     """
+    from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models import dialects
     from lib.models.directory import CODE_DIGESTS
-    from lib.models.tokenizer import CHAT_TEMPLATE
 
     for path in sorted(model_dir.iterdir()):
         if (

@@ -30,6 +30,7 @@ from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_erro
 from lib.checkpoints.tier import Note, Tier, get_local_tensors, ignore_event
 from lib.core import log, manifest, partial_dirs, paths, publish
 from lib.core.errors import StageError, UsageError
+from lib.core.events import Event
 from lib.core.identity import differences
 from lib.parallel.layout import gather, on_rank_0, together
 
@@ -68,7 +69,7 @@ class LocalTier(Tier):
             commit.delete_leftovers(directory) if self._is_node_leader else [], control
         )
         if left := [name for names in cleaned for name in names]:
-            note("clean", 0, paths=left, where=self.where)
+            note(Event.CLEAN, 0, paths=left, where=self.where)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit a checkpoint on all nodes or on none; if a rank fails, all ranks raise."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, paths, records
+from lib.core.events import Event
 from lib.core.paths import Experiment
 
 _READ_ERROR = "[Errno "  # start of the reason in events.jsonl if a disk failed to read
@@ -21,7 +22,8 @@ def list_unreadable(checkpoints: Path) -> list[Checkpoint]:
     steps = {
         event["step"]
         for event in records.read_log_rows(events)
-        if event.get("event") == "quarantine" and str(event.get("reason")).startswith(_READ_ERROR)
+        if event.get("event") == Event.QUARANTINE
+        and str(event.get("reason")).startswith(_READ_ERROR)
     }
     candidates = [
         (paths.step_of(path.name.partition("-")[0]), path)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.snapshot import Snapshot, get_random_states, set_random_states
+from lib.core.events import Event
 from lib.models.sharded import local_tensor
 
 _RANDOM = "random."  # prefix of random states among the tensors
@@ -38,7 +39,7 @@ class Tier(ABC):
         """Record deleted checkpoints, if any. step: the current step of the run."""
         if steps:
             reason = {"reason": why} if why else {}
-            self.note("prune", step, steps=steps, where=self.where, **reason)
+            self.note(Event.PRUNE, step, steps=steps, where=self.where, **reason)
 
     @abstractmethod
     def write(self, snapshot: Snapshot) -> Checkpoint:

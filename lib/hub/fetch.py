@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest, publish, units
+from lib.core import artifacts, log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.hub.client import Hub, HubUnreachableError
@@ -22,7 +22,7 @@ from lib.hub.repository import (
     select_by_globs,
 )
 from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
-from lib.models import remote_code, tokenizer
+from lib.models import remote_code
 from lib.models.directory import CODE_DIGESTS, CONFIG, find_whole_snapshot, rename_in_errors
 
 _LARGE = 64 << 20  # bytes of weights from which the headers are checked before the download
@@ -205,7 +205,7 @@ class RemoteModel(RemoteFiles):
         """Check the config, the tokenizer and, if the weights are large, their headers."""
         from lib.models import check
 
-        small = [file for file in self.files if file.path in tokenizer.FILES]
+        small = [file for file in self.files if file.path in artifacts.TOKENIZER_FILES]
         Transfer(self.hub, self.repository).fetch(small, self.preview)
         check.examine(self.preview, weights=True, coming={}, trust_code=bool(self.code))
         weights = [file for file in self.files if file.path.endswith(".safetensors")]

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import commands, log, records
+from lib.core.artifacts import TOKENIZER_FILES, VOCABULARIES
 from lib.core.errors import UsageError
-from lib.models import tokenizer
 from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-_SMALL = {CONFIG, "generation_config.json", "README.md", *tokenizer.FILES}
+_SMALL = {CONFIG, "generation_config.json", "README.md", *TOKENIZER_FILES}
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?", re.IGNORECASE
 )
@@ -141,7 +141,7 @@ def choose_model_files(
     files = repository.files
     kinds = [WEIGHTS, INDEX] + ([PICKLE, PICKLE_INDEX] if allow_pickle else [])
     weights = next((name for name in kinds if name in files), "")
-    if CONFIG not in files or not weights or not tokenizer.ONE_OF & files.keys():
+    if CONFIG not in files or not weights or not set(VOCABULARIES) & files.keys():
         raise _incomplete_model_error(repository, allow_pickle)
     is_index = weights in (INDEX, PICKLE_INDEX)
     preview = fetch_small([files[name] for name in [CONFIG, *([weights] if is_index else [])]])
@@ -219,7 +219,7 @@ def _incomplete_model_error(repository: Repository, allow_pickle: bool) -> Usage
             f"{repository} has no config.json, so it is not a transformers model",
             found=listing,
         )
-    if not tokenizer.ONE_OF & repository.files.keys():
+    if not set(VOCABULARIES) & repository.files.keys():
         return UsageError(
             f"{repository} has no tokenizer",
             found=listing,

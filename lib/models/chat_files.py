@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log, manifest, records
+from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError
-from lib.models.tokenizer import CHAT_TEMPLATE
 
 _GENERATION = "generation_config.json"
 _TOKENIZER = "tokenizer_config.json"

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, log, manifest, paths, records, units
+from lib.core import artifacts, hashing, log, manifest, paths, records, units
+from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models import training_text
@@ -37,32 +38,6 @@ SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
 BYTE_VOCABULARY = SMALLEST_VOCABULARY + 1  # of a tokenizer that is not trained: PAD as well
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
 
-CHAT_TEMPLATE = "chat_template.jinja"
-# Every file that transformers reads a tokenizer from; none of them is a pickle or runs as code.
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    CHAT_TEMPLATE,
-    "chat_template.json",
-)
-ONE_OF = {
-    "tokenizer.json",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-}
 _CONFIG = "tokenizer_config.json"
 
 # Splits text into words before merging: contractions, words with the space before them, up to
@@ -261,8 +236,8 @@ def fingerprint(source: Path) -> str:
 
 
 def _find_files(source: Path) -> list[Path]:
-    found = [source / name for name in FILES if (source / name).is_file()]
-    if not ONE_OF & {path.name for path in found}:
+    found = [source / name for name in artifacts.TOKENIZER_FILES if (source / name).is_file()]
+    if not {*artifacts.VOCABULARIES} & {path.name for path in found}:
         there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
         raise UsageError(
             f"{source} holds no tokenizer",

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import commands, log, manifest, publish, units, verified
+from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import store
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
-from lib.tokens.encode import Encoder, tokenizer_fingerprint
+from lib.tokens.encode import Encoder
 from lib.tokens.split_writer import PROGRESS, TextWriter, Written
 
 _POLL_S = 0.5

@@ -13,21 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lib.core import hashing, log
+from lib.core import log
 from lib.core.errors import ArtifactError
 from lib.tokens.dataset import Dataset
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "vocab.txt",
-)
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
 # At most, for an estimate.
@@ -37,16 +26,6 @@ _SAMPLED_BYTES = 4000  # of each text
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
 Ids = tuple[np.ndarray, np.ndarray]  # uint32 [tokens], int64 [texts]: the ids, and how many of each
-
-
-def tokenizer_fingerprint(directory: Path) -> str:
-    """Identify a tokenizer by the content of its files; ArtifactError when there is none."""
-    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if not any(f.name not in ("tokenizer_config.json", "special_tokens_map.json") for f in files):
-        raise ArtifactError(
-            f"no tokenizer in {directory}", expected="tokenizer.json or tokenizer.model"
-        )
-    return hashing.fingerprint([[f.name, hashing.file_digest(f, "sha256")] for f in files])
 
 
 class Engine(Protocol):

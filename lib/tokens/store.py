@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths, units
+from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError
 from lib.tokens.chat import outcome
 from lib.tokens.chat.outcome import ChatCounts, ChatFacts
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
-from lib.tokens.encode import Encoder, tokenizer_fingerprint
+from lib.tokens.encode import Encoder
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # of a store whose labels are told by bits

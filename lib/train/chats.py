@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.core import declared, hashing, log
+from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import Problems, StageError
-from lib.models.tokenizer import CHAT_TEMPLATE
 from lib.tokens.chat import policy as chat_policy
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.columns import CHAT

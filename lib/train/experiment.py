@@ -11,14 +11,15 @@ from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
+from lib.core.artifacts import TOKENIZER_FILES
 from lib.core.errors import EXIT_BUG, Preempted, UsageError
+from lib.core.events import Event
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
 from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.outcome import ChatFacts
-from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import chats
 from lib.train.config import Config
 from lib.train.inputs import Inputs
@@ -27,7 +28,7 @@ from lib.train.launches import Launch
 from lib.train.plan import Plan
 
 _SHARED_WITHIN_S = 60.0
-_MODEL_FILES = (CONFIG, "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
+_MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def _describe(
         )
     inputs.require_unchanged()
     if left := commit.delete_leftovers(experiment.checkpoints):
-        journal.event("clean", 0, paths=left)
+        journal.event(Event.CLEAN, 0, paths=left)
     return start
 
 

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, file_identity, hashing, log, manifest, paths, publish, units
+from lib.core import (
+    artifacts,
+    commands,
+    file_identity,
+    hashing,
+    log,
+    manifest,
+    paths,
+    publish,
+    units,
+)
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
@@ -24,7 +34,7 @@ from lib.models import chat_files, directory, tokenizer
 from lib.models.design import Design
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel import recompute
-from lib.tokens import build, encode, mixture, raw_shards
+from lib.tokens import build, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
@@ -124,7 +134,7 @@ def find_inputs(
     source = chats.find_template(config, model_dir, corpora, begun_with)
     fingerprints = {
         "model": directory.fingerprint(model_dir),
-        "tokenizer": encode.tokenizer_fingerprint(model_dir),
+        "tokenizer": artifacts.tokenizer_fingerprint(model_dir),
         **(
             _shards_identity(config, shards)
             if shards

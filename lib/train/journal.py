@@ -17,6 +17,7 @@ from lib.checkpoints import commit
 from lib.core import commands, log, manifest, records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
+from lib.core.events import Event
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ class Journal:
                 if not _is_overwritten(self.experiment.state, json.dumps(content).encode()):
                     raise
 
-    def event(self, event: str, step: int, **facts: Any) -> None:
+    def event(self, event: Event, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl, as soon as the disk has room; any thread may call this."""
         if self._active:
             line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from lib.core import log, records, units
+from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
+from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
@@ -93,7 +94,11 @@ class Report:
             self._rescue(self._captured)
         if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
-            self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
+            is_full = isinstance(known, DiskFullError)
+            self.note_state("disk_full" if is_full else "failed")
+            if not is_full:
+                reason = launcher.headline(str(error)) or type(error).__name__
+                self.journal.event(Event.FAILED, self._state.step, reason=reason)
         self._bar.close()
         self._metrics.close()
 
@@ -169,7 +174,7 @@ class Report:
                 f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, "
                 f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
             )
-            self.journal.event("skip_step", step, steps=skipped.steps, reason=why)
+            self.journal.event(Event.SKIP_STEP, step, steps=skipped.steps, reason=why)
             log.warn(f"{skipped.steps} of the last steps left the weights as they were: {why}")
 
     def step_done(self) -> None:
@@ -264,7 +269,7 @@ class Report:
         step = self._state.step
         has_ended = self._state.step == self._plan.total_steps
         self.note_state("complete" if has_ended else "preempted")
-        self.journal.event("signal", step, signal=reason)
+        self.journal.event(Event.SIGNAL, step, signal=reason)
         if not has_ended:
             again = " without --overwrite" if self._plan.config.overwrite else ""
             raise Preempted(
@@ -293,7 +298,7 @@ class Report:
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
         self._bar.close()
-        self.journal.event("complete", self._state.step)
+        self.journal.event(Event.COMPLETE, self._state.step)
         if self._layout.rank == 0 and (rows := self._rows()):
             log.info(
                 f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "

@@ -8,6 +8,7 @@ from lib.checkpoints import search
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.core import log, units
 from lib.core.errors import ArtifactError
+from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.models import float8
 from lib.models.sharded import is_frozen, tie_again
@@ -73,7 +74,7 @@ def resume(
         is_own = checkpoint.path.parent == experiment.checkpoints.resolve()
         checkpointer.drop_newer(checkpoint.step if is_own else -1, _NEWER, tier_step=-1)
     journal.event(
-        "resume",
+        Event.RESUME,
         state.step,
         path=str(checkpoint.path),
         ranks=state.layout.ranks,
@@ -127,7 +128,7 @@ def roll_back(
         checkpointer.drop_newer(state.step, f"the steps up to {diverged_at} were rolled back")
     except ArtifactError as error:  # at worst a resume goes back to there, and then here again
         log.warn(error.render().removeprefix("error: "))
-    report.journal.event("rollback", state.step, diverged_at=diverged_at, bad_steps=bad)
+    report.journal.event(Event.ROLLBACK, state.step, diverged_at=diverged_at, bad_steps=bad)
     log.warn(
         f"{bad} bad steps in a row: back from step {diverged_at} to {checkpoint.path}; the "
         f"data of the steps between is passed over (rollback {rollbacks} of at most "

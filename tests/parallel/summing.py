@@ -43,7 +43,7 @@ class AveragingGuard(StepGuard):
     def loss_factor(self, label_tokens: int) -> float:
         mean = self._ranks / label_tokens
         power = 2.0 ** math.floor(math.log2(mean))
-        self._rest = mean / power
+        self._gradient_factor = mean / power
         return power * self.scale
 
 

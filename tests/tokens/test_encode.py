@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lib.core import artifacts
 from lib.core.errors import ArtifactError
 from lib.tokens import encode
 from lib.tokens.encode import Encoder
@@ -80,7 +81,7 @@ def test_the_vocabulary_ends_above_the_largest_id(tmp_path: Path) -> None:
 def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no tokenizer in"):
-        encode.tokenizer_fingerprint(tmp_path)
+        artifacts.tokenizer_fingerprint(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
@@ -92,13 +93,13 @@ def test_a_damaged_tokenizer_is_told(tokenizer: Path, content: str) -> None:
 
 
 def test_the_fingerprint_is_of_the_files_and_not_of_their_place(tokenizer: Path) -> None:
-    before = encode.tokenizer_fingerprint(tokenizer)
+    before = artifacts.tokenizer_fingerprint(tokenizer)
     moved = tokenizer.rename(tokenizer.with_name("moved"))
     (moved / "config.json").write_text("{}")
-    assert encode.tokenizer_fingerprint(moved) == before
+    assert artifacts.tokenizer_fingerprint(moved) == before
     with (moved / "tokenizer_config.json").open("a") as file:
         file.write(" ")
-    assert encode.tokenizer_fingerprint(moved) != before
+    assert artifacts.tokenizer_fingerprint(moved) != before
 
 
 @pytest.mark.parametrize("split", [True, False])

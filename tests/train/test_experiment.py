@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lib.core import manifest
+from lib.core import artifacts, manifest
 from lib.core.paths import Experiment
 from lib.models import dialects, directory
 from lib.train import experiment, inputs
@@ -79,3 +79,12 @@ def test_a_model_that_is_made_anew_is_the_same(tmp_path: Path) -> None:
         manifest.write_json(made / "manifest.json", content)
         manifest.write_json(made / "config.json", dialects.remove(full, keys))
         assert directory.fingerprint(made) == now
+
+
+def test_a_run_keeps_every_file_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
+    """Stage 05 exports the copies, so a template that is left out here is lost."""
+    for name in artifacts.TOKENIZER_FILES:
+        (model / name).write_text("{}")
+    _keep(model, tmp_path)
+    kept = {path.name for path in Experiment(tmp_path, "exp").model.iterdir()}
+    assert kept >= {*artifacts.TOKENIZER_FILES}

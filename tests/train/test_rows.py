@@ -74,7 +74,8 @@ def test_a_row_waits_for_its_own_step_alone(
 
     for loss in (2.0, 6.0):
         step(loss)
-    captured = capture_row(state, stream, meters, window, torch.tensor(1.5), 1e-3, {})
+    routers = SimpleNamespace(capture=lambda: SimpleNamespace(figures=dict))
+    captured = capture_row(state, stream, meters, window, routers, torch.tensor(1.5), 1e-3, {})
     at = device.recorded
     step(100.0)  # the next one, which the row says nothing of
     guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0)

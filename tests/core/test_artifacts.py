@@ -1,0 +1,37 @@
+"""The files of a tokenizer: what counts as one, and its identity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lib.core import artifacts
+from lib.core.errors import ArtifactError
+
+
+def write(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).write_text(name)
+    return directory
+
+
+def test_an_identity_of_an_earlier_version_stays(tmp_path: Path) -> None:
+    """Token stores and runs name it; a file that it did not list then must not change it."""
+    names = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "tokenizer.model")
+    before = artifacts.tokenizer_fingerprint(write(tmp_path, *names))
+    write(tmp_path, "sentencepiece.bpe.model", "tekken.json", "chat_template.json")
+    assert artifacts.tokenizer_fingerprint(tmp_path) == before == "0e3f97e8a7875409"
+
+
+@pytest.mark.parametrize("name", artifacts.VOCABULARIES)
+def test_each_vocabulary_alone_is_a_tokenizer(tmp_path: Path, name: str) -> None:
+    before = artifacts.tokenizer_fingerprint(write(tmp_path, name))
+    (tmp_path / name).write_text("another")
+    assert artifacts.tokenizer_fingerprint(tmp_path) != before
+
+
+def test_settings_alone_are_none(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", "special_tokens_map.json", "merges.txt")
+    with pytest.raises(ArtifactError, match="no tokenizer"):
+        artifacts.tokenizer_fingerprint(tmp_path)
