@@ -343,6 +343,7 @@ def train(run: Run) -> Divergence | None:
     meters = run.meters
     timers = run.meters.timers
     window = LossWindow(layout)
+    run.routers.begin_window()
     steps = run.stream.steps(state.position, plan.total_steps - state.step)  # a thread reads ahead
     timers.restart()
     while state.step < plan.total_steps:

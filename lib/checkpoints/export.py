@@ -61,8 +61,10 @@ def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int
     size = 0
     for group in groups:
         meta = {name: tensors[name].detach() for name in group}
+        # By their names in the module: some families have another name for them on the Hub.
+        has_bias = any(name.endswith(ROUTER_BIASES) for name in group)
         for key, tensor in keys.convert_to_hub(model, meta):
-            is_cast = tensor.is_floating_point() and not key.endswith(ROUTER_BIASES)
+            is_cast = tensor.is_floating_point() and not has_bias
             stored = dtype if is_cast else tensor.dtype
             entry = Entry(key, tuple(tensor.shape), stored)
             if shards[-1] and size + entry.bytes > max_shard_bytes:

@@ -294,6 +294,10 @@ class RouterLoad:
 
         return count
 
+    def begin_window(self) -> None:
+        """Forget the load since the last row: after a rollback, it is of steps that are undone."""
+        self._window.zero_()
+
     def begin_step(self, step: Step, scale: float) -> None:
         """Set the factor of the loss's gradient. scale: of the loss sum, see StepGuard."""
         self._tokens = step.tokens

@@ -146,6 +146,22 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
 
 
+def test_biases_of_routers_stay_float32_under_any_name(tmp_path: Path) -> None:
+    """The Hub's name of DeepSeek-V4's is `ffn.gate.bias`."""
+    sizes = {
+        **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16},
+        **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8, "qk_rope_head_dim": 8},
+        **{"mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"], "hc_mult": 2},
+    }
+    config = {"model_type": "deepseek_v4", "vocab_size": 97, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned = export.plan_export(build_on_meta(tmp_path), torch.bfloat16, 1 << 30)
+    dtypes = {entry.key: entry.dtype for entry in planned.entries}
+    assert dtypes["model.layers.0.ffn.gate.bias"] == torch.float32
+    assert dtypes["model.layers.0.ffn.gate.weight"] == torch.bfloat16
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Return a directory with the experiment `exp` of a tiny Llama."""

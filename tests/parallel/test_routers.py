@@ -314,6 +314,17 @@ def test_only_training_steps_count(group: object) -> None:
     assert not load.capture().sums.any()
 
 
+def test_a_new_window_forgets_the_steps_since_the_last_row(group: object) -> None:
+    model, found = build("mixtral")
+    load = RouterLoad(found, CPU, "", 0.0)
+    run_step(model, load, make_batch([12]))
+    load.end_step(torch.zeros(()))
+    load.begin_window()
+    run_step(model, load, make_batch([7]))
+    load.end_step(torch.zeros(()))
+    assert load.capture().sums[:, :4].sum(1).tolist() == [7 * 2, 7 * 2]
+
+
 def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
     model, found = build("deepseek_v3")
     assert find_method(model, found) == BIAS

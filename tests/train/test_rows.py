@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout
+from lib.parallel.routers import RouterLoad
 from lib.tokens.batches import BEGINNING
 from lib.train.meters import LossWindow, Timers
 from lib.train.rows import capture_row, read_row
@@ -74,7 +75,7 @@ def test_a_row_waits_for_its_own_step_alone(
 
     for loss in (2.0, 6.0):
         step(loss)
-    routers = SimpleNamespace(capture=lambda: SimpleNamespace(figures=dict))
+    routers = RouterLoad([], CPU, "", 0.0)
     captured = capture_row(state, stream, meters, window, routers, torch.tensor(1.5), 1e-3, {})
     at = device.recorded
     step(100.0)  # the next one, which the row says nothing of
