@@ -143,7 +143,8 @@ def reference(
     found = []
     for step in range(steps):
         rows = samples.rows(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0))
-        inputs, labels = torch.from_numpy(rows.inputs.copy()), torch.from_numpy(rows.labels.copy())
+        inputs = torch.from_numpy(rows.inputs.copy())
+        labels = torch.from_numpy(rows.labels.copy())
         positions = None if rows.positions is None else torch.from_numpy(rows.positions)
         recorded.clear()
         logits = model(inputs, position_ids=positions, use_cache=False).logits
@@ -332,7 +333,8 @@ def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     train(project, "-e", "whole", *given, "-b", 6, "--max-steps", 3)
     train(project, "-e", "parts", *given, *three_passes, "--max-steps", 1, ranks=2)
     train(project, "-e", "parts", *given, "-b", 2, "--max-steps", 3, ranks=3)
-    whole, parts = biases_of(project, "whole"), biases_of(project, "parts")
+    whole = biases_of(project, "whole")
+    parts = biases_of(project, "parts")
     assert whole.keys() == parts.keys() == {1, 2, 3}
     for step, bias in whole.items():
         assert bias.dtype == torch.float32 and bias.sum().abs() < 1e-6
