@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from launch.checks import findings, machine
-from launch.checks import judge as preflight_judge
+from launch.checks import findings, judge, machine
 from launch.checks.findings import Finding
 from tests.conftest import ROOT, free_port, run_stage
 
@@ -416,7 +415,7 @@ def judged(
     facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **how: Any
 ) -> list[Finding]:
     """Return the findings of nodes 0, 1, …, but for information."""
-    found = preflight_judge.judge(
+    found = judge.judge(
         dict(enumerate(facts)),
         speed or speeds(len(facts)),
         lambda node: f"node {node} (h{node})",

@@ -801,7 +801,7 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
     assert not [site for site in sites() if not spelled.search(site[3])]
 
 
-# Other tests make these: of memory (test_fit), images, clusters and bundles (test_launch_*).
+# Other tests make these: of memory (tests/planning), images, clusters and bundles (test_launch_*).
 ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
 
 

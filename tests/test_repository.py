@@ -373,6 +373,26 @@ def test_every_path_that_is_named_exists(path: Path) -> None:
     ]  # a text file may be one of a model
 
 
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *sorted((ROOT / "docs/tutorials").glob("*.md"))], ids=name_of
+)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text(encoding="utf-8"))
+    for file, anchor in links:
+        if "://" in file:
+            continue
+        page = path.parent / file if file else path
+        assert page.exists(), file
+        assert not anchor or anchor in anchors(page), f"{file}#{anchor}"
+
+
 def test_every_test_that_the_table_of_faults_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/faults.md").read_text("utf-8"))
     assert len(named) > 80

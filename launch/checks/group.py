@@ -118,7 +118,7 @@ class AllRanks:
             ) from None
         # A launcher may start this twice under one agent, whose store then still holds the first.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"preflight/{attempt}", store)
+        return dist.PrefixStore(f"check/{attempt}", store)
 
     def _meet(self) -> None:
         self.share("place", [self.node, platform.node()])

@@ -201,7 +201,7 @@ def disk(directory: Path) -> dict[str, Any]:
     """Return free bytes of a directory and its bytes/s written (with fsync) and read again."""
     there = existing(directory)
     facts: dict[str, Any] = {"directory": str(there), "free": shutil.disk_usage(there).free}
-    probe = there / f".preflight-{platform.node()}-{os.getpid()}"
+    probe = there / f".check-{platform.node()}-{os.getpid()}"
     try:
         written, seconds = _write(probe, min(_DISK_BYTES, facts["free"] // 4))
         facts["write"] = written / seconds

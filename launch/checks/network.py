@@ -161,7 +161,7 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
 @contextmanager
 def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
     """Yield a file that rank 0 has put into its directory; None where rank 0 may not write."""
-    name = f".preflight-{time.time_ns()}"
+    name = f".check-{time.time_ns()}"
     if launch.rank == 0:
         try:
             (directory / name).touch()

@@ -129,9 +129,7 @@ def _write_configs(
         config.pop(
             "auto_map", None
         )  # refers to code that is not part of the export and was not used
-    config |= {"architectures": [type(model).__name__], "dtype": dtype}
-    if "torch_dtype" in config:  # name of this field before transformers 5
-        config["torch_dtype"] = dtype
+    config = dialects.set_dtype(config, dtype) | {"architectures": [type(model).__name__]}
     tied = getattr(model.config, "tie_word_embeddings", None)
     full = config if has_code else dialects.add_earlier_keys(config, tied)
     manifest.write_json(out / _CONFIG, full)

@@ -91,13 +91,6 @@ def python(*words: object) -> str:
     return _join([_python(), *_words(words)])
 
 
-def module(name: str, *words: object) -> str:
-    """Return the command that runs a module of this project, from the project's directory."""
-    where = Path(path_of("lib")).parent
-    start = "" if where == Path() else f"cd {shlex.quote(str(where))} && "
-    return start + _join([_python(), "-m", name, *_words(words)])
-
-
 def train(*words: object) -> str:
     """Return a command of stage 04: with several GPUs, through the launcher."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):

@@ -90,10 +90,11 @@ def as_arguments(
     values = value if isinstance(value, list) else [value]
     if not all(records.is_passable(str(v)) for v in values):
         raise UsageError(f"{where} contains characters that a command line cannot contain")
-    return [f"{flag}={_as_word(v)}" for v in values]
+    return [f"{flag}={value_as_word(v)}" for v in values]
 
 
-def _as_word(value: Any) -> str:
+def value_as_word(value: Any) -> str:
+    """Return the value of an option as a person types it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)

@@ -195,7 +195,7 @@ class Design:
                 part.update({**special, "vocab_size": scratch.pad_vocabulary(vocabulary)})
             made.dtype = "float32"
         made.save_pretrained(directory)
-        content = records.read_json(directory / CONFIG)
+        content = dialects.set_dtype(records.read_json(directory / CONFIG), "float32")
         full = dialects.add_earlier_keys(content, getattr(made, "tie_word_embeddings", None))
         manifest.write_json(directory / CONFIG, full)
         known = {key: value for key, value in special.items() if value is not None}

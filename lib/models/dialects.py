@@ -68,8 +68,8 @@ def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dic
 
     config: the content of config.json. tied: whether input and output embedding are one, for a
     config that does not say so. An earlier key that contradicts gets the value that transformers 5
-    computes with. A config that has `rope_scaling` already keeps its RoPE settings:
-    transformers 5 reads these first, too.
+    computes with. A config that scales by `rope_scaling` keeps it: transformers 5 reads it before
+    `rope_parameters`.
     """
     full = dict(config)
     text = full.get(_TEXT)
@@ -83,6 +83,20 @@ def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dic
         full |= {"dtype": dtype, "torch_dtype": dtype}
     if tied is not None:
         full.setdefault("tie_word_embeddings", tied)
+    return full
+
+
+def set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config whose weights have this dtype, in its text part as well.
+
+    The earlier name of the field and the text part get it only if they named a dtype before.
+    """
+    full = {**config, "dtype": dtype}
+    if "torch_dtype" in full:
+        full["torch_dtype"] = dtype
+    text = full.get(_TEXT)
+    if isinstance(text, dict) and text.keys() & {"dtype", "torch_dtype"}:
+        full[_TEXT] = set_dtype(text, dtype)
     return full
 
 
@@ -112,7 +126,7 @@ def remove(config: Mapping[str, Any], keys: object) -> dict[str, Any]:
 
 def _is_earlier(key: str) -> bool:
     rows = [row for row in (_USUAL, *ROPE_KEYS.values()) if row]
-    known = {name for row in rows for name in (row.base, row.share, row.sliding_base)}
+    known = {name for row in rows for name in (row.base, row.share, row.sliding_base) if name}
     known |= {earlier for names in RENAMED.values() for earlier in names.values()}
     known |= {"rope_scaling", _ORIGINAL, "dtype", "torch_dtype", "tie_word_embeddings"}
     return key.removeprefix(f"{_TEXT}.") in known
@@ -129,7 +143,8 @@ def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[s
     if isinstance(name, str) and name in _TOKENIZER_CLASSES:
         full["tokenizer_class"] = _TOKENIZER_CLASSES[name]
     if isinstance(full.get("extra_special_tokens"), list):  # transformers 4 wants a mapping there
-        full.setdefault("additional_special_tokens", full.pop("extra_special_tokens"))
+        extra = full.pop("extra_special_tokens")
+        full["additional_special_tokens"] = extra or full.get("additional_special_tokens", [])
     if template and not isinstance(full.get("chat_template"), list):
         full["chat_template"] = template
     return full
@@ -138,7 +153,7 @@ def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[s
 def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the earlier keys of a config's RoPE settings, empty where there are none to write."""
     keys = ROPE_KEYS.get(str(config.get("model_type")), _USUAL)
-    if keys is None or config.get("rope_scaling"):
+    if keys is None:
         return {}
     full, sliding = _split_by_layers(config)
     found = {
@@ -148,7 +163,7 @@ def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if keys.sliding_base and sliding.get(_BASE) is not None:
         found[keys.sliding_base] = sliding[_BASE]
-    if full and keys.scales:
+    if full and keys.scales and not config.get("rope_scaling"):
         found["rope_scaling"] = _find_scaling(full, keys)
     if full.get("rope_type") == "longrope" and _ORIGINAL in full and _ORIGINAL not in config:
         found[_ORIGINAL] = full[_ORIGINAL]
@@ -158,17 +173,22 @@ def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _split_by_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of layers with full and with sliding attention, as far as they differ.
 
-    Both are empty for a family whose earlier keys cannot say what the layers differ in.
+    Both are empty for a family whose earlier keys cannot say what the layers differ in. As in
+    transformers 5, `rope_scaling` replaces the settings of all layers, or adds to those of layers
+    with full attention.
     """
     parameters = config.get("rope_parameters")
-    if not isinstance(parameters, dict):
-        return {}, {}
+    scaling = config.get("rope_scaling")
+    scaling = scaling if isinstance(scaling, dict) else {}
+    parameters = parameters if isinstance(parameters, dict) else {}
     by_layer = {key: value for key, value in parameters.items() if isinstance(value, dict)}
-    if not by_layer:
-        return parameters, {}
-    if str(config.get("model_type")) not in ROPE_KEYS or not by_layer.keys() <= {_FULL, _SLIDING}:
+    is_known = str(config.get("model_type")) in ROPE_KEYS and by_layer.keys() <= {_FULL, _SLIDING}
+    if by_layer and is_known:
+        return by_layer.get(_FULL, {}) | scaling, by_layer.get(_SLIDING, {})
+    parameters = scaling or parameters
+    if any(isinstance(value, dict) for value in parameters.values()):
         return {}, {}
-    return by_layer.get(_FULL, {}), by_layer.get(_SLIDING, {})
+    return parameters, {}
 
 
 def _find_scaling(parameters: Mapping[str, Any], keys: RopeKeys) -> dict[str, Any] | None:

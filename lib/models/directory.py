@@ -314,8 +314,9 @@ def count_parameters(model_dir: Path) -> int:
 def fingerprint(model_dir: Path) -> str:
     """Identify config and weights wherever the directory lies, without reading all weights.
 
-    A directory of ours: the digests of its manifest, and config.json without what `dialects`
-    added. One made elsewhere: config.json, and size and header of each safetensors file.
+    A directory of ours: the digests of its manifest, and config.json, without what `dialects`
+    added unless somebody has edited the file since. One made elsewhere: config.json, and size and
+    header of each safetensors file.
     Code that comes with a model counts too.
     Raises ArtifactError when config.json is damaged.
     """
@@ -325,8 +326,10 @@ def fingerprint(model_dir: Path) -> str:
         raise ArtifactError(f"{model_dir / CONFIG} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
     if content is not None:
-        if isinstance(config, dict):  # a model made before these keys were written is the same one
-            config = dialects.remove(config, content["summary"].get(EARLIER_KEYS))
+        added = content["summary"].get(EARLIER_KEYS)
+        if added and isinstance(config, dict) and _is_as_published(model_dir, content["files"]):
+            # A model made before these keys were written is the same one.
+            config = dialects.remove(config, added)
         weights = [
             [e["path"], e["digest"]] for e in content["files"] if e["path"].endswith(".safetensors")
         ]
@@ -339,6 +342,12 @@ def fingerprint(model_dir: Path) -> str:
     return hashing.fingerprint(
         [config, weights] + ([code.read_text(encoding="utf-8")] if code.is_file() else [])
     )
+
+
+def _is_as_published(model_dir: Path, files: list[dict[str, Any]]) -> bool:
+    """Return whether config.json has the digest that the manifest names."""
+    known = [entry["digest"] for entry in files if entry["path"] == CONFIG]
+    return known == [hashing.file_digest(model_dir / CONFIG, "sha256")]
 
 
 def _digest_header(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases, commands, declared, log, options, paths
+from lib.core import aliases, commands, config_file, declared, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
@@ -56,16 +56,10 @@ def words_of(given: Mapping[str, Any]) -> list[str]:
             words += [declared.flag(name)] if value else []
         else:
             words += [
-                f"{declared.flag(name)}={_typed(each)}"
+                f"{declared.flag(name)}={config_file.value_as_word(each)}"
                 for each in (value if isinstance(value, list | tuple) else [value])
             ]
     return words
-
-
-def _typed(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
 
 
 def completed(words: Sequence[str]) -> list[str]:

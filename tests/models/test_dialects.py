@@ -137,6 +137,47 @@ def test_a_config_with_earlier_keys_is_not_contradicted() -> None:
     assert dialects.add_earlier_keys(scaled) == scaled  # transformers 5 reads rope_scaling first
 
 
+def test_the_base_of_each_scaled_config_is_the_one_that_transformers_5_reads(
+    tmp_path: Path,
+) -> None:
+    """Its classes replace rope_parameters by rope_scaling, or add this to the layers it is for."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    by_layer = {"full_attention": _base(5e5), "sliding_attention": _base(3e3)}
+    configs = {
+        "stale": {"model_type": "gemma3_text", "rope_theta": 77.0, "rope_parameters": by_layer},
+        "silent": {"model_type": "olmo3", "rope_parameters": by_layer},
+        "inside": {"model_type": "llama"},
+        "both": {"model_type": "llama", "rope_theta": 77.0, "rope_parameters": _base(3e3)},
+    }
+    for name, config in configs.items():
+        scaling = linear | ({"rope_theta": 5e5} if config["model_type"] == "llama" else {})
+        before = {**config, "rope_scaling": scaling}
+        after = dialects.add_earlier_keys(before)
+        assert after["rope_theta"] == 5e5 and after["rope_scaling"] == scaling, name
+        assert dialects.add_earlier_keys(after) == after
+        read = _read(before, tmp_path / f"{name} before")["rope_parameters"]
+        assert read.get("full_attention", read)["rope_theta"] == 5e5
+        assert _read(after, tmp_path / f"{name} after")["rope_parameters"] == read
+
+
+def test_a_dtype_is_that_of_the_text_part_too() -> None:
+    before = {
+        "dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16"},
+        "vision_config": {"dtype": "bfloat16"},
+    }
+    after = dialects.add_earlier_keys(dialects.set_dtype(before, "float32"))
+    assert after["dtype"] == after["torch_dtype"] == "float32"
+    assert after["text_config"] == {"torch_dtype": "float32", "dtype": "float32"}
+    assert after["vision_config"] == before["vision_config"]  # not the part that we train
+    silent = {"torch_dtype": "bfloat16", "text_config": {}}
+    assert dialects.set_dtype(silent, "float16") == {
+        "torch_dtype": "float16",
+        "dtype": "float16",
+        "text_config": {},
+    }
+
+
 def test_an_unscaled_model_says_so_where_the_family_scales_by_default(tmp_path: Path) -> None:
     config = GptOssConfig(rope_parameters=_base(5e5), num_hidden_layers=2)
     after = dialects.add_earlier_keys(_written(config, tmp_path))
@@ -145,19 +186,26 @@ def test_an_unscaled_model_says_so_where_the_family_scales_by_default(tmp_path: 
 
 def test_a_model_with_them_is_the_one_that_it_was_without(tmp_path: Path) -> None:
     content = _written(FAMILIES["qwen3_moe"](), tmp_path)
-    entry = {"kind": "model/1", "identity": {}, "options": {}, "files": []}
-    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": {}})
-    before = directory.fingerprint(tmp_path)
-    after = dialects.add_earlier_keys(content)
-    manifest.write_json(tmp_path / "config.json", after)
-    assert directory.fingerprint(tmp_path) != before  # nobody says that keys were added
+    entry = {"kind": "model/1", "identity": {}, "options": {}}
+
+    def publish(config: dict[str, Any], summary: dict[str, Any]) -> str:
+        """Write config and manifest as a stage does; return the fingerprint."""
+        manifest.write_json(tmp_path / "config.json", config)
+        files = [manifest.file_entry(tmp_path, tmp_path / "config.json", "sha256")]
+        noted = {**entry, "files": files, "summary": summary}
+        manifest.write_json(tmp_path / "manifest.json", noted)
+        return directory.fingerprint(tmp_path)
+
+    before = publish(content, {})
+    after = dialects.add_earlier_keys(content, tied=False)
     added = dialects.list_added(content, after)
-    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": {"earlier_keys": added}})
-    assert directory.fingerprint(tmp_path) == before
-    manifest.write_json(tmp_path / "config.json", {**after, "hidden_size": 64})
+    assert publish(after, {}) != before  # nobody says that keys were added
+    assert publish(after, {"earlier_keys": added}) == before
+    for edit in ({"rope_scaling": _YARN}, {"tie_word_embeddings": True}):
+        manifest.write_json(tmp_path / "config.json", {**after, **edit})
+        assert directory.fingerprint(tmp_path) != before  # transformers 5 reads both
     hidden = {"earlier_keys": [*added, "hidden_size", 5]}
-    manifest.write_json(tmp_path / "manifest.json", {**entry, "summary": hidden})
-    assert directory.fingerprint(tmp_path) != before  # nothing else can be left out
+    assert publish({**after, "hidden_size": 64}, hidden) != before  # nothing else can be left out
     assert read_config(tmp_path).hidden_size == 64
 
 
@@ -175,6 +223,10 @@ def test_a_tokenizer_of_transformers_5_becomes_one_for_all() -> None:
         "additional_special_tokens": ["<|im_end|>"],
         "chat_template": "{{ messages }}",
     }
+    saved = {"extra_special_tokens": ["<a>"], "additional_special_tokens": ["<b>"]}
+    read = dialects.translate_tokenizer(saved)
+    assert read == {"additional_special_tokens": ["<a>"]}  # transformers 5 prefers the former
+    assert dialects.translate_tokenizer({**read, "extra_special_tokens": []}) == read
     own = {
         "tokenizer_class": "LlamaTokenizer",
         "extra_special_tokens": {"image": "<i>"},
