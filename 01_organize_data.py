@@ -26,9 +26,9 @@ from lib.corpus.scan import (
     Rules,
     TreeEntry,
     count_reasons,
-    identify,
+    identify_files,
     list_unmatched,
-    scan,
+    scan_tree,
     select_taken,
 )
 
@@ -103,7 +103,7 @@ def check_paths(src: Path, dst: Path) -> None:
 
 def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
     """Return what decides the content of the splits, wherever source and destination lie."""
-    found = identify(select_taken(entries))
+    found = identify_files(select_taken(entries))
     if opts.mode == "symlink":  # the links name the place
         found["source"] = str(opts.src_dir.resolve())
     return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
@@ -113,7 +113,7 @@ def require_whole(dst: Path) -> None:
     """Raise ArtifactError when splits have lost files since they were made."""
     splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
     try:
-        found = place.list_missing(
+        found = place.list_missing_files(
             dst, {name: int(split["files"]) for name, split in splits.items()}
         )
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -141,7 +141,7 @@ def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, s
     """Return every file with the name of its split."""
     splits = min(num_dirs, len(files))
     digits = max(2, len(str(splits - 1)))
-    numbers = place.deal([entry.bytes for entry in files], splits)
+    numbers = place.assign_to_splits([entry.bytes for entry in files], splits)
     return [
         (entry, f"split_{number:0{digits}}") for entry, number in zip(files, numbers, strict=True)
     ]
@@ -221,7 +221,7 @@ def main(argv: list[str]) -> None:
     # Check the inputs.
     check_paths(opts.src_dir, opts.dst_root)
     rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
-    entries = scan(opts.src_dir, rules, opts.dst_root, progress)
+    entries = scan_tree(opts.src_dir, rules, opts.dst_root, progress)
     saved.require_readable(opts.src_dir, "--src-dir", entries)
     require_files(opts, entries)
     for glob in list_unmatched(opts.include, entries):
@@ -238,7 +238,7 @@ def main(argv: list[str]) -> None:
 
     with place.Workers(opts.num_workers) as workers:  # first: none inherits the lock of a build
         # Plan.
-        place.sniff_all(opts.src_dir, entries, workers, progress)
+        place.sniff_files(opts.src_dir, entries, workers, progress)
         files = assign(require_files(opts, entries), opts.num_dirs)
         counts, sizes = print_plan(opts, entries, files)
         if opts.dry_run:
@@ -249,7 +249,7 @@ def main(argv: list[str]) -> None:
             # Work, and verify each file in its place.
             total = sum(sizes.values())
             mode = place.choose_mode(opts.src_dir / files[0][0].path, build.dir, opts.mode, total)
-            ways = place.place_all(opts.src_dir, build.dir, files, mode, workers, progress)
+            ways = place.place_files(opts.src_dir, build.dir, files, mode, workers, progress)
             write_list(build.dir / "files.jsonl", entries, files)
 
             # Publish.

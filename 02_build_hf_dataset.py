@@ -29,13 +29,13 @@ from pathlib import Path
 from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, store, work
+from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
-from lib.corpus.scan import identify
-from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, Shape
+from lib.corpus.scan import identify_files
+from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, RowOptions
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"
@@ -124,7 +124,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     )
     add(
         "--only-splits",
-        type=store.parse_numbers,
+        type=split_parts.parse_numbers,
         metavar="0-4",
         help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
         "(default: all splits, in one go)",
@@ -214,28 +214,34 @@ def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
     """Return what decides the content of the dataset, on however many machines it is built."""
     since_chat = ["format"] if opts.format == TEXT else []  # datasets of text have no such option
     chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *since_chat)
-    return {"options": chosen, "inputs": identify(files)}
+    return {"options": chosen, "inputs": identify_files(files)}
 
 
-def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape) -> None:
+def build_splits(
+    opts: options.Options, files: Sequence[InputFile], row_options: RowOptions
+) -> None:
     """Build the parts of some splits, each an artifact of its own, and say what comes next."""
     began = time.monotonic()
-    root = store.locate_parts(opts.save_dir)
+    root = split_parts.locate_parts(opts.save_dir)
     by_split = inputs.group_by_split(files)
-    names = store.choose(list(by_split), opts.only_splits)
-    needed = work.estimate_room([file for name in names for file in by_split[name]])
+    names = split_parts.select_splits(list(by_split), opts.only_splits)
+    needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
-        identity = store.identity(make_identity(opts, files), by_split[name])
-        if publish.is_done(root / name, store.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
+        identity = split_parts.make_parts_identity(make_identity(opts, files), by_split[name])
+        if publish.is_done(
+            root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
+        ):
             log.info(f"already done: {root / name}")
         elif not opts.dry_run:
             build_split(
                 opts,
-                publish.Build(root / name, store.KIND, identity, opts.overwrite, resumable=True),
+                publish.Build(
+                    root / name, split_parts.KIND, identity, opts.overwrite, resumable=True
+                ),
                 by_split[name],
-                shape,
+                row_options,
             )
     if opts.dry_run:
         log.info("dry run: nothing was written")
@@ -248,23 +254,23 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
 
 
 def build_split(
-    opts: options.Options, build: publish.Build, files: Sequence[InputFile], shape: Shape
+    opts: options.Options, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
     """Build the parts of one split; a run that was killed goes on after its finished units."""
     with build:
-        tasks = work.cut(opts.data_folder, files, build.dir, shape)
+        tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
         rows = 0
         listed = []
         chat = ChatTally()
         lines_before = 0
         with (
-            Pool(min(opts.num_workers, len(tasks)), store.process) as workers,
+            Pool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
             Progress(build.target.name, total, "B", not opts.no_progress) as bar,
         ):
             for done in workers.run(tasks):
-                work.require_unchanged(done)
-                listed += store.list_files(done)
+                work_units.require_unchanged(done)
+                listed += split_parts.list_files(done)
                 rows += sum(done.rows.values())
                 lines_before = 0 if done.unit.begins else lines_before
                 chat.add(done.tally.chat, lines_before)
@@ -284,7 +290,9 @@ def build_split(
     )
 
 
-def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work.WorkUnit]) -> int:
+def add_units(
+    opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
+) -> int:
     """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
 
     Returns the bytes of these units.
@@ -301,32 +309,38 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in left))
-        for done in store.recall_all(left) if opts.merge else workers.run(left):
-            work.require_unchanged(done)
+        for done in split_parts.read_results(left) if opts.merge else workers.run(left):
+            work_units.require_unchanged(done)
             dataset.add(done)
             bar.advance(done.unit.bytes)
     return sum(task.bytes for task in left)
 
 
 def check_result(
-    opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int, build: publish.Build
+    opts: options.Options,
+    row_options: RowOptions,
+    dataset: DatasetWriter,
+    files: int,
+    build: publish.Build,
 ) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
-    if error := report.find_refusal(dataset, shape, opts.data_folder, files, opts.max_error_rate):
+    if error := report.find_refusal(
+        dataset, row_options, opts.data_folder, files, opts.max_error_rate
+    ):
         left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
         shutil.copyfile(dataset.errors, left)
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
         error.found += f"\nlisted in {left}; nothing was published"
         raise error
-    for text in report.list_doubts(
-        dataset.tally, shape, dataset.rows, dataset.duplicates, opts.save_dir
+    for text in report.list_warnings(
+        dataset.tally, row_options, dataset.rows, dataset.duplicates, opts.save_dir
     ):
         log.warn(text)
 
 
 def print_summary(
     opts: options.Options,
-    shape: Shape,
+    row_options: RowOptions,
     dataset: DatasetWriter,
     files: int,
     total: int,
@@ -341,7 +355,7 @@ def print_summary(
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.in_lines(dataset, shape, opts.save_dir, files, total))
+    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
     print_next(opts)
 
 
@@ -381,8 +395,8 @@ def main(argv: list[str]) -> None:
     check_options(opts)
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
         pool.start_server()  # while this process still looks at its input
-    files, skipped = inputs.find(opts.data_folder, progress)
-    shape = Shape(
+    files, skipped = inputs.find_inputs(opts.data_folder, progress)
+    row_options = RowOptions(
         tuple(opts.fields),
         opts.strings,
         opts.min_chars,
@@ -393,25 +407,25 @@ def main(argv: list[str]) -> None:
         opts.format,
     )
     if opts.only_splits is not None:
-        build_splits(opts, files, shape)
+        build_splits(opts, files, row_options)
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} holds these files")
         if opts.merge and not opts.dry_run:
-            store.remove(opts.save_dir, inputs.group_by_split(files))
+            split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
         print_next(opts)
         return
 
     # Plan.
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    parts = store.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
-    tasks = work.cut_by_split(opts.data_folder, files, parts, shape)
+    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
+    tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        store.check(opts.save_dir, identity, inputs.group_by_split(files))
+        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
         if opts.merge
-        else work.estimate_room(files)
+        else work_units.estimate_room(files)
     )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
@@ -419,14 +433,14 @@ def main(argv: list[str]) -> None:
         log.info("dry run: nothing was written")
         return
 
-    with build, DatasetWriter(build.dir, shape) as dataset:
+    with build, DatasetWriter(build.dir, row_options) as dataset:
         # Work.
         if not dataset.units:
             dataset.note_skipped(skipped)
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
-        check_result(opts, shape, dataset, len(files), build)
+        check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
         build.publish(
             stage=STAGE,
@@ -436,8 +450,8 @@ def main(argv: list[str]) -> None:
         )
 
     if opts.merge:
-        store.remove(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, shape, dataset, len(files), total, read, time.monotonic() - began)
+        split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
+    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

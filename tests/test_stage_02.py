@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import UsageError
-from lib.corpus import inputs, store, work
-from lib.corpus.tally import Shape
+from lib.corpus import inputs, split_parts, work_units
+from lib.corpus.tally import RowOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "02_build_hf_dataset.py"
@@ -389,14 +389,14 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
         "grows": lambda path: path.write_text(line * 101),
         "is written to": lambda path: path.write_text(line * 100),
     }
-    listed = work.cut_by_split
+    listed = work_units.cut_splits
 
     def disturbed(*arguments: object) -> list:
         units = listed(*arguments)
         changes[way](folder / "b.jsonl")
         return units
 
-    monkeypatch.setattr(work, "cut_by_split", disturbed)
+    monkeypatch.setattr(work_units, "cut_splits", disturbed)
     monkeypatch.setattr(sys, "argv", [SCRIPT])
     stage = runpy.run_path(str(ROOT / SCRIPT))
     arguments = ["--data-folder", str(folder), "--save-dir", str(target), "--num-workers", "1"]
@@ -423,8 +423,11 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
 def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:
     """Nor is it recorded that they were made."""
     (tmp_path / "a.txt").write_text("text")
-    files, _ = inputs.find(tmp_path, False)
-    [unit] = work.cut(tmp_path, files, tmp_path / "parts", Shape())
+    files, _ = inputs.find_inputs(tmp_path, False)
+    [unit] = work_units.cut_files(tmp_path, files, tmp_path / "parts", RowOptions())
     (tmp_path / "a.txt").write_text("tex")
-    assert store.process(unit).changed == ("a.txt", "it held 4 bytes when it was listed, and 3 now")
+    assert split_parts.process_unit(unit).changed == (
+        "a.txt",
+        "it held 4 bytes when it was listed, and 3 now",
+    )
     assert not list((tmp_path / "parts").glob("*.json"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lib.corpus import dataset as dataset_module
-from lib.corpus import shards, work
-from lib.corpus.tally import Shape
+from lib.corpus import shards, work_units
+from lib.corpus.tally import RowOptions
 from tests.test_stage_02_machines import build, content
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -144,7 +144,7 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     )
     (raw / "long.jsonl").write_text(mixed + json.dumps(records("alpaca", 2)[1]) + "\n")
     count = mixed.count("\n")
-    assert (raw / "long.jsonl").stat().st_size > 2 * work.UNIT_BYTES
+    assert (raw / "long.jsonl").stat().st_size > 2 * work_units.UNIT_BYTES
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.jsonl").write_text('{"question": "q", "answer": "a"}\n"x"\n')
     (tmp_path / "text/b.md").write_text("text")
@@ -195,10 +195,10 @@ def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
 
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, dedup):
-    monkeypatch.setattr(work, "UNIT_BYTES", 3_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 3_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 500)
-    shape = Shape(validation_percent=20, dedup=dedup, format="chat")
+    shape = RowOptions(validation_percent=20, dedup=dedup, format="chat")
     fill(tmp_path / "raw", 100)
     (tmp_path / "raw/z.jsonl").write_text('{"messages": []}\n{"prompt": "", "completion": ""}\n')
     build(tmp_path / "raw", tmp_path / "whole", shape)

@@ -11,7 +11,7 @@ from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
-from lib.corpus.tally import TRAIN, Shape
+from lib.corpus.tally import TRAIN, RowOptions
 
 
 class ChatDocuments(Documents):
@@ -20,8 +20,10 @@ class ChatDocuments(Documents):
     as_data = True
     columns = conversations.KEYS
 
-    def __init__(self, shape: Shape, parts: Mapping[str, ChatPartWriter], errors: BinaryIO) -> None:
-        super().__init__(shape, errors)
+    def __init__(
+        self, row_options: RowOptions, parts: Mapping[str, ChatPartWriter], errors: BinaryIO
+    ) -> None:
+        super().__init__(row_options, errors)
         self._parts = parts
         self._train = parts[TRAIN]
         self._format = ""  # of the last record of the file at hand
@@ -48,17 +50,17 @@ class ChatDocuments(Documents):
     ) -> None:
         """Take a conversation, or note why it is none."""
         line = line or number or None
-        if not (name := conversations.format_of(value)):
-            self._note_other(conversations.describe(value), SKIPPED, offset, line)
+        if not (name := conversations.detect_format(value)):
+            self._note_other(conversations.describe_record(value), SKIPPED, offset, line)
             return
         if name != self._format:
             self._format = name
             self.tally.chat.note_format(self._path, name, line)
         try:
-            self._take(conversations.read(value, name), Place(self._source, line, offset))
+            self._take(conversations.parse_record(value, name), Place(self._source, line, offset))
         except Refused as refusal:
             self.note(refusal.kind, str(refusal), DROPPED, offset, line)
-        except (json_data.Unwritable, RecursionError) as error:
+        except (json_data.UnwritableValue, RecursionError) as error:
             why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
             self.note(
                 "content", f"a function or its call cannot be kept: {why}", DROPPED, offset, line
@@ -79,18 +81,18 @@ class ChatDocuments(Documents):
         try:
             self._row(chat, place)
         except UnicodeEncodeError:
-            (messages, tools), replaced = json_data.repaired([chat.messages, chat.tools])
+            (messages, tools), replaced = json_data.repair_strings([chat.messages, chat.tools])
             self._row(Conversation(messages, tools, chat.weights), place)
             self.tally.replaced += replaced
 
     def _row(self, chat: Conversation, place: Place) -> None:
-        least = self._shape.min_chars
+        least = self._row_options.min_chars
         if least and sum([len(message["content"]) for message in chat.messages]) < least:
             self.tally.short += 1
         elif not self._hashes:
             self._train.add(chat, place)
         else:
-            canonical = json_data.dump([chat.messages, chat.tools], is_sorted=True)
+            canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
             digest = hashlib.sha256(canonical).digest()
             self._parts[self._split_of(digest)].add(chat, place, digest[-DIGEST_BYTES:])
         self.tally.documents += 1

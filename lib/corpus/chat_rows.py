@@ -19,7 +19,7 @@ _ROW_OVERHEAD = 200
 _TURN_OVERHEAD = 80
 
 
-def schema() -> pa.Schema:
+def make_schema() -> pa.Schema:
     """Return the columns of a chat dataset."""
     import pyarrow as pa
 
@@ -40,7 +40,7 @@ class ChatPartWriter(parts.Part):
     """Writes conversations, and counts those that are written."""
 
     def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, schema(), digests)
+        super().__init__(file, make_schema(), digests)
         self._columns = _Columns()
         self.counts = ChatTotals()
 
@@ -52,10 +52,10 @@ class ChatPartWriter(parts.Part):
     def add(self, chat: Conversation, place: Place, digest: bytes = b"") -> None:
         """Add a row, or nothing.
 
-        Raises UnicodeEncodeError where its text is not valid Unicode, json_data.Unwritable where
+        Raises UnicodeEncodeError where its text is not valid Unicode, json_data.UnwritableValue where
         functions or their arguments cannot be kept.
         """
-        encoded = _encode(chat)
+        encoded = _encode_chat(chat)
         if self._columns.size + encoded[-1] > parts.BATCH_BYTES and self._columns.rows:
             self.flush()
         self._columns.append(chat, place, encoded)
@@ -83,11 +83,11 @@ def count_characters(batch: pa.RecordBatch) -> int:
     return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
 
-def batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
+def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
     """Return conversations as Arrow holds them; raises as ChatPartWriter.add does."""
     columns = _Columns()
     for chat, place in rows:
-        columns.append(chat, place, _encode(chat))
+        columns.append(chat, place, _encode_chat(chat))
     return columns.batch()
 
 
@@ -95,7 +95,7 @@ def batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
 _Encoded = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
 
 
-def _encode(chat: Conversation) -> _Encoded:
+def _encode_chat(chat: Conversation) -> _Encoded:
     contents = [message[CONTENT].encode() for message in chat.messages]
     size = sum(map(len, contents)) + _ROW_OVERHEAD + _TURN_OVERHEAD * len(contents)
     others: list[tuple[int, str, bytes]] = []
@@ -105,12 +105,12 @@ def _encode(chat: Conversation) -> _Encoded:
                 (
                     number,
                     name,
-                    json_data.dump(message[name]) if name == CALLS else message[name].encode(),
+                    json_data.dump_json(message[name]) if name == CALLS else message[name].encode(),
                 )
                 for name in _OTHERS
                 if name in message
             ]
-    tools = json_data.dump(chat.tools) if chat.tools else None
+    tools = json_data.dump_json(chat.tools) if chat.tools else None
     if tools or others:
         size += len(tools or b"") + sum([len(text) for *_, text in others])
     return contents, others, tools, size
@@ -165,11 +165,11 @@ class _Columns:
         """Return the rows as Arrow holds them."""
         import pyarrow as pa
 
-        kinds = schema()
+        kinds = make_schema()
         fields = [
             pa.array(self._roles, pa.large_string()),
-            parts.join(self.contents),
-            *(_sparse(found, len(self.contents)) for found in self._others.values()),
+            parts.join_texts(self.contents),
+            *(_make_sparse_column(found, len(self.contents)) for found in self._others.values()),
         ]
         turn = kinds.field("messages").type.value_type
         messages = pa.LargeListArray.from_arrays(
@@ -184,11 +184,11 @@ class _Columns:
             for name, values in zip(Place._fields, places, strict=True)
         ]
         return pa.record_batch(
-            [messages, _sparse(self._tools, self.rows), weights, *arrays], schema=kinds
+            [messages, _make_sparse_column(self._tools, self.rows), weights, *arrays], schema=kinds
         )
 
 
-def _sparse(texts: dict[int, bytes], count: int) -> pa.Array:
+def _make_sparse_column(texts: dict[int, bytes], count: int) -> pa.Array:
     """Return texts by their numbers as a column, null elsewhere."""
     import pyarrow as pa
 

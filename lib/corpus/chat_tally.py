@@ -10,7 +10,7 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
-from lib.corpus.scan import escape
+from lib.corpus.scan import escape_path
 
 _NAMED = 3  # files of a format on the console
 _LISTED = 1000  # files of a format in the manifest
@@ -63,7 +63,7 @@ class ChatTally:
         """Note what there is instead of a conversation."""
         if len(self.others) < _MOST_OTHERS:
             where = f", line {line:,}" if line else ""
-            self.others.append(f"{escape(path)}{where}: {what}")
+            self.others.append(f"{escape_path(path)}{where}: {what}")
 
     def add(self, other: ChatTally, lines_before: int) -> None:
         """Add what became of other input. lines_before: of a file that is cut, before this part."""
@@ -100,11 +100,11 @@ class ChatTally:
         if not self.mixed:
             return None
         lines = [
-            f"{escape(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
+            f"{escape_path(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
             for path, ((one, first), (two, second)) in self.mixed.items()
         ]
         what = (
-            f"{escape(next(iter(self.mixed)))} mixes formats"
+            f"{escape_path(next(iter(self.mixed)))} mixes formats"
             if len(lines) == 1
             else f"{len(lines):,} files mix formats"
         )
@@ -118,7 +118,7 @@ class ChatTally:
         """Return the files of each format, of the most frequent first."""
         files: dict[str, list[str]] = {}
         for path, (name, _) in self.formats.items():
-            files.setdefault(name, []).append(escape(path))
+            files.setdefault(name, []).append(escape_path(path))
         return dict(sorted(files.items(), key=lambda item: -len(item[1])))
 
     def summary(self, problems: Mapping[str, int]) -> dict[str, Any]:

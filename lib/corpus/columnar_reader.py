@@ -28,14 +28,14 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
             # Small buffers: a row group may have any size.
             file = pq.ParquetFile(content, buffer_size=_READ_BUFFER, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            _note(documents, error, "Parquet", SKIPPED_FILE)
+            _note_error(documents, error, "Parquet", SKIPPED_FILE)
             return
         names = [field.name for field in file.schema_arrow if _is_wanted(field, documents)]
         before = sum(file.metadata.row_group(group).num_rows for group in range(raw.start))
         stop = file.num_row_groups if raw.stop is None else raw.stop
         for number in range(raw.start, stop):
             group = file.metadata.row_group(number)
-            rows = _count_at_once(group.total_byte_size, group.num_rows)
+            rows = _count_rows_at_once(group.total_byte_size, group.num_rows)
             try:
                 # pyarrow gives no row of a group that has no column to read.
                 batches = (
@@ -43,9 +43,9 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
                     if names
                     else [SimpleNamespace(num_rows=group.num_rows, nbytes=0)]
                 )
-                _hand_on(batches, file.schema_arrow, before, documents)
+                _add_batches(batches, file.schema_arrow, before, documents)
             except (pa.ArrowException, OSError) as error:
-                _note(documents, error, f"Parquet (row group {number})", "row group dropped")
+                _note_error(documents, error, f"Parquet (row group {number})", "row group dropped")
             before += group.num_rows
 
 
@@ -67,9 +67,9 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
             else:
                 reader = pa.ipc.open_stream(source)
                 batches = reader
-            _hand_on(batches, reader.schema, rows, documents)
+            _add_batches(batches, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
-            _note(documents, error, "Arrow", DROPPED_REST)
+            _note_error(documents, error, "Arrow", DROPPED_REST)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST)
 
@@ -106,11 +106,13 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
     return starts
 
 
-def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
+def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
     """Hand on every row of some batches. before: rows of the file that come before them."""
     names = schema.names
     for batch in batches:
-        for start in range(0, batch.num_rows, rows := _count_at_once(batch.nbytes, batch.num_rows)):
+        for start in range(
+            0, batch.num_rows, rows := _count_rows_at_once(batch.nbytes, batch.num_rows)
+        ):
             count = min(rows, batch.num_rows - start)
             for number, values in enumerate(_read_rows(batch, schema, start, count, documents)):
                 place = before + start + number + 1
@@ -121,7 +123,7 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
                 else:
                     row = dict(zip(names, values, strict=True))
                     documents.add_value(
-                        _without_nulls(row) if documents.as_data else row, number=place
+                        _drop_nulls(row) if documents.as_data else row, number=place
                     )
         before += batch.num_rows
 
@@ -144,7 +146,7 @@ def _read_rows(
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
         except (ValueError, OverflowError, ArithmeticError):
-            columns.append(_repair(column, documents))
+            columns.append(_make_repair(column, documents))
     for row in range(count):
         try:
             yield tuple(value(row) for value in columns)
@@ -152,7 +154,7 @@ def _read_rows(
             yield None
 
 
-def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
+def _make_repair(column: Any, documents: Documents) -> Callable[[int], Any]:
     """Return a function from a row to its value, for a column that holds what is not UTF-8."""
     import pyarrow as pa
 
@@ -162,7 +164,7 @@ def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
     return lambda row: column[row].as_py(maps_as_pydicts="lossy")
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without what is null in its structs, as each has the fields of all others."""
 
     def clean(value: Any) -> Any:
@@ -192,11 +194,11 @@ def _has_text(kind: Any) -> bool:
     return inner is not None and _has_text(inner)
 
 
-def _count_at_once(size: int, rows: int) -> int:
+def _count_rows_at_once(size: int, rows: int) -> int:
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))
 
 
-def _note(documents: Documents, error: Exception, what: str, action: str) -> None:
+def _note_error(documents: Documents, error: Exception, what: str, action: str) -> None:
     if getattr(error, "errno", None):
         raise error  # of the file system, not of the format
     documents.note("syntax", f"not valid {what}: {str(error).splitlines()[0]}", action)

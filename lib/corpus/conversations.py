@@ -24,7 +24,7 @@ from lib.core.conversation import (
     require_text,
 )
 from lib.corpus import functions
-from lib.corpus.functions import in_words
+from lib.corpus.functions import describe_type
 
 ROLE_OF = {
     "human": "user",
@@ -63,7 +63,7 @@ _LONGEST_KEY = 40  # characters of each
 Record = dict[str, Any]
 
 
-def format_of(record: Any) -> str:
+def detect_format(record: Any) -> str:
     """Return the format of a record by its keys, "" where it is no conversation."""
     if not isinstance(record, dict):
         return ""
@@ -74,16 +74,16 @@ def format_of(record: Any) -> str:
     return next((name for name, first, last in _SIGNS if first in record and last in record), "")
 
 
-def read(record: Record, name: str) -> Conversation:
+def parse_record(record: Record, name: str) -> Conversation:
     """Return the conversation of a record in a format; Refused where it does not fit."""
     turns = _FORMATS[name].turns(record)
-    if (system := record.get("system")) and _role_name(turns[0] if turns else {}) != "system":
+    if (system := record.get("system")) and _get_role_name(turns[0] if turns else {}) != "system":
         turns = [{"role": "system", "content": system}, *turns]
     messages = []
     are_plain = True
     for number, turn in enumerate(turns, 1):
-        if (message := _plain_message(turn)) is None:
-            message = _message(turn, number)
+        if (message := _convert_plain_turn(turn)) is None:
+            message = _convert_turn(turn, number)
             are_plain = False
         messages.append(message)
     require_order([message["role"] for message in messages])
@@ -96,18 +96,18 @@ def read(record: Record, name: str) -> Conversation:
     )
 
 
-def fits(record: Record, name: str) -> bool:
+def is_conversation(record: Record, name: str) -> bool:
     """Tell whether a record of a format is a conversation."""
     try:
-        return bool(read(record, name))
+        return bool(parse_record(record, name))
     except (Refused, RecursionError):
         return False
 
 
-def describe(record: Any) -> str:
+def describe_record(record: Any) -> str:
     """Return the keys of a record, or what it is, in a few words."""
     if not isinstance(record, dict):
-        return in_words(record)
+        return describe_type(record)
     keys = [str(key)[:_LONGEST_KEY] for key in record]
     return (
         f"an object with the keys {', '.join(keys[:_MOST_KEYS])}"
@@ -118,11 +118,11 @@ def describe(record: Any) -> str:
 
 
 def _list_messages(record: Record) -> list[Any]:
-    return _list(record["messages"], "messages")
+    return _parse_list(record["messages"], "messages")
 
 
 def _list_sharegpt(record: Record) -> list[Any]:
-    return _list(record["conversations"], "conversations")
+    return _parse_list(record["conversations"], "conversations")
 
 
 def _list_prompt(record: Record) -> list[Any]:
@@ -134,7 +134,7 @@ def _list_prompt(record: Record) -> list[Any]:
     else:
         turns = [
             {**turn, "weight": 0}
-            if isinstance(turn, dict) and ROLE_OF.get(_role_name(turn)) == "assistant"
+            if isinstance(turn, dict) and ROLE_OF.get(_get_role_name(turn)) == "assistant"
             else turn
             for turn in prompt
         ]
@@ -148,14 +148,16 @@ def _list_prompt(record: Record) -> list[Any]:
 def _list_alpaca(record: Record) -> list[Any]:
     turns: list[Any] = []
     history = record.get("history")
-    for pair in _list(history, "history") if history else ():
+    for pair in _parse_list(history, "history") if history else ():
         if not isinstance(pair, list) or len(pair) != 2:
             raise Refused("no conversation", "history is not a list of pairs of texts")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     asked = [part for part in (record["instruction"], record.get("input")) if part]
     for part in asked:
         if not isinstance(part, str):
-            raise Refused("content", f"instruction or input is {in_words(part)}, and not a text")
+            raise Refused(
+                "content", f"instruction or input is {describe_type(part)}, and not a text"
+            )
     return [
         *turns,
         {"role": "user", "content": "\n\n".join(asked)},
@@ -188,22 +190,22 @@ KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
 }
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _parse_list(value: Any, name: str) -> list[Any]:
     """Return a list of turns, which may be JSON in a text, as in a cell of CSV."""
     if isinstance(value, str):
-        value = functions.parse(value, name)
+        value = functions.parse_json_text(value, name)
     if not isinstance(value, list):
-        raise Refused("no conversation", f"{name} is {in_words(value)}, and not a list")
+        raise Refused("no conversation", f"{name} is {describe_type(value)}, and not a list")
     return value
 
 
-def _role_name(turn: Any) -> str:
+def _get_role_name(turn: Any) -> str:
     """Return the role of a turn as it is written there, in small letters."""
     name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return name.lower() if isinstance(name, str) else ""
 
 
-def _plain_message(turn: Any) -> Message | None:
+def _convert_plain_turn(turn: Any) -> Message | None:
     """Return a turn that has a role and a text, and nothing else; None for any other."""
     if type(turn) is not dict or len(turn) != 2:
         return None
@@ -223,27 +225,27 @@ def _plain_message(turn: Any) -> Message | None:
     return None
 
 
-def _message(turn: Any, number: int) -> Message:
+def _convert_turn(turn: Any, number: int) -> Message:
     """Return a turn with the role and the fields that templates know. number: from 1."""
     if not isinstance(turn, dict):
         raise Refused(
             "no conversation",
-            f"turn {number} is {in_words(turn)}, and not an object with a role and a content",
+            f"turn {number} is {describe_type(turn)}, and not an object with a role and a content",
         )
-    name = _role_name(turn)
+    name = _get_role_name(turn)
     role = ROLE_OF.get(name)
     if role is None:
-        raise _refuse_role(turn, number)
+        raise _make_role_error(turn, number)
     content = turn.get("content", turn.get("value"))
     if not isinstance(content, str):
         content = _join_parts(content, number)
     message: Message = {"role": role, "content": content}
-    _add_others(message, turn, number, name == "function_call")
+    _add_optional_fields(message, turn, number, name == "function_call")
     require_text(message, number)
     return message
 
 
-def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> None:
+def _add_optional_fields(message: Message, turn: Record, number: int, is_call: bool) -> None:
     """Add what a turn has beside role and content. is_call: ShareGPT's, the content is the call."""
     for key in _KEPT:
         if isinstance(value := turn.get(key), (str, int)):
@@ -258,9 +260,13 @@ def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> N
         message[CALLS] = functions.list_calls(calls, f"turn {number}")
 
 
-def _refuse_role(turn: Record, number: int) -> Refused:
+def _make_role_error(turn: Record, number: int) -> Refused:
     given = next((turn[key] for key in ("role", "from") if key in turn), None)
-    what = f"the role {given!r:.60}" if isinstance(given, str) else f"{in_words(given)} as its role"
+    what = (
+        f"the role {given!r:.60}"
+        if isinstance(given, str)
+        else f"{describe_type(given)} as its role"
+    )
     return Refused(
         "unknown role",
         f"turn {number} has {what}; known are {', '.join(ROLES)}, and "
@@ -279,7 +285,11 @@ def _join_parts(content: Any, number: int) -> str:
         for part in content
     ):
         return "".join([part["text"] for part in content])
-    what = "has parts that are not text" if isinstance(content, list) else f"is {in_words(content)}"
+    what = (
+        "has parts that are not text"
+        if isinstance(content, list)
+        else f"is {describe_type(content)}"
+    )
     raise Refused("content", f"the content of turn {number} {what}")
 
 
@@ -295,14 +305,14 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
             next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
         ]
     if isinstance(given, str):
-        given = functions.parse(given, "weights")
+        given = functions.parse_json_text(given, "weights")
     if (
         not isinstance(given, list)
         or any(weight not in (0, 1) for weight in given if isinstance(weight, (int, float)))
         or not all(isinstance(weight, (int, float)) for weight in given)
     ):
         raise Refused("weights", "a weight is neither 0 nor 1")
-    if len(given) == len(turns) - 1 and _role_name(turns[0]) == "system":
+    if len(given) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
         given = [1, *given]
     if len(given) != len(turns):
         raise Refused("weights", f"there are {len(given)} weights for {len(turns)} turns")

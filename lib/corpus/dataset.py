@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, shards, work
-from lib.corpus.dedup import Seen
+from lib.corpus import chat_rows, parts, shards, work_units
+from lib.corpus.dedup import DigestSet
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.scan import TreeEntry
 from lib.corpus.shards import Flusher, ShardWriter
-from lib.corpus.tally import CHAT, ERRORS, Shape, Tally, format_problem
-from lib.corpus.work import UnitResult
+from lib.corpus.tally import CHAT, ERRORS, RowOptions, Tally, format_problem
+from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,14 +39,14 @@ class DatasetWriter:
 
     units: how many of them are in it already. duplicates: rows dropped by --dedup.
 
-    >>> with DatasetWriter(directory, shape) as dataset:
+    >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for done in pool.run(units[dataset.units:]):
     ...         dataset.add(done)
     ...     files = dataset.finish()
     """
 
-    def __init__(self, directory: Path, shape: Shape) -> None:
-        before = _recall(directory)
+    def __init__(self, directory: Path, row_options: RowOptions) -> None:
+        before = _restore_progress(directory)
         self.units: int = before.get("units", 0)
         self.tally = Tally.from_json(before["tally"]) if before else Tally()
         self.duplicates: int = before.get("duplicates", 0)
@@ -54,11 +54,15 @@ class DatasetWriter:
         self._directory = directory
         self._flusher = Flusher()
         self._homes = {
-            split: directory / split if len(shape.splits) > 1 else directory
-            for split in shape.splits
+            split: directory / split if len(row_options.splits) > 1 else directory
+            for split in row_options.splits
         }
-        self._is_chat = shape.format == CHAT
-        schema = chat_rows.schema() if self._is_chat else parts.make_schema(shape.keep_source)
+        self._is_chat = row_options.format == CHAT
+        schema = (
+            chat_rows.make_schema()
+            if self._is_chat
+            else parts.make_text_schema(row_options.keep_source)
+        )
         self._writers = {
             split: ShardWriter(
                 home, split, schema, self._flusher, before.get("shards", {}).get(split, ())
@@ -67,7 +71,7 @@ class DatasetWriter:
         }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
-        self._seen = Seen(directory / _DIGESTS) if shape.dedup != "none" else None
+        self._seen = DigestSet(directory / _DIGESTS) if row_options.dedup != "none" else None
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
@@ -114,7 +118,7 @@ class DatasetWriter:
 
         Units must come in their order. Raises ArtifactError when a kept part is damaged.
         """
-        _check(done)
+        _check_parts(done)
         if done.unit.begins:
             self._lines_before = 0
         self._add_errors(done)
@@ -129,7 +133,7 @@ class DatasetWriter:
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
-                work.release(part)
+                work_units.release_part(part)
         self.tally.add(done.tally, self._lines_before)
         self._lines_before += done.lines_of_part
         self.units += 1
@@ -238,18 +242,18 @@ class DatasetWriter:
         self._noted_at = time.monotonic()
 
 
-def _check(done: UnitResult) -> None:
+def _check_parts(done: UnitResult) -> None:
     for name, digest in done.digests.items():
         path = Path(done.unit.out) / name
         if not path.is_file() or not hashing.matches(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
                 found="other content than when it was written",
-                run=work.show_rebuild(path.parent),
+                run=work_units.format_rebuild_commands(path.parent),
             )
 
 
-def _recall(directory: Path) -> dict[str, Any]:
+def _restore_progress(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
     shards.restore_names(directory)
     try:

@@ -14,7 +14,7 @@ _GROWTH = 1.25
 _FIRST_SLOTS = 1 << 16
 
 
-class Seen:
+class DigestSet:
     """Keeps a set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
 
     The digests are cryptographic, so their first half is as good as a hash of the whole.

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from lib.corpus import encoding
 from lib.corpus.raw_file import LARGE_BYTES
-from lib.corpus.scan import escape
-from lib.corpus.tally import FAILURES, TRAIN, VALIDATION, Shape, Tally, format_problem
+from lib.corpus.scan import escape_path
+from lib.corpus.tally import FAILURES, TRAIN, VALIDATION, RowOptions, Tally, format_problem
 
 SKIPPED_FILE = "file skipped"
 SKIPPED = "document skipped"
@@ -39,14 +39,14 @@ class Documents(ABC):
     as_data = False
     columns: frozenset[str] | None = None
 
-    def __init__(self, shape: Shape, errors: BinaryIO) -> None:
+    def __init__(self, row_options: RowOptions, errors: BinaryIO) -> None:
         self.tally = Tally()
         self.lines = 0
-        self.fallback = shape.fallback_encoding
-        self._shape = shape
+        self.fallback = row_options.fallback_encoding
+        self._row_options = row_options
         self._errors = errors
-        self._validation_below = int(shape.validation_percent / 100 * (1 << 64))
-        self._hashes = bool(self._validation_below) or shape.dedup != "none"
+        self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
+        self._hashes = bool(self._validation_below) or row_options.dedup != "none"
         self._path = ""
         self._source = ""
         self._replaced_before = 0
@@ -56,7 +56,7 @@ class Documents(ABC):
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
         self._path = path
-        self._source = escape(source)
+        self._source = escape_path(source)
         self._replaced_before = self.tally.replaced
         self._heard_before = self._count_heard()
         self._short_before = self.tally.short
@@ -120,7 +120,7 @@ class Documents(ABC):
 
     def decode(self, data: bytes) -> str:
         """Return the text of some bytes of the file, counting replacements."""
-        text, replaced = encoding.decode(data, self.fallback)
+        text, replaced = encoding.decode_text(data, self.fallback)
         self.tally.replaced += replaced
         return text
 

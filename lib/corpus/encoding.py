@@ -11,7 +11,7 @@ from lib.corpus.kinds import UTF8_BOM
 REPLACEMENT = "\ufffd"
 
 
-def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
+def decode_text(data: bytes, fallback: str = "") -> tuple[str, int]:
     """Return the text of UTF-8 (BOM or not) or UTF-16 (BOM) bytes, and the replacements made.
 
     fallback: the encoding of what is neither; a text read by it counts as one replacement.
@@ -30,7 +30,7 @@ def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
         return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 
 
-def encode(text: str) -> tuple[bytes, int]:
+def encode_text(text: str) -> tuple[bytes, int]:
     """Return the UTF-8 of a text and how many lone surrogates had to be replaced in it."""
     try:
         return text.encode(), 0

@@ -1,4 +1,4 @@
-"""Functions that an assistant may call, and its calls, in the one shape that templates know.
+"""Functions that an assistant may call, and its calls, in the one row_options that templates know.
 
     tools       [{"type": "function", "function": {"name": …, "parameters": …}}]
     tool_calls  [{"type": "function", "function": {"name": …, "arguments": {…}}}]
@@ -17,7 +17,7 @@ _OUTER = ("type", "id")  # what stands beside a function, and not in it
 Functions = list[dict[str, Any]]
 
 
-def in_words(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Return what a value is, in words."""
     for kind, words in (
         (type(None), "nothing"),
@@ -32,10 +32,10 @@ def in_words(value: Any) -> str:
     return f"a value of the type {type(value).__name__}"
 
 
-def parse(text: str, what: str) -> Any:
+def parse_json_text(text: str, what: str) -> Any:
     """Return the JSON of a text; Refused, naming `what`, where it is none."""
     try:
-        return json_data.load(text)
+        return json_data.load_json(text)
     except (ValueError, RecursionError):
         raise Refused("content", f"{what} is a text that is not JSON") from None
 
@@ -43,32 +43,37 @@ def parse(text: str, what: str) -> Any:
 def list_tools(tools: Any) -> Functions | None:
     """Return the functions of a conversation, None where there are none."""
     if isinstance(tools, str):
-        tools = parse(tools, "tools") if tools.strip() else None
+        tools = parse_json_text(tools, "tools") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refused("content", f"tools is {in_words(tools)}, and not a list of objects")
-    return [_wrapped(tool) if "name" in tool else tool for tool in tools]
+        raise Refused("content", f"tools is {describe_type(tools)}, and not a list of objects")
+    return [_wrap_function(tool) if "name" in tool else tool for tool in tools]
 
 
 def list_calls(calls: Any, where: str) -> Functions:
     """Return the calls of a turn: one or a list of them, perhaps as JSON in a text."""
     if isinstance(calls, str):
-        calls = parse(calls, f"the function call of {where}")
-    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = parse_json_text(calls, f"the function call of {where}")
+    return [
+        _normalize_call(call, where) for call in (calls if isinstance(calls, list) else [calls])
+    ]
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    whole = _wrapped(call) if isinstance(call, dict) else {}
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
+    whole = _wrap_function(call) if isinstance(call, dict) else {}
     function = whole.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused("content", f"a function call of {where} names no function")
     if isinstance(whole.get("id"), int):
         whole["id"] = str(whole["id"])  # as in the turn that answers it
-    return {**whole, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {
+        **whole,
+        "function": {**function, "arguments": _parse_arguments(function.get("arguments"))},
+    }
 
 
-def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
+def _wrap_function(given: dict[str, Any]) -> dict[str, Any]:
     """Return a function or a call with its type, and with name and the like one level deeper."""
     if "function" in given:
         return {"type": "function", **given}
@@ -80,13 +85,13 @@ def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arguments(given: Any) -> Any:
+def _parse_arguments(given: Any) -> Any:
     """Return arguments as an object where they are one; another text stays as it is."""
     if not given:
         return {}
     if isinstance(given, str):
         try:
-            found = json_data.load(given)
+            found = json_data.load_json(given)
         except (ValueError, RecursionError):
             return given
         return found if isinstance(found, dict) else given

@@ -18,9 +18,9 @@ from lib.corpus.scan import (
     TreeEntry,
     count_files,
     count_reasons,
-    escape,
-    recognise,
-    scan,
+    escape_path,
+    recognise_artifact,
+    scan_tree,
     select_taken,
 )
 
@@ -44,7 +44,7 @@ class InputFile:
     split: str = ""
 
 
-def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
+def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
     """Return the files of a data folder in the order of their rows, and what is left out.
 
     Raises ArtifactError when it holds splits that are missing, unfinished or damaged, UsageError
@@ -53,10 +53,10 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]
     if folder.is_file():
         raise UsageError(f"--data-folder {folder} is a file", expected="a directory")
     if _is_splits(folder):
-        files = _find_in_splits(folder)
+        files = _list_split_files(folder)
         skipped = []
     else:
-        entries = scan(folder, Rules(), progress=progress)
+        entries = scan_tree(folder, Rules(), progress=progress)
         saved.require_readable(folder, "--data-folder", entries)
         files = [
             InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
@@ -83,26 +83,26 @@ def require_raw(folder: Path, option: str) -> None:
             f"{option} {folder} does not exist",
             expected="splits of stage 01, or a directory of raw files",
         )
-    if kind := recognise(folder):
+    if kind := recognise_artifact(folder):
         raise UsageError(
-            f"{option} {folder} is a {kind}, and not raw text", **_suggest([folder], kind)
+            f"{option} {folder} is a {kind}, and not raw text", **_suggest_remedy([folder], kind)
         )
     inside = [
         path
         for path in sorted(folder.iterdir() if folder.is_dir() else [])
         if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)
     ]
-    kinds = [recognise(path) for path in inside]
+    kinds = [recognise_artifact(path) for path in inside]
     if kinds and all(kinds):
         raise UsageError(
             f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
             ", and no raw text",
             found=", ".join(path.name for path in inside),
-            **_suggest(inside, kinds[0]),
+            **_suggest_remedy(inside, kinds[0]),
         )
 
 
-def _suggest(made: Sequence[Path], kind: str) -> dict[str, str]:
+def _suggest_remedy(made: Sequence[Path], kind: str) -> dict[str, str]:
     """Return what to do with artifacts instead of reading them as text: parts of an error."""
     if kind != "dataset":
         return {"expected": "splits of stage 01, or a directory of raw files"}
@@ -132,7 +132,7 @@ def _is_splits(folder: Path) -> bool:
     return True
 
 
-def _find_in_splits(folder: Path) -> list[InputFile]:
+def _list_split_files(folder: Path) -> list[InputFile]:
     """Return the files that stage 01 listed; ArtifactError when one is gone or the list is torn."""
     content = manifest.read(folder, SPLITS_KIND, "the splits")
     remedy = manifest.remedy(content, "--overwrite", dst_root=folder)
@@ -170,7 +170,7 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
             f"the splits {folder} are damaged",
             **remedy,
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
-            f"gone, {escape(missing[0])} the first",
+            f"gone, {escape_path(missing[0])} the first",
         )
     if changed:
         log.warn(

@@ -24,23 +24,25 @@ _ALIKE = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG = b"0" * 19
 
 
-class Unwritable(ValueError):
+class UnwritableValue(ValueError):
     """Says in words why a value cannot be kept as JSON."""
 
 
-def _int(digits: str) -> int | None:
+def _parse_int(digits: str) -> int | None:
     return int(digits) if len(digits) <= _MOST_DIGITS else None
 
 
-def _float(text: str) -> float | None:
+def _parse_float(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
 
 
-DECODER = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=lambda name: None)
+DECODER = json.JSONDecoder(
+    parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda name: None
+)
 
 
-def load(text: str) -> Any:
+def load_json(text: str) -> Any:
     """Return the value of a text; ValueError or RecursionError where it is not JSON."""
     if orjson is not None and _LONG not in text.encode(errors="replace").translate(_ALIKE):
         try:
@@ -50,7 +52,7 @@ def load(text: str) -> Any:
     return DECODER.decode(text)
 
 
-def load_line(line: bytes) -> Any:
+def load_json_line(line: bytes) -> Any:
     """Return the value of a line that is clean, UTF-8 and JSON; ValueError or RecursionError else.
 
     Only functions and their arguments may hold numbers that are kept.
@@ -61,26 +63,26 @@ def load_line(line: bytes) -> Any:
     return orjson.loads(line)
 
 
-def dump(value: Any, is_sorted: bool = False) -> bytes:
-    """Return a value as JSON; Unwritable, or UnicodeEncodeError where `repaired` is needed."""
+def dump_json(value: Any, is_sorted: bool = False) -> bytes:
+    """Return a value as JSON; UnwritableValue, or UnicodeEncodeError where `repaired` is needed."""
     if orjson is not None:
         try:
             return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if is_sorted else 0)
         except TypeError:
             pass  # whole numbers of more than 64 bits, keys that are no text, …
     return json.dumps(
-        _plain(value), ensure_ascii=False, separators=(",", ":"), sort_keys=is_sorted
+        _to_json_types(value), ensure_ascii=False, separators=(",", ":"), sort_keys=is_sorted
     ).encode()
 
 
-def repaired(value: Any) -> tuple[Any, int]:
+def repair_strings(value: Any) -> tuple[Any, int]:
     """Return a value whose texts are Unicode, and how many lone surrogates were replaced in it."""
     count = 0
 
     def repair(item: Any) -> Any:
         nonlocal count
         if isinstance(item, str):
-            data, more = encoding.encode(item)
+            data, more = encoding.encode_text(item)
             count += more
             return data.decode()
         if isinstance(item, list):
@@ -92,18 +94,18 @@ def repaired(value: Any) -> tuple[Any, int]:
     return repair(value), count
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _to_json_types(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON knows it: dates and decimal numbers become texts."""
     if depth > DEEPEST:
-        raise Unwritable(f"it is nested more than {DEEPEST} levels deep")
+        raise UnwritableValue(f"it is nested more than {DEEPEST} levels deep")
     if isinstance(value, dict):
-        return {str(key): _plain(child, depth + 1) for key, child in value.items()}
+        return {str(key): _to_json_types(child, depth + 1) for key, child in value.items()}
     if isinstance(value, list):
-        return [_plain(child, depth + 1) for child in value]
+        return [_to_json_types(child, depth + 1) for child in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, bytes):
-        raise Unwritable("it holds bytes that are no text")
+        raise UnwritableValue("it holds bytes that are no text")
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -24,10 +24,10 @@ _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
 try:
     import orjson
 
-    _fast: Callable[[bytes], Any] = orjson.loads
+    _parse_fast: Callable[[bytes], Any] = orjson.loads
 except ImportError:
 
-    def _fast(data: bytes) -> Any:
+    def _parse_fast(data: bytes) -> Any:
         return _DECODER.decode(data.decode())
 
 
@@ -38,29 +38,29 @@ def read_json_lines(raw: RawFile, documents: Documents) -> None:
         if lines is None:
             documents.lines += 1
             documents.note(*TOO_LARGE, DROPPED, offset, documents.lines)
-        elif not documents.as_data and _take_all(lines, documents):
+        elif not documents.as_data and _add_lines(lines, documents):
             documents.lines += len(lines)
         else:
             for line in lines:
                 documents.lines += 1
-                _take(line, offset, raw, documents)
+                _add_line(line, offset, raw, documents)
                 offset = None if offset is None else offset + len(line)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _take_all(lines: list[bytes], documents: Documents) -> bool:
+def _add_lines(lines: list[bytes], documents: Documents) -> bool:
     """Hand on lines that are a row each; False, and nothing is handed on, when one is not."""
     try:
-        values = list(map(_fast, lines))
+        values = list(map(_parse_fast, lines))
     except (ValueError, RecursionError):
         return False
     return documents.add_values(values)
 
 
-def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
+def _add_line(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
     try:
-        value = json_data.load_line(line) if documents.as_data else _fast(line)
+        value = json_data.load_json_line(line) if documents.as_data else _parse_fast(line)
     except (ValueError, RecursionError):
         if not line.strip() or (raw.damage and not line.endswith(b"\n")):
             return  # blank, or cut
@@ -68,7 +68,7 @@ def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -
             decoder = json_data.DECODER if documents.as_data else _DECODER
             value = decoder.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
-            documents.note(*_describe(error), DROPPED, offset, documents.lines)
+            documents.note(*_describe_error(error), DROPPED, offset, documents.lines)
             return
     documents.add_value(value, offset, documents.lines)
 
@@ -78,11 +78,11 @@ def read_json(raw: RawFile, documents: Documents) -> None:
     data = raw.read()
     if data is not None and not raw.damage and not documents.as_data:
         try:
-            value = _fast(data.removeprefix(UTF8_BOM))
+            value = _parse_fast(data.removeprefix(UTF8_BOM))
         except (ValueError, RecursionError):
             pass
         else:
-            _take_elements(value, documents)
+            _add_elements(value, documents)
             return
     if data is None:
         decoded = raw.decode(documents.fallback)
@@ -94,7 +94,7 @@ def read_json(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _take_elements(value: Any, documents: Documents) -> None:
+def _add_elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
         some = elements[start : start + _ELEMENTS]
@@ -103,7 +103,7 @@ def _take_elements(value: Any, documents: Documents) -> None:
                 documents.add_value(element, number=number)
 
 
-def _describe(error: Exception) -> tuple[str, str]:
+def _describe_error(error: Exception) -> tuple[str, str]:
     """Return the kind of problem and a message for what a JSON decoder raised."""
     if isinstance(error, RecursionError):
         return "nesting", "nested too deeply"
@@ -194,7 +194,7 @@ class _Values:
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
         if following > 0 and text[end] == ",":
             with suppress(ValueError, RecursionError):
-                if self._documents.add_values(_fast(f"[{text[position:end]}]".encode())):
+                if self._documents.add_values(_parse_fast(f"[{text[position:end]}]".encode())):
                     return end
         self._slow_before = limit
         return 0
@@ -226,7 +226,7 @@ class _Values:
             except (ValueError, RecursionError) as error:
                 is_large = len(self._text) - position > LARGE_BYTES
                 if is_large or isinstance(error, RecursionError) or self._is_at_end():
-                    problem = TOO_LARGE if is_large else _describe(error)
+                    problem = TOO_LARGE if is_large else _describe_error(error)
                     self._documents.note(*problem, action, *self._locator.at(position))
                     self._bad = position
                     return -1

@@ -36,7 +36,7 @@ _CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
 _MAX_CONTROL_SHARE = 0.05
 
 
-def sniff(name: str, head: bytes) -> str:
+def sniff_kind(name: str, head: bytes) -> str:
     """Return the kind of a file: `text`, `json`, `jsonl`, `yaml`, …, `binary` or `empty`.
 
     name: its path. head: its first HEAD_BYTES bytes (fewer if it is shorter). The content decides

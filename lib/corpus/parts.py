@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def make_schema(keep_source: bool) -> pa.Schema:
+def make_text_schema(keep_source: bool) -> pa.Schema:
     """Return the columns of a dataset: `text`, and `source` if it is kept."""
     import pyarrow as pa
 
@@ -63,7 +63,7 @@ class PartWriter(Part):
     """Writes rows of text."""
 
     def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, make_schema(keep_source), digests)
+        super().__init__(file, make_text_schema(keep_source), digests)
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -134,7 +134,7 @@ class PartWriter(Part):
             return
         self._written += rows
         self.text_bytes += sum(map(len, self._texts))
-        columns = [join(self._texts)]
+        columns = [join_texts(self._texts)]
         if self._sources is not None:
             columns.append(pa.array(self._sources, pa.string()))
         batch = pa.record_batch(columns, schema=self._schema)
@@ -145,7 +145,7 @@ class PartWriter(Part):
         self._size = 0
 
 
-def join(texts: Sequence[bytes]) -> pa.Array:
+def join_texts(texts: Sequence[bytes]) -> pa.Array:
     """Return texts as Arrow holds them; each went through a codec and needs no second check."""
     import numpy as np
     import pyarrow as pa
@@ -188,7 +188,7 @@ class _Splice(io.RawIOBase):
         return size
 
 
-def rewrite(
+def rewrite_part(
     part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the messages of the batches with some rows of a part, and the bytes of text in each.

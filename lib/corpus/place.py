@@ -21,7 +21,7 @@ from lib.core import commands, log, publish, units
 from lib.core.errors import StageError, UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
-from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape
+from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
@@ -88,10 +88,10 @@ class Workers:
             for future in flying:
                 yield from future.result()
         except BrokenProcessPool:
-            raise _died() from None
+            raise _make_worker_error() from None
 
 
-def _died() -> StageError:
+def _make_worker_error() -> StageError:
     return StageError(
         "a worker process has died",
         run=commands.as_typed(),
@@ -99,11 +99,11 @@ def _died() -> StageError:
     )
 
 
-def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
+def sniff_files(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
     """Set `kind` of the entries that are taken so far, and `skipped` of those that are not text."""
     candidates = [entry for entry in entries if not entry.skipped]
     total = len(candidates)
-    found = workers.map(_sniff_some, (f"{root}/{entry.path}" for entry in candidates), total)
+    found = workers.map(_sniff_chunk, (f"{root}/{entry.path}" for entry in candidates), total)
     with Progress("look", total, "files", progress) as bar:
         for entry, kind in zip(candidates, found, strict=True):
             entry.kind = kind
@@ -114,7 +114,7 @@ def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progre
             bar.advance()
 
 
-def _sniff_some(paths: list[str]) -> list[str]:
+def _sniff_chunk(paths: list[str]) -> list[str]:
     """Return what files hold, "" for one that cannot be read; OSError when a disk fails."""
     found = []
     for path in paths:
@@ -129,11 +129,11 @@ def _sniff_some(paths: list[str]) -> list[str]:
                 raise OSError(error.errno, error.strerror, path) from error
             found.append("")
         else:
-            found.append(kinds.sniff(path, head))
+            found.append(kinds.sniff_kind(path, head))
     return found
 
 
-def place(source: str, target: str, mode: str) -> str:
+def place_file(source: str, target: str, mode: str) -> str:
     """Put one file under a new name and return how: the mode, or `copy` where links fail.
 
     mode: hardlink, symlink (absolute) or copy (keeps the modification time).
@@ -147,7 +147,7 @@ def place(source: str, target: str, mode: str) -> str:
         except OSError as error:
             if error.errno not in _NO_HARDLINKS | {errno.EMLINK}:
                 raise
-            return place(source, target, "copy")
+            return place_file(source, target, "copy")
     else:
         shutil.copyfile(source, target)
         info = os.stat(source)
@@ -175,7 +175,7 @@ def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
     return mode
 
 
-def place_all(
+def place_files(
     root: Path,
     build: Path,
     files: Sequence[tuple[TreeEntry, str]],
@@ -188,19 +188,19 @@ def place_all(
     Raises UsageError naming a file that vanished meanwhile, or has another size than planned.
     """
     names = ((f"{root}/{entry.path}", f"{build}/{split}/{entry.path}") for entry, split in files)
-    placed = workers.map(partial(_place_some, mode), names, len(files))
+    placed = workers.map(partial(_place_chunk, mode), names, len(files))
     ways: dict[str, int] = {}
     with Progress("place", len(files), "files", progress) as bar:
         for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(
-                    f"{escape(entry.path)} vanished from {root} while it was organised",
+                    f"{escape_path(entry.path)} vanished from {root} while it was organised",
                     run=commands.as_typed(),
                 )
             if (size, mtime_ns) != (entry.bytes, entry.mtime_ns):
                 resized = size != entry.bytes
                 raise UsageError(
-                    f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
+                    f"{escape_path(entry.path)} {'changed' if resized else 'was written to'} while it "
                     "was organised",
                     expected=f"{entry.bytes} bytes" if resized else "",
                     found=f"{size} bytes" if resized else "",
@@ -214,7 +214,7 @@ def place_all(
     return ways
 
 
-def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
+def _place_chunk(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
     """Place `(source, target)`s; return how, bytes (-1: no source) and when it was last written."""
     done = []
     for source, target in files:
@@ -231,13 +231,13 @@ def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int,
 
 def _place_one(source: str, target: str, mode: str) -> tuple[str, int, int]:
     """Place a file; return how, its bytes and when the source was last written."""
-    way = place(source, target, mode)
+    way = place_file(source, target, mode)
     info = os.stat(target)
     # The time of a copy is that of another file system, which may be coarser.
     return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
 
 
-def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
+def list_missing_files(root: Path, splits: Mapping[str, int]) -> list[str]:
     """Return what is wrong with the number of files in splits, a sentence each.
 
     splits: by name, how many files it should hold. Directories are listed, no file is looked at.
@@ -249,15 +249,15 @@ def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
     ]
 
 
-def deal(sizes: Sequence[int], splits: int) -> list[int]:
+def assign_to_splits(sizes: Sequence[int], splits: int) -> list[int]:
     """Return the split of each file: counts differ by at most one, byte sums are even.
 
     sizes: bytes per file. First the largest files go to the lightest splits that still have room
     in number (longest processing time first), then files are exchanged between splits while that
     lowers the heavier of the two. The same sizes always give the same answer.
     """
-    bins = _deal_largest_first(sizes, splits)
-    _exchange(bins, sizes)
+    bins = _assign_largest_first(sizes, splits)
+    _exchange_files(bins, sizes)
     split_of = [0] * len(sizes)
     for number, members in enumerate(bins):
         for file in members:
@@ -265,7 +265,7 @@ def deal(sizes: Sequence[int], splits: int) -> list[int]:
     return split_of
 
 
-def _deal_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
+def _assign_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
     """Return the files of each split, dealt one by one to the lightest split that has room."""
     base = len(sizes) // splits
     bins: list[list[int]] = [[] for _ in range(splits)]
@@ -279,7 +279,7 @@ def _deal_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
     return bins
 
 
-def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
+def _exchange_files(bins: list[list[int]], sizes: Sequence[int]) -> None:
     """Exchange files between the heaviest and lighter splits until it helps no more."""
     loads = [sum(sizes[file] for file in members) for members in bins]
     for members in bins:
@@ -291,7 +291,7 @@ def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
         heavy = open_bins[-1]
         for light in open_bins[:-1]:
             work += len(bins[heavy]) + len(bins[light])
-            if gain := _swap(bins[heavy], bins[light], sizes, loads[heavy] - loads[light]):
+            if gain := _swap_files(bins[heavy], bins[light], sizes, loads[heavy] - loads[light]):
                 loads[heavy] -= gain
                 loads[light] += gain
                 break
@@ -301,7 +301,7 @@ def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
             open_bins.pop()  # as light as it gets: even out the others
 
 
-def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
+def _swap_files(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
     """Exchange one file each so that the gap between two splits shrinks most.
 
     heavy, light: files sorted by size. A split that has one file more may also just give one.

@@ -14,9 +14,9 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from lib.core import log, workers
-from lib.corpus import work
-from lib.corpus.scan import escape
-from lib.corpus.work import UnitResult, WorkUnit
+from lib.corpus import work_units
+from lib.corpus.scan import escape_path
+from lib.corpus.work_units import UnitResult, WorkUnit
 
 Work = Callable[[WorkUnit], UnitResult]
 
@@ -33,10 +33,10 @@ class Pool:
     ...     for done in pool.run(units): …
     """
 
-    def __init__(self, workers: int, work: Work = work.process) -> None:
+    def __init__(self, workers: int, work: Work = work_units.process_unit) -> None:
         self._workers = workers
         self._work = work
-        self._executor = _executor(workers)
+        self._executor = _make_executor(workers)
 
     def __enter__(self) -> Pool:
         return self
@@ -69,12 +69,12 @@ class Pool:
             return self._executor.submit(self._work, unit)
         except BrokenProcessPool:
             self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = _executor(self._workers)
+            self._executor = _make_executor(self._workers)
             return self._executor.submit(self._work, unit)
 
 
-def _executor(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, start_server(), _prepare)
+def _make_executor(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, start_server(), _set_up_worker)
 
 
 @cache
@@ -92,28 +92,28 @@ def start_server() -> BaseContext:
     return context
 
 
-def _prepare() -> None:
+def _set_up_worker() -> None:
     sys.setrecursionlimit(_RECURSION_LIMIT)
     workers.set_up_worker()
 
 
 def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:
     """Process a unit again while nothing else runs; leave out the files that end the process."""
-    if done := _try(work, unit):
+    if done := _try_unit(work, unit):
         return done
     fatal = frozenset(
-        span.file.path for span in unit.spans if not _try(work, replace(unit, spans=(span,)))
+        span.file.path for span in unit.spans if not _try_unit(work, replace(unit, spans=(span,)))
     )
     for path in sorted(fatal):
-        log.warn(f"{escape(path)} crashes the worker process that reads it; it is left out")
-    done = _try(work, replace(unit, avoid=fatal))
+        log.warn(f"{escape_path(path)} crashes the worker process that reads it; it is left out")
+    done = _try_unit(work, replace(unit, avoid=fatal))
     if done is None:
         raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
     return done
 
 
-def _try(work: Work, unit: WorkUnit) -> UnitResult | None:
-    with _executor(1) as executor:
+def _try_unit(work: Work, unit: WorkUnit) -> UnitResult | None:
+    with _make_executor(1) as executor:
         try:
             return executor.submit(work, unit).result()
         except BrokenProcessPool:

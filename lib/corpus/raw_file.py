@@ -46,7 +46,7 @@ class RawFile:
         self.scratch = scratch
         self._path = path
         self.damage = ""
-        self.stream: Stream = _open(path)
+        self.stream: Stream = _open_file(path)
         self._file = self.stream
         self._sniff(path)
         if self.kind in PACKED_SUFFIXES:
@@ -62,7 +62,7 @@ class RawFile:
             self.head = self.stream.getbuffer()[: kinds.HEAD_BYTES].tobytes()
         else:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
-        self.kind = kinds.sniff(name, self.head)
+        self.kind = kinds.sniff_kind(name, self.head)
 
     def _note_damage(self, what: str) -> None:
         self.damage = what
@@ -139,7 +139,7 @@ class RawFile:
         position = 0
         if kinds.is_utf16(self.head):
             texts = DecodedText(_read_chunks(stream), self.head)
-            stream = _make_stream(encoding.encode(text)[0] for text in texts)
+            stream = _make_stream(encoding.encode_text(text)[0] for text in texts)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
@@ -149,7 +149,7 @@ class RawFile:
         return stream, position
 
 
-def _open(path: str) -> Stream:
+def _open_file(path: str) -> Stream:
     """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
     raw = RetryingFile(path)
     try:

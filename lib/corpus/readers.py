@@ -36,7 +36,7 @@ def _read_large_text(raw: RawFile, documents: Documents) -> None:
     is_blank = True
     with tempfile.TemporaryFile(dir=raw.scratch) as file:
         for text in decoded:
-            data, _ = encoding.encode(text)
+            data, _ = encoding.encode_text(text)
             hasher.update(data)
             file.write(data)
             characters = characters + len(text)
@@ -71,7 +71,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-def read(raw: RawFile, documents: Documents) -> None:
+def read_documents(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or note why it gives nothing."""
     reader = READERS.get(raw.kind)
     if raw.kind == "text" and documents.as_data:

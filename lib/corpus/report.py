@@ -8,14 +8,14 @@ from pathlib import Path
 from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.corpus.dataset import DatasetWriter
-from lib.corpus.tally import CHAT, ERRORS, TRAIN, Shape, Tally
+from lib.corpus.tally import CHAT, ERRORS, TRAIN, RowOptions, Tally
 
 _NAMED = 5
 _MOST_VALIDATION = 50  # percent
 
 
 def find_refusal(
-    dataset: DatasetWriter, shape: Shape, folder: Path, files: int, max_error_rate: float
+    dataset: DatasetWriter, row_options: RowOptions, folder: Path, files: int, max_error_rate: float
 ) -> UsageError | None:
     """Return why a dataset is not published: it is empty, or too many of the files failed."""
     tally = dataset.tally
@@ -27,7 +27,7 @@ def find_refusal(
     )
     if error := chat.find_mixture():
         return error
-    if shape.format == CHAT and not chat.formats:
+    if row_options.format == CHAT and not chat.formats:
         return UsageError(
             f"no record of {folder} is a conversation",
             found="\n".join([*chat.others, f"problems: {problems}"]),
@@ -36,11 +36,11 @@ def find_refusal(
             hint="rename the keys, or leave --format chat out: then each becomes plain text",
         )
     if not dataset.rows[TRAIN]:
-        gave = "gave a conversation" if shape.format == CHAT else "gave text"
+        gave = "gave a conversation" if row_options.format == CHAT else "gave text"
         return UsageError(f"no document of {folder} {gave} for the split `train`", found=found)
-    if shape.fields and not tally.fields_seen and tally.problems["no string"]:
+    if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(
-            f"no document of {folder} has --fields {','.join(shape.fields)}", found=found
+            f"no document of {folder} has --fields {','.join(row_options.fields)}", found=found
         )
     if len(tally.failed) > max_error_rate * files:
         return UsageError(
@@ -51,8 +51,8 @@ def find_refusal(
     return None
 
 
-def in_lines(
-    dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, total: int
+def format_summary(
+    dataset: DatasetWriter, row_options: RowOptions, save_dir: Path, files: int, total: int
 ) -> dict[str, str]:
     """Return what went in and what came out, a line each. total: bytes of the files."""
     summary = dataset.summary()
@@ -60,13 +60,13 @@ def in_lines(
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
-        f"{units.counted(tally.documents, _noun(shape))}",
-        **(tally.chat.in_lines() if shape.format == CHAT else {}),
+        f"{units.counted(tally.documents, _name_records(row_options))}",
+        **(tally.chat.in_lines() if row_options.format == CHAT else {}),
         "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
     }
     if tally.short:
         lines["short"] = (
-            f"{units.counted(tally.short, 'row')} below --min-chars {shape.min_chars} dropped"
+            f"{units.counted(tally.short, 'row')} below --min-chars {row_options.min_chars} dropped"
         )
     if dataset.duplicates:
         lines["dedup"] = (
@@ -81,12 +81,16 @@ def in_lines(
     return lines
 
 
-def _noun(shape: Shape) -> str:
-    return "conversation" if shape.format == CHAT else "document"
+def _name_records(row_options: RowOptions) -> str:
+    return "conversation" if row_options.format == CHAT else "document"
 
 
-def list_doubts(
-    tally: Tally, shape: Shape, rows_of: Mapping[str, int], duplicates: int, save_dir: Path
+def list_warnings(
+    tally: Tally,
+    row_options: RowOptions,
+    rows_of: Mapping[str, int],
+    duplicates: int,
+    save_dir: Path,
 ) -> list[str]:
     """Return what is odd about a dataset, a sentence each: options that found little text, say.
 
@@ -94,15 +98,15 @@ def list_doubts(
     """
     rows = sum(rows_of.values())
     found = []
-    if missing := sorted({*shape.fields} - tally.fields_seen):
+    if missing := sorted({*row_options.fields} - tally.fields_seen):
         found.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"
             + (describe_other_fields(tally) or "\nthere is no other field with text")
         )
-    if shape.fields and (without := tally.problems["no string"]) > tally.documents:
+    if row_options.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
         found.append(
-            f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
+            f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
             f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
             + describe_other_fields(tally)
         )
@@ -130,17 +134,17 @@ def list_doubts(
         )
     if tally.short > rows:
         found.append(
-            f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
+            f"--min-chars {row_options.min_chars:,} dropped {tally.short:,} of "
             f"{tally.short + rows + duplicates:,} rows"
         )
-    if shape.validation_percent and not all(rows_of.values()):
+    if row_options.validation_percent and not all(rows_of.values()):
         found.append(
             "the validation split is empty: the corpus is small for --validation-percent "
-            f"{shape.validation_percent:g}"
+            f"{row_options.validation_percent:g}"
         )
-    elif shape.validation_percent > _MOST_VALIDATION:
+    elif row_options.validation_percent > _MOST_VALIDATION:
         found.append(
-            f"--validation-percent {shape.validation_percent:g} leaves "
+            f"--validation-percent {row_options.validation_percent:g} leaves "
             f"{units.counted(rows_of[TRAIN], 'row')} to train on; 0.1 to 5 is usual"
         )
     return found

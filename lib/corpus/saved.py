@@ -64,7 +64,7 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
             saved.setdefault(above, set()).add(name)
     for above, names in saved.items():
         if _TRAIN in names and (held_out := names & _HELD_OUT):
-            raise _several_splits(folder / above, option, _TRAIN, {_TRAIN, *held_out})
+            raise _make_splits_error(folder / above, option, _TRAIN, {_TRAIN, *held_out})
 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
@@ -102,10 +102,10 @@ def _require_one_split(
     }
     if len(read) > 1:
         first = next(name for name in (_TRAIN, *splits) if name in read)
-        raise _several_splits(folder / parent, option, first, read)
+        raise _make_splits_error(folder / parent, option, first, read)
 
 
-def _several_splits(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
+def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
     """Return the error for splits that would be mixed. first: the one that the command reads."""
     return UsageError(
         f"{directory} holds several splits of a dataset, which would all be trained on",

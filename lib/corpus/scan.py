@@ -30,10 +30,10 @@ OUTSIDE = "link leads outside"
 INSIDE = "link inside the source"
 PATTERN = "pattern"
 OWN_OUTPUT = "output of this stage"
-MADE = "made by a stage"
+ARTIFACT = "made by a stage"
 DESCRIPTION = "describes a dataset"
 # Kinds of artifacts that are not raw files, in words.
-_MADE = {
+_ARTIFACT_NAMES = {
     "dataset": "dataset",
     "dataset-parts": "dataset part",
     "tokens": "token store",
@@ -83,14 +83,14 @@ class Scan:
     def __init__(self, root: Path, rules: Rules, output: Path | None = None) -> None:
         self.root = root.resolve()
         self.rules = rules
-        self._include = _compile(rules.include)
-        self._exclude = _compile(rules.exclude)
+        self._include = _compile_globs(rules.include)
+        self._exclude = _compile_globs(rules.exclude)
         self._output = str(output.resolve()) if output else None
 
     def entries(self) -> Iterator[TreeEntry]:
         """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
         stack: list[tuple[str, _Identity, tuple[_Identity, ...]]] = [
-            ("", _identity(self.root.stat()), ())
+            ("", _get_directory_id(self.root.stat()), ())
         ]
         while stack:
             prefix, here, above = stack.pop()
@@ -121,7 +121,7 @@ class Scan:
                     return TreeEntry(path, skipped=reason)
                 info = item.stat()
         except OSError as error:
-            if is_of_disk(error) and not (self._exclude and _matches(self._exclude, path)):
+            if is_of_disk(error) and not (self._exclude and _matches_path(self._exclude, path)):
                 raise
             reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno or 0, UNREADABLE)
             return TreeEntry(path, skipped=reason)
@@ -129,7 +129,7 @@ class Scan:
             reason = self._why_not_file(item.name, path, info)
             return TreeEntry(path, info.st_size, info.st_mtime_ns, reason)
         reason = self._why_not_directory(item, path, info, above)
-        return TreeEntry(path + "/", skipped=reason) if reason else _identity(info)
+        return TreeEntry(path + "/", skipped=reason) if reason else _get_directory_id(info)
 
     def _why_not_link(self, item: os.DirEntry) -> str:
         target = os.path.realpath(item.path, strict=True)
@@ -144,8 +144,8 @@ class Scan:
             return HIDDEN
         if not stat.S_ISREG(info.st_mode):
             return SPECIAL
-        excluded = self._exclude and _matches(self._exclude, path)
-        if excluded or (self._include and not _matches(self._include, path)):
+        excluded = self._exclude and _matches_path(self._exclude, path)
+        if excluded or (self._include and not _matches_path(self._include, path)):
             return PATTERN
         if saved.is_description(self.root, path):
             return DESCRIPTION
@@ -160,34 +160,34 @@ class Scan:
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # of an earlier run: the same files once more
-        if recognise(Path(item.path)):
-            return MADE  # from text that is read elsewhere, or no text at all
-        if self._exclude and _matches(self._exclude, path):
+        if recognise_artifact(Path(item.path)):
+            return ARTIFACT  # from text that is read elsewhere, or no text at all
+        if self._exclude and _matches_path(self._exclude, path):
             return PATTERN
-        return LOOPS if _identity(info) in above else ""
+        return LOOPS if _get_directory_id(info) in above else ""
 
 
-def recognise(directory: Path) -> str:
+def recognise_artifact(directory: Path) -> str:
     """Return what a stage has made in a directory: `dataset`, `run` …; empty for raw files."""
     run = Experiment(directory.parent, directory.name)
     if run.config.is_file() and run.state.is_file():
         return "run"
     name, version, _ = manifest.kind_of(directory).partition("/")
-    return _MADE.get(name, "") if version else ""
+    return _ARTIFACT_NAMES.get(name, "") if version else ""
 
 
-def _identity(info: os.stat_result) -> _Identity:
+def _get_directory_id(info: os.stat_result) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def _compile(globs: Iterable[str]) -> re.Pattern[str] | None:
+def _compile_globs(globs: Iterable[str]) -> re.Pattern[str] | None:
     """Compile globs; `*` also crosses `/`, and a leading `**/` may stand for nothing."""
     globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
     globs += [glob.removeprefix("**/") for glob in globs if glob.startswith("**/")]
     return re.compile("|".join(map(fnmatch.translate, globs))) if globs else None
 
 
-def _matches(pattern: re.Pattern[str], path: str) -> bool:
+def _matches_path(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
@@ -195,17 +195,17 @@ def list_unmatched(
     globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = ""
 ) -> list[str]:
     """Return the globs that match no entry which is taken, or is skipped for that reason."""
-    left = {glob: pattern for glob in globs if (pattern := _compile([glob]))}
+    left = {glob: pattern for glob in globs if (pattern := _compile_globs([glob]))}
     for entry in entries:
         if not left:
             break
         if entry.skipped == skipped:
             path = entry.path.rstrip("/")
-            left = {glob: p for glob, p in left.items() if not _matches(p, path)}
+            left = {glob: p for glob, p in left.items() if not _matches_path(p, path)}
     return list(left)
 
 
-def scan(
+def scan_tree(
     root: Path, rules: Rules, output: Path | None = None, progress: bool = False
 ) -> list[TreeEntry]:
     """Return all entries of a source tree, sorted by the bytes of their path."""
@@ -234,7 +234,7 @@ def count_reasons(entries: Iterable[TreeEntry]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
-def identify(files: Iterable[Any]) -> dict[str, object]:
+def identify_files(files: Iterable[Any]) -> dict[str, object]:
     """Return what identifies a set of files, wherever it lies: count, bytes and a fingerprint.
 
     files: in a fixed order, each with a path, bytes and mtime_ns, which the fingerprint covers.
@@ -249,7 +249,7 @@ def identify(files: Iterable[Any]) -> dict[str, object]:
     return {"files": count, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
 
 
-def escape(path: str) -> str:
+def escape_path(path: str) -> str:
     """Return a path as valid UTF-8 on one line: other bytes and line breaks become escapes."""
     try:
         text = os.fsencode(path).decode("utf-8", "backslashreplace")

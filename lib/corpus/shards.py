@@ -140,7 +140,7 @@ class ShardWriter:
         else:
             rows = rows if keep is None else int(keep.sum())
             text_bytes = 0
-            for message, length in parts.rewrite(part, self._schema, keep, lines_before):
+            for message, length in parts.rewrite_part(part, self._schema, keep, lines_before):
                 self._write(file, message)
                 text_bytes += length
         shard.rows += rows
@@ -157,7 +157,7 @@ class ShardWriter:
             name = f"data-{number:05d}-of-{len(self.shards):05d}.arrow"
             path = (self._directory / shard.name).rename(self._directory / name)
             shard.name = name
-            _verify(path, shard)
+            _verify_shard(path, shard)
         info = self._directory / "dataset_info.json"
         state = self._directory / "state.json"
         manifest.write_json(info, self._make_info())
@@ -214,7 +214,7 @@ class ShardWriter:
         self.shards[-1].digest = hashing.digest(self._hasher)
 
     def _make_info(self) -> dict[str, Any]:
-        features = {field.name: _feature(field.type) for field in self._schema}
+        features = {field.name: _describe_feature(field.type) for field in self._schema}
         split = {
             "name": self._split,
             "num_bytes": self.summary()["text_bytes"],
@@ -243,14 +243,14 @@ class ShardWriter:
         }
 
 
-def _feature(kind: Any) -> dict[str, Any]:
+def _describe_feature(kind: Any) -> dict[str, Any]:
     """Return how `datasets` names an Arrow type."""
     import pyarrow as pa
 
     if pa.types.is_large_list(kind):
-        return {"feature": _feature(kind.value_type), "_type": "LargeList"}
+        return {"feature": _describe_feature(kind.value_type), "_type": "LargeList"}
     if pa.types.is_struct(kind):
-        return {field.name: _feature(field.type) for field in kind}
+        return {field.name: _describe_feature(field.type) for field in kind}
     return {"dtype": {"float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
 
 
@@ -266,7 +266,7 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _verify(path: Path, shard: Shard) -> None:
+def _verify_shard(path: Path, shard: Shard) -> None:
     """Read a shard back; ArtifactError when rows are missing.
 
     A stream cut between two batches opens without complaint, so rows are counted.

@@ -68,7 +68,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         except StopIteration:
             break
         except csv.Error as error:
-            _drop(lines, header, rows.dialect, str(error), documents)
+            _drop_row(lines, header, rows.dialect, str(error), documents)
             continue
         if raw.damage and not lines.last[2].endswith("\n"):
             break  # the last row is cut
@@ -90,7 +90,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
 
-def _drop(
+def _drop_row(
     lines: _Lines, header: list[str] | None, dialect: Dialect, error: str, documents: Documents
 ) -> None:
     """Note a row that is not CSV, with what it took along.

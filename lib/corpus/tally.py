@@ -28,7 +28,7 @@ FAILURES = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowOptions:
     """Holds the options of stage 02 that decide how documents become rows."""
 
     fields: tuple[str, ...] = ()

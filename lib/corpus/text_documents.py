@@ -11,7 +11,7 @@ from lib.corpus import conversations, encoding
 from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import SKIPPED, Documents
 from lib.corpus.parts import PartWriter
-from lib.corpus.tally import TRAIN, Shape
+from lib.corpus.tally import TRAIN, RowOptions
 
 _FIELDS_COUNTED = 1000  # documents of a unit
 _LOOKED_AT = 10  # documents of a file
@@ -22,12 +22,14 @@ _DEEPEST_KEY = 8
 class TextDocuments(Documents):
     """Makes a row of the text of each document, or of each string in it. parts: by split."""
 
-    def __init__(self, shape: Shape, parts: Mapping[str, PartWriter], errors: BinaryIO) -> None:
-        super().__init__(shape, errors)
+    def __init__(
+        self, row_options: RowOptions, parts: Mapping[str, PartWriter], errors: BinaryIO
+    ) -> None:
+        super().__init__(row_options, errors)
         self._parts = parts
         self._train = parts[TRAIN]
-        self._fields = Fields(shape.fields) if shape.fields else None
-        self._joins = shape.strings == "joined"
+        self._fields = Fields(row_options.fields) if row_options.fields else None
+        self._joins = row_options.strings == "joined"
         self._fields_counted = 0  # documents whose other keys were looked at
         self._looked_at = 0  # documents of the file at hand
 
@@ -54,7 +56,7 @@ class TextDocuments(Documents):
     def add_large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
         """Take a document that lies in a file as valid UTF-8. size: in bytes. sha256: of it."""
         self.tally.documents += 1
-        if characters < self._shape.min_chars:
+        if characters < self._row_options.min_chars:
             self.tally.short += 1
             return
         self._parts[self._split_of(sha256)].add_file(
@@ -104,7 +106,7 @@ class TextDocuments(Documents):
             return False
         self._look_at(values)
         self.tally.documents += len(values)
-        if self._hashes or self._shape.min_chars:
+        if self._hashes or self._row_options.min_chars:
             for text in texts:
                 self._row(text)
         else:
@@ -127,18 +129,18 @@ class TextDocuments(Documents):
         if not self._fields:
             for value in values[: _LOOKED_AT - self._looked_at]:
                 self._looked_at += 1
-                if name := conversations.format_of(value):
-                    self.tally.as_text[name] += conversations.fits(value, name)
+                if name := conversations.detect_format(value):
+                    self.tally.as_text[name] += conversations.is_conversation(value, name)
         else:
             for value in values[: _FIELDS_COUNTED - self._fields_counted]:
                 self._fields_counted += 1
                 self.tally.other_fields.update(self._fields.find_others(value))
 
     def _row(self, text: str) -> None:
-        if len(text) < self._shape.min_chars:
+        if len(text) < self._row_options.min_chars:
             self.tally.short += 1
             return
-        data, replaced = encoding.encode(text)
+        data, replaced = encoding.encode_text(text)
         self.tally.replaced += replaced
         if not self._hashes:
             self._train.add(data, self._source)

@@ -37,7 +37,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
     data = raw.read(LARGE)
     if data is None:
         decoded = raw.decode(documents.fallback)
-        texts = _group(decoded)
+        texts = _group_documents(decoded)
     else:
         decoded = None
         texts = iter([documents.decode(data)])
@@ -51,7 +51,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
         locator.move(locator.end(), text)
         if len(text) > LARGE:
             documents.note(*TOO_LARGE, DROPPED, *locator.at(0))
-        elif not _read_text(text, locator, documents):
+        elif not _read_text_documents(text, locator, documents):
             break
     if decoded:
         documents.tally.replaced += decoded.replaced
@@ -59,7 +59,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST, *locator.at(locator.end()))
 
 
-def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
+def _read_text_documents(text: str, locator: Locator, documents: Documents) -> bool:
     """Hand on the documents in a text and tell whether there was no syntax error."""
     import yaml
 
@@ -80,12 +80,14 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
                 kind, message = refusal.args
                 documents.note(kind, message, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
-                documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED, *place)
+                documents.note(
+                    "syntax", f"not valid YAML: {_describe_error(error)}", DROPPED, *place
+                )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         documents.note(
             "syntax",
-            f"not valid YAML: {_describe(error)}",
+            f"not valid YAML: {_describe_error(error)}",
             DROPPED_REST,
             *(locator.at(mark.index) if mark else ()),
         )
@@ -95,7 +97,7 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     return True
 
 
-def _group(chunks: Iterable[str]) -> Iterator[str]:
+def _group_documents(chunks: Iterable[str]) -> Iterator[str]:
     """Yield a text in parts of some megabytes that start with a line of `---`.
 
     Of a document larger than LARGE only a part is yielded that is larger than that, too.
@@ -118,7 +120,7 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(getattr(error, "problem", "") or error).splitlines()[0]
 
 

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lib.core.errors import StageError
-from lib.corpus import inputs, json_reader, raw_file, work
-from lib.corpus.report import list_doubts
-from lib.corpus.tally import Shape
+from lib.corpus import inputs, json_reader, raw_file, work_units
+from lib.corpus.report import list_warnings
+from lib.corpus.tally import RowOptions
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -24,7 +24,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Run a test with orjson and as if it were not installed."""
     if request.param == "json":
         monkeypatch.setattr(
-            json_reader, "_fast", lambda data: json_reader._DECODER.decode(data.decode())
+            json_reader, "_parse_fast", lambda data: json_reader._DECODER.decode(data.decode())
         )
 
 
@@ -306,7 +306,9 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
         in first["message"]
     )
     assert "took lines 1 to 3 along, 3 lines in all" in second["message"]
-    assert list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0, Path("out")) == [
+    assert list_warnings(
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
+    ) == [
         "1,001 lines of CSV are lost behind quotes that are not closed; errors.jsonl says in "
         "which files and lines"
     ]
@@ -326,7 +328,9 @@ def test_a_row_that_looks_like_many_is_told(read):
     assert len(outcome.rows) == 100 - 55 + 1
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "takes lines 7 to 62, which look like rows" in outcome.problems[0]["message"]
-    doubts = list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0, Path("out"))
+    doubts = list_warnings(
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
+    )
     assert "1 row of CSV may hold many rows" in doubts[0]
 
 
@@ -422,11 +426,11 @@ def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, 
     assert not outcome.problems
     failing_reads(1000)
     with pytest.raises(StageError, match=f"{name} cannot be read .* does not mean that it is dam"):
-        work.process(
-            work.cut(
+        work_units.process_unit(
+            work_units.cut_files(
                 tmp_path / "data",
-                *inputs.find(tmp_path / "data", False)[:1],
+                *inputs.find_inputs(tmp_path / "data", False)[:1],
                 tmp_path / "out",
-                Shape(),
+                RowOptions(),
             )[0]
         )

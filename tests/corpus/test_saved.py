@@ -11,7 +11,7 @@ import pytest
 
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import saved
-from lib.corpus.scan import DESCRIPTION, Rules, scan
+from lib.corpus.scan import DESCRIPTION, Rules, scan_tree
 from tests.conftest import ROOT
 
 ORGANISE = "01_organize_data.py"
@@ -92,7 +92,7 @@ def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) ->
         ("sub/cache-1.arrow", "x"),
     ):
         (tmp_path / name).write_text(json.dumps(content))
-    assert not [entry for entry in scan(tmp_path, Rules()) if entry.skipped]
+    assert not [entry for entry in scan_tree(tmp_path, Rules()) if entry.skipped]
 
 
 def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
@@ -121,7 +121,9 @@ def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column:
     datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
         str(tmp_path / "saved")
     )
-    saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
+    saved.require_readable(
+        tmp_path / "saved", "--data-folder", scan_tree(tmp_path / "saved", Rules())
+    )
 
 
 def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from lib.core import commands, hashing, log, manifest, partial_dirs, reading, re
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import differences
 from lib.core.paths import MANIFEST
-from lib.corpus import work
+from lib.corpus import work_units
 from lib.corpus.inputs import InputFile
-from lib.corpus.scan import identify
+from lib.corpus.scan import identify_files
 from lib.corpus.tally import Tally
-from lib.corpus.work import UnitResult, WorkUnit
+from lib.corpus.work_units import UnitResult, WorkUnit
 
 KIND = "dataset-parts/1"
 _RECORD = "json"
@@ -32,7 +32,7 @@ def locate_parts(save_dir: Path) -> Path:
     return save_dir.with_name(f"{save_dir.name}.parts")
 
 
-def remove(save_dir: Path, splits: Iterable[str]) -> None:
+def delete_parts(save_dir: Path, splits: Iterable[str]) -> None:
     """Delete the parts of a dataset that is merged, and nothing else that lies there."""
     there = [locate_parts(save_dir) / name for name in splits if name]
     ours = [
@@ -62,7 +62,7 @@ def parse_numbers(text: str) -> list[int]:
     return numbers
 
 
-def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
+def select_splits(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Return the names of the splits with some numbers; UsageError when one does not exist."""
     if list(splits) == [""]:
         raise UsageError(
@@ -79,20 +79,20 @@ def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
     return [by_number[number] for number in sorted(set(numbers))]
 
 
-def identity(whole: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
+def make_parts_identity(whole: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
     """Return what decides the parts of one split, from what decides the whole dataset."""
     options = {key: value for key, value in whole["options"].items() if key != "max_error_rate"}
-    return {"options": options, "inputs": identify(files)}
+    return {"options": options, "inputs": identify_files(files)}
 
 
-def process(unit: WorkUnit) -> UnitResult:
+def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts, unless a run before did so and they are undamaged."""
-    done = _read(unit)
+    done = _read_record(unit)
     if done and all(
         path.is_file() and hashing.matches(path, done.digests[path.name]) for path in unit.parts()
     ):
         return done
-    done = work.process(unit)
+    done = work_units.process_unit(unit)
     if done.changed:
         return done  # and no record of it
     done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
@@ -112,7 +112,7 @@ def list_files(done: UnitResult) -> list[dict[str, Any]]:
     return [*parts, manifest.file_entry(out, record)]
 
 
-def _read(unit: WorkUnit) -> UnitResult | None:
+def _read_record(unit: WorkUnit) -> UnitResult | None:
     """Return what a unit gave, as it was recorded; None when no whole record is there."""
     try:
         record = reading.with_retries(
@@ -123,7 +123,9 @@ def _read(unit: WorkUnit) -> UnitResult | None:
         return None
 
 
-def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[InputFile]]) -> int:
+def check_parts(
+    save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[InputFile]]
+) -> int:
     """Return how many bytes the parts of all splits take.
 
     Raises ArtifactError that names the splits whose parts are missing, damaged, or made from other
@@ -149,7 +151,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
             found = [f"kind {there['kind']} there, {KIND} now"]
         else:
             found = [
-                *map(str, differences(there["identity"], identity(whole, files)))
+                *map(str, differences(there["identity"], make_parts_identity(whole, files)))
             ] or manifest.find_damage(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))
@@ -173,12 +175,13 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     return total
 
 
-def recall_all(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+def read_results(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
     """Yield what each unit gave, as it was recorded; ArtifactError when a record is missing."""
     for unit in units:
-        done = _read(unit)
+        done = _read_record(unit)
         if done is None:
             raise ArtifactError(
-                f"{unit.part(_RECORD)} is damaged or gone", run=work.show_rebuild(Path(unit.out))
+                f"{unit.part(_RECORD)} is damaged or gone",
+                run=work_units.format_rebuild_commands(Path(unit.out)),
             )
         yield done

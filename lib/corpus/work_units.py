@@ -17,8 +17,8 @@ from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
-from lib.corpus.scan import escape
-from lib.corpus.tally import CHAT, Shape, Tally
+from lib.corpus.scan import escape_path
+from lib.corpus.tally import CHAT, RowOptions, Tally
 from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
@@ -61,7 +61,7 @@ class WorkUnit:
     spans: tuple[FileSpan, ...]
     folder: str
     out: str
-    shape: Shape
+    row_options: RowOptions
     avoid: frozenset[str] = frozenset()
 
     @property
@@ -80,8 +80,8 @@ class WorkUnit:
 
     def parts(self) -> list[Path]:
         """Return the paths of all its parts."""
-        splits = self.shape.splits
-        digests = [f"{split}.digests" for split in splits if self.shape.dedup != "none"]
+        splits = self.row_options.splits
+        digests = [f"{split}.digests" for split in splits if self.row_options.dedup != "none"]
         return [self.part(name) for name in (*splits, *digests, "errors")]
 
 
@@ -117,7 +117,7 @@ def require_unchanged(done: UnitResult) -> None:
     if done.changed:
         path, what = done.changed
         raise UsageError(
-            f"{escape(path)} changed while it was read; nothing was published",
+            f"{escape_path(path)} changed while it was read; nothing was published",
             found=what,
             hint=f"once nothing writes to {done.unit.folder}:",
             run=commands.as_typed(),
@@ -134,23 +134,25 @@ def estimate_room(files: Sequence[InputFile]) -> int:
     return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
 
 
-def cut_by_split(
-    folder: Path, files: Sequence[InputFile], out: Path, shape: Shape
+def cut_splits(
+    folder: Path, files: Sequence[InputFile], out: Path, row_options: RowOptions
 ) -> list[WorkUnit]:
     """Return the units of all splits; none has files of two, so a split can be built by itself."""
     return [
         unit
         for split, members in inputs.group_by_split(files).items()
-        for unit in cut(folder, members, out / split, shape)
+        for unit in cut_files(folder, members, out / split, row_options)
     ]
 
 
-def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[WorkUnit]:
+def cut_files(
+    folder: Path, files: Sequence[InputFile], out: Path, row_options: RowOptions
+) -> list[WorkUnit]:
     """Cut files into units of about 16 MB, in order; a larger file is a unit of its own."""
     grouped: list[list[FileSpan]] = []
     cost = UNIT_BYTES
     for file in files:
-        spans = list(_cut(folder, file))
+        spans = list(_cut_file(folder, file))
         if len(spans) > 1:
             grouped += [[span] for span in spans]
             cost = UNIT_BYTES
@@ -161,12 +163,12 @@ def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> li
         grouped[-1] += spans
         cost += file.bytes + _FILE_OVERHEAD
     return [
-        WorkUnit(number, tuple(spans), str(folder), str(out), shape)
+        WorkUnit(number, tuple(spans), str(folder), str(out), row_options)
         for number, spans in enumerate(grouped)
     ]
 
 
-def _cut(folder: Path, file: InputFile) -> Iterator[FileSpan]:
+def _cut_file(folder: Path, file: InputFile) -> Iterator[FileSpan]:
     """Yield a file as one span, or a large one of a kind that can be cut as spans of 16 MB."""
     starts = [0] if file.bytes < 2 * UNIT_BYTES else _find_cuts(f"{folder}/{file.path}", file.bytes)
     size = file.bytes // len(starts)
@@ -181,7 +183,7 @@ def _find_cuts(path: str, size: int) -> list[int]:
             head = file.read(kinds.HEAD_BYTES)
     except OSError:
         return [0]  # whoever reads it will note why
-    kind = kinds.sniff(path, head)
+    kind = kinds.sniff_kind(path, head)
     if kind == "jsonl" and not kinds.is_utf16(head):
         return list(range(0, size, UNIT_BYTES))
     if kind in ("parquet", "arrow"):
@@ -189,7 +191,7 @@ def _find_cuts(path: str, size: int) -> list[int]:
     return [0]
 
 
-def show_rebuild(directory: Path) -> str:
+def format_rebuild_commands(directory: Path) -> str:
     """Return the commands that build the parts of one split again, and go on with the merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
@@ -201,7 +203,7 @@ def show_rebuild(directory: Path) -> str:
     )
 
 
-def process(unit: WorkUnit) -> UnitResult:
+def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     done = UnitResult(unit)
     Path(unit.out).mkdir(parents=True, exist_ok=True)
@@ -212,21 +214,21 @@ def process(unit: WorkUnit) -> UnitResult:
 
         parts = {
             split: _make_part(
-                unit.shape,
-                stack.enter_context(_reuse(unit.part(split))),
-                create(f"{split}.digests") if unit.shape.dedup != "none" else None,
+                unit.row_options,
+                stack.enter_context(_reuse_file(unit.part(split))),
+                create(f"{split}.digests") if unit.row_options.dedup != "none" else None,
             )
-            for split in unit.shape.splits
+            for split in unit.row_options.splits
         }
-        documents: Documents = (ChatDocuments if unit.shape.format == CHAT else TextDocuments)(
-            unit.shape, parts, create("errors")
-        )
+        documents: Documents = (
+            ChatDocuments if unit.row_options.format == CHAT else TextDocuments
+        )(unit.row_options, parts, create("errors"))
         for span in unit.spans:
-            _read(unit, span, documents)
+            _read_span(unit, span, documents)
             if what := _find_change(unit, span.file):
                 done.changed = span.file.path, what
                 break
-            if unit.shape.dedup != "none":
+            if unit.row_options.dedup != "none":
                 for split, part in parts.items():
                     done.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
@@ -238,14 +240,14 @@ def process(unit: WorkUnit) -> UnitResult:
     return done
 
 
-def _make_part(shape: Shape, file: BinaryIO, digests: BinaryIO | None) -> Any:
+def _make_part(row_options: RowOptions, file: BinaryIO, digests: BinaryIO | None) -> Any:
     """Return what takes the rows of a split."""
-    if shape.format == CHAT:
+    if row_options.format == CHAT:
         return ChatPartWriter(file, digests)
-    return PartWriter(file, shape.keep_source, digests)
+    return PartWriter(file, row_options.keep_source, digests)
 
 
-def release(part: Path) -> None:
+def release_part(part: Path) -> None:
     """Give up a part whose content is in the dataset; the next unit may write over it.
 
     Its pages are in memory already, so that takes a quarter of the time of writing a new file.
@@ -258,7 +260,7 @@ def release(part: Path) -> None:
         part.unlink()
 
 
-def _reuse(part: Path) -> BinaryIO:
+def _reuse_file(part: Path) -> BinaryIO:
     """Open a part for writing: a file that was given up, or a new one."""
     for free in (part.parent / _FREE).glob("*"):
         with suppress(FileNotFoundError):  # another worker was faster
@@ -283,7 +285,7 @@ def _find_change(unit: WorkUnit, file: InputFile) -> str:
     return "it was written to" if info.st_mtime_ns != file.mtime_ns else ""
 
 
-def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
+def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     """Hand on the documents of one file, or note why it cannot be read."""
     from lib.corpus import readers
 
@@ -293,7 +295,7 @@ def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
         return
     try:
         with RawFile(f"{unit.folder}/{span.file.path}", span.start, span.stop, unit.out) as raw:
-            readers.read(raw, documents)
+            readers.read_documents(raw, documents)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):
             raise  # a part could not be written: no fault of the input
