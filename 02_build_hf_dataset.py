@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Stage 02: turn files into an Arrow dataset, one row of text per document, or per conversation.
+"""Stage 02: convert files to an Arrow dataset with one row per document or conversation.
 
   python 02_build_hf_dataset.py
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
-  python 02_build_hf_dataset.py --only-splits 0-4   (on each of several machines, other numbers)
-  python 02_build_hf_dataset.py --merge             (on one of them, when all are done)
+  python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
+  python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
-Reads the splits of stage 01, or any directory. Plain text of any suffix is one document; JSON is
-one per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
-document, CSV and TSV one per row; each also as .gz .bz2 .xz .zst. The text of a structured document
-is every string value in it, joined by newlines. With --format chat a record is a conversation:
-messages, prompt and completion, ShareGPT's conversations, or alpaca's instruction and output.
-Writes a directory for datasets.load_from_disk, and in it errors.jsonl with everything that failed
-or gave nothing. Never goes online.
+Reads the splits of stage 01, or any directory. A plain-text file is one document. JSON has one
+document per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
+document, CSV, TSV, Parquet and Arrow one per row. Files may be compressed (.gz .bz2 .xz .zst). The
+text of a structured document is all its string values, joined by newlines. With --format chat each
+record is a conversation: messages, prompt and completion, ShareGPT conversations, or alpaca
+(instruction and output). Writes a directory for datasets.load_from_disk, which also contains
+errors.jsonl with every document and file that was skipped or repaired. This stage needs no network.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> options.Options:
         type=Path,
         default=Path("splits"),
         metavar="DIR",
-        help="splits made by stage 01, or any directory of files",
+        help="splits of stage 01, or any directory of files",
     )
     add(
         "--save-dir",
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> options.Options:
         choices=FORMATS,
         default="text",
         help="`text`: one row of text per document; `chat`: one conversation per record "
-        "(messages, prompt/completion, ShareGPT, alpaca), with its turns kept apart",
+        "(messages, prompt/completion, ShareGPT, alpaca) with separate turns",
     )
     add(
         "--fields",
@@ -72,68 +72,68 @@ def parse(argv: Sequence[str]) -> options.Options:
         action="extend",
         default=[],
         metavar="A,B.C",
-        help="of structured documents keep only these (dotted) keys (default: every string)",
+        help="keep only these (dotted) keys of structured documents (default: every string)",
     )
     add(
         "--strings",
         choices=("joined", "rows"),
         default="joined",
-        help="join the strings of a document by newlines, or make each a row of its own",
+        help="join the strings of a document with newlines, or write a row per string",
     )
     add(
         "--min-chars",
         type=options.count,
         default=0,
         metavar="N",
-        help="drop rows of fewer characters, counted in all turns of a conversation",
+        help="drop rows with fewer characters (of a conversation: in all turns)",
     )
     add(
         "--fallback-encoding",
         type=_parse_encoding,
         metavar="NAME",
-        help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
-        "example (default: replace what is not text by U+FFFD)",
+        help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 with a byte "
+        "order mark (default: replace invalid bytes by U+FFFD)",
     )
     add(
         "--dedup",
         choices=("none", "exact"),
         default="none",
-        help="drop rows whose text, or turns and tools, are those of an earlier row (about 25 "
-        "bytes of memory per row)",
+        help="exact: drop rows whose text (or turns and tools) equals an earlier row; takes about "
+        "25 bytes of memory per row",
     )
     add(
         "--validation-percent",
         type=options.percent,
         default=0.0,
         metavar="P",
-        help="percentage of the rows that become a validation split, drawn by a hash of their "
-        "text (0: none)",
+        help="percentage of the rows for a validation split, selected by a hash of their text "
+        "(0: no validation split)",
     )
     add(
         "--keep-source",
         action="store_true",
-        help="add a column `source` with the relative path of the file (with --format chat it is "
-        "always there)",
+        help="add a column `source` with the relative path of the file (--format chat always "
+        "includes it)",
     )
     add(
         "--max-error-rate",
         type=options.fraction,
         default=1.0,
         metavar="F",
-        help="fail when more than this fraction of the files could not be read in full (1: never)",
+        help="fail if more than this fraction of the files cannot be read completely (1: never)",
     )
     add(
         "--only-splits",
         type=split_parts.parse_numbers,
         metavar="0-4",
-        help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
-        "(default: all splits, in one go)",
+        help="build only the parts of these splits of stage 01 (`0-4,7`), for a later --merge "
+        "(default: build the dataset from all splits)",
     )
     add(
         "--merge",
         action="store_true",
-        help="put the parts of all splits together; the result is that of one machine, byte for "
-        "byte",
+        help="merge the parts of all splits; the dataset is byte for byte the same as one built "
+        "on a single machine",
     )
     parser.add_common("read files")
     return parser.parse(argv)
@@ -142,21 +142,21 @@ def parse(argv: Sequence[str]) -> options.Options:
 def _parse_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise argparse.ArgumentTypeError(f"expected names with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
     return names
 
 
 def _parse_encoding(text: str) -> str:
-    """Return the usual name of an encoding of text."""
+    """Return the canonical name of a text encoding."""
     try:
         "".encode(text)
         return codecs.lookup(text).name
     except (LookupError, ValueError):
-        raise argparse.ArgumentTypeError(f"no encoding of text is called {text!r}") from None
+        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}") from None
 
 
 def check_options(opts: options.Options) -> None:
-    """Raise UsageError when options contradict each other or input and output overlap."""
+    """Raise UsageError if options contradict each other, or if input and output overlap."""
     folder = opts.data_folder
     save_dir = opts.save_dir
     problems = Problems()
@@ -171,12 +171,12 @@ def check_options(opts: options.Options) -> None:
             if is_given:
                 problems.add(
                     f"{option} and --format chat exclude each other",
-                    expected=f"no {option}: a conversation is taken whole",
+                    expected=f"no {option}, because a conversation is kept complete",
                 )
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
-            f"--save-dir {save_dir} lies in --data-folder {folder}",
-            expected="a place where the dataset is not read as input again",
+            f"--save-dir {save_dir} is inside --data-folder {folder}",
+            expected="a directory outside the input",
         )
     elif folder.resolve().is_relative_to(save_dir.resolve()):
         problems.add(f"--save-dir {save_dir} contains --data-folder {folder}")
@@ -184,7 +184,7 @@ def check_options(opts: options.Options) -> None:
 
 
 def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, needed: int) -> None:
-    """Print what will be made."""
+    """Print the planned dataset."""
     total = sum(file.bytes for file in files)
     if opts.format == CHAT:
         rows = "one per conversation"
@@ -205,22 +205,26 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
-            "room": f"about {units.size(needed)}",
+            "disk space": f"about {units.size(needed)}",
         }
     )
 
 
 def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
-    """Return what decides the content of the dataset, on however many machines it is built."""
-    since_chat = ["format"] if opts.format == TEXT else []  # datasets of text have no such option
-    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *since_chat)
+    """Return the identity of the dataset: the options and input files that determine its content.
+
+    It does not depend on the number of machines that build the dataset.
+    """
+    # Identities of text datasets have no `format`, because older ones were written without it.
+    omitted = ["format"] if opts.format == TEXT else []
+    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *omitted)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
 def build_splits(
     opts: options.Options, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
-    """Build the parts of some splits, each an artifact of its own, and say what comes next."""
+    """Build the parts of the selected splits and print the next command."""
     began = time.monotonic()
     root = split_parts.locate_parts(opts.save_dir)
     by_split = inputs.group_by_split(files)
@@ -248,7 +252,7 @@ def build_splits(
         return
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     log.info(
-        f"next, when all {len(by_split)} splits are built: "
+        f"next, after all {len(by_split)} splits are built: "
         + commands.as_typed("--merge", drop=["--only-splits"])
     )
 
@@ -256,7 +260,7 @@ def build_splits(
 def build_split(
     opts: options.Options, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
-    """Build the parts of one split; a run that was killed goes on after its finished units."""
+    """Build the parts of one split; after a kill, a later run reuses the finished units."""
     with build:
         tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
@@ -293,14 +297,13 @@ def build_split(
 def add_units(
     opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
 ) -> int:
-    """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
+    """Add the remaining units to a dataset: read them, or with --merge use the kept parts.
 
-    Returns the bytes of these units.
+    Returns the input bytes of these units.
     """
     if dataset.units:
         log.info(
-            f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
-            "one was stopped"
+            f"continuing after unit {dataset.units} of {len(tasks)}, where an earlier run stopped"
         )
     total = sum(task.bytes for task in tasks)
     left = tasks[dataset.units :]
@@ -323,14 +326,14 @@ def check_result(
     files: int,
     build: publish.Build,
 ) -> None:
-    """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
+    """Raise UsageError if the dataset must not be published; print warnings otherwise."""
     if error := report.find_refusal(
         dataset, row_options, opts.data_folder, files, opts.max_error_rate
     ):
-        left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
-        shutil.copyfile(dataset.errors, left)
-        build.resumable = False  # other options or inputs are needed, so nothing goes on from here
-        error.found += f"\nlisted in {left}; nothing was published"
+        copy = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
+        shutil.copyfile(dataset.errors, copy)
+        build.resumable = False  # the next run needs other options or inputs, so it starts anew
+        error.found += f"\nlisted in {copy}; nothing was published"
         raise error
     for text in report.list_warnings(
         dataset.tally, row_options, dataset.rows, dataset.duplicates, opts.save_dir
@@ -347,11 +350,11 @@ def print_summary(
     read: int,
     seconds: float,
 ) -> None:
-    """Print what went in, what came out, what did not, and what comes next.
+    """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: bytes that this launch took in `seconds`; the rest of `total` was done before.
+    read: input bytes that this launch processed in `seconds`, out of `total`.
     """
-    earlier = f"; {units.size(total - read)} were done before" if read < total else ""
+    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
@@ -360,12 +363,12 @@ def print_summary(
 
 
 def print_next(opts: options.Options) -> None:
-    """Print the next command, with and without a model at hand."""
+    """Print the next commands: get a model, then train."""
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     if opts.format == CHAT:
-        log.info(f"next: fetch a model, at best one with a chat template: {fetch}")
+        log.info(f"next: download a model, preferably with a chat template: {fetch}")
         log.info(
-            "then: look at what of some samples is trained: "
+            "then: check the trained tokens of some samples: "
             + commands.train(
                 "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
             )
@@ -373,7 +376,7 @@ def print_next(opts: options.Options) -> None:
             + commands.train("-e", "first", "-d", opts.save_dir)
         )
         return
-    made = commands.script(
+    initialise = commands.script(
         "03_download_model.py",
         "--from-scratch",
         "--model-size",
@@ -381,7 +384,9 @@ def print_next(opts: options.Options) -> None:
         "--train-tokenizer",
         opts.save_dir,
     )
-    log.info(f"next: fetch a model: {fetch}\n      or make a small one from scratch: {made}")
+    log.info(
+        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
+    )
     log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
 
 
@@ -394,7 +399,7 @@ def main(argv: list[str]) -> None:
     # Check the inputs.
     check_options(opts)
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
-        pool.start_server()  # while this process still looks at its input
+        pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = RowOptions(
         tuple(opts.fields),
@@ -411,7 +416,7 @@ def main(argv: list[str]) -> None:
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        log.info(f"already done: {opts.save_dir} holds these files")
+        log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
         print_next(opts)
@@ -434,7 +439,7 @@ def main(argv: list[str]) -> None:
         return
 
     with build, DatasetWriter(build.dir, row_options) as dataset:
-        # Work.
+        # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
         read = add_units(opts, dataset, tasks)

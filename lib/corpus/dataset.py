@@ -1,7 +1,7 @@
-"""Makes a dataset directory, with its errors.jsonl, of what the units gave, in order.
+"""Write a dataset directory and its errors.jsonl from the results of the work units, in order.
 
-Every now and then what is there is made durable and noted in `unfinished/progress.json`; a run
-that was killed is cut back to the last such note and goes on from there.
+Every few seconds the writer syncs its files and records its progress in `unfinished/progress.json`.
+After a kill, the next run truncates the files to the last recorded progress and continues there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORK = "unfinished"
-PARTS = f"{WORK}/parts"  # where workers write
+PARTS = f"{WORK}/parts"  # the workers' output
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
@@ -35,9 +35,9 @@ _DIGESTS = f"{WORK}/digests"
 
 
 class DatasetWriter:
-    """Makes a dataset: one split lies in the directory itself, two in one each.
+    """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
-    units: how many of them are in it already. duplicates: rows dropped by --dedup.
+    units: number of units added so far. duplicates: rows dropped by --dedup.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for done in pool.run(units[dataset.units:]):
@@ -88,18 +88,18 @@ class DatasetWriter:
 
     @property
     def errors(self) -> Path:
-        """Return the path of errors.jsonl, all lines so far in it."""
+        """Return the path of errors.jsonl after flushing it."""
         if not self._errors.closed:
             self._errors.flush()
         return self._directory / ERRORS
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return the rows of each split so far."""
+        """Return the number of rows so far, by split."""
         return {split: writer.rows for split, writer in self._writers.items()}
 
     def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
-        """List what the scan of a plain directory left out; once, before the first unit."""
+        """Write the entries that the scan has skipped to errors.jsonl, before the first unit."""
         for entry in entries:
             self._errors.write(
                 format_problem(
@@ -107,16 +107,16 @@ class DatasetWriter:
                     None,
                     None,
                     entry.skipped,
-                    "left out by the scan of the directory",
+                    "skipped by the scan of the directory",
                     SKIPPED_FILE,
                 )
             )
             self.tally.problems[entry.skipped] += 1
 
     def add(self, done: UnitResult) -> None:
-        """Add what the next unit gave and delete its parts, unless they were kept for a merge.
+        """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        Units must come in their order. Raises ArtifactError when a kept part is damaged.
+        The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
         _check_parts(done)
         if done.unit.begins:
@@ -141,7 +141,7 @@ class DatasetWriter:
             self._note_progress()
 
     def finish(self) -> list[dict[str, Any]]:
-        """Name and verify the shards and return the manifest entries of all files."""
+        """Rename and verify the shards, and return the manifest entries of all files."""
         files = []
         for split, home in self._homes.items():
             prefix = home.relative_to(self._directory)
@@ -158,7 +158,7 @@ class DatasetWriter:
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
     def summary(self) -> dict[str, Any]:
-        """Return what the manifest says about the content."""
+        """Return the summary for the manifest."""
         tally = self.tally
         splits = {split: writer.summary() for split, writer in self._writers.items()}
         return {
@@ -175,7 +175,7 @@ class DatasetWriter:
         }
 
     def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
-        """Return which rows of a part were not seen before (None: all), and list the others."""
+        """Return which rows of a part are new (None: all), and report the duplicates."""
         if not self._seen or not done.rows[split]:
             return None
         new = self._seen.add(done.unit.part(f"{split}.digests").read_bytes())
@@ -190,7 +190,7 @@ class DatasetWriter:
                         None,
                         None,
                         "duplicate",
-                        f"{gone} rows of {split} have the text of an earlier one",
+                        f"{gone} rows of {split} are duplicates of earlier rows",
                         DROPPED_ROWS,
                     )
                 )
@@ -200,7 +200,10 @@ class DatasetWriter:
         return new
 
     def _add_errors(self, done: UnitResult) -> None:
-        """Append the lines of errors.jsonl, numbering those of a cut file through."""
+        """Append the unit's lines to errors.jsonl.
+
+        In a later span of a large file, line numbers are shifted to count from the file's start.
+        """
         with done.unit.part("errors").open("rb") as lines:
             for text in lines:
                 if self._lines_before:
@@ -232,7 +235,7 @@ class DatasetWriter:
             "lines_before": self._lines_before,
             "files": sizes,
         }
-        text = json.dumps(progress)  # now: the tally goes on counting
+        text = json.dumps(progress)  # serialized here, because the tally changes later
 
         def write() -> None:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
@@ -248,29 +251,29 @@ def _check_parts(done: UnitResult) -> None:
         if not path.is_file() or not hashing.matches(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
-                found="other content than when it was written",
+                expected="the content that was written",
                 run=work_units.format_rebuild_commands(path.parent),
             )
 
 
 def _restore_progress(directory: Path) -> dict[str, Any]:
-    """Cut a directory back to its last note of progress and return that, {} after a clean start."""
+    """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
     shards.restore_names(directory)
     try:
-        noted = reading.with_retries(
+        progress = reading.with_retries(
             lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
         )
         if any(
             records.safe_join(directory, name).stat().st_size < size
-            for name, size in noted["files"].items()
+            for name, size in progress["files"].items()
         ):
-            noted = {}  # a power cut took what the note vouches for
+            progress = {}  # a power cut lost data that the record lists
     except (OSError, ValueError, KeyError, ArtifactError) as error:
         if is_of_disk(error):
             raise
-        noted = {}
+        progress = {}
     shutil.rmtree(directory / PARTS, ignore_errors=True)
-    files = noted.get("files", {})
+    files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files and name != _PROGRESS:
@@ -278,6 +281,6 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     for name, size in files.items():
         with (directory / name).open("rb+") as file:
             file.truncate(size)
-    if not noted:
+    if not progress:
         (directory / _PROGRESS).unlink(missing_ok=True)
-    return noted
+    return progress

@@ -1,4 +1,4 @@
-"""Says in words what stage 02 made of its input: why it is refused, what is odd, what it gave."""
+"""Report the result of stage 02: why a dataset is refused, warnings, and the printed summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _MOST_VALIDATION = 50  # percent
 def find_refusal(
     dataset: DatasetWriter, row_options: RowOptions, folder: Path, files: int, max_error_rate: float
 ) -> UsageError | None:
-    """Return why a dataset is not published: it is empty, or too many of the files failed."""
+    """Return the error if a dataset must not be published, None otherwise.
+
+    A dataset is refused if it is empty, mixes formats of conversations in a file, lacks all of
+    --fields, or if more files failed than --max-error-rate allows.
+    """
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
@@ -29,18 +33,20 @@ def find_refusal(
         return error
     if row_options.format == CHAT and not chat.formats:
         return UsageError(
-            f"no record of {folder} is a conversation",
+            f"no record in {folder} is a conversation",
             found="\n".join([*chat.others, f"problems: {problems}"]),
-            expected="messages, conversations (ShareGPT), prompt and completion, or instruction "
-            "and output (alpaca) among the keys of a record",
-            hint="rename the keys, or leave --format chat out: then each becomes plain text",
+            expected="records with the key messages or conversations (ShareGPT), or with the keys "
+            "prompt and completion, or instruction and output (alpaca)",
+            hint="rename the keys, or omit --format chat to read the records as plain text",
         )
     if not dataset.rows[TRAIN]:
-        gave = "gave a conversation" if row_options.format == CHAT else "gave text"
-        return UsageError(f"no document of {folder} {gave} for the split `train`", found=found)
+        content = "a conversation" if row_options.format == CHAT else "text"
+        return UsageError(
+            f"no document in {folder} contains {content} for the split `train`", found=found
+        )
     if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(
-            f"no document of {folder} has --fields {','.join(row_options.fields)}", found=found
+            f"no document in {folder} has the --fields {','.join(row_options.fields)}", found=found
         )
     if len(tally.failed) > max_error_rate * files:
         return UsageError(
@@ -54,14 +60,14 @@ def find_refusal(
 def format_summary(
     dataset: DatasetWriter, row_options: RowOptions, save_dir: Path, files: int, total: int
 ) -> dict[str, str]:
-    """Return what went in and what came out, a line each. total: bytes of the files."""
+    """Return the lines of the printed summary by label. total: bytes of the input files."""
     summary = dataset.summary()
     tally = dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
         f"{units.counted(tally.documents, _name_records(row_options))}",
-        **(tally.chat.in_lines() if row_options.format == CHAT else {}),
+        **(tally.chat.format_lines() if row_options.format == CHAT else {}),
         "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
     }
     if tally.short:
@@ -70,7 +76,7 @@ def format_summary(
         )
     if dataset.duplicates:
         lines["dedup"] = (
-            f"{units.counted(dataset.duplicates, 'row')} with the text of an earlier one dropped"
+            f"{units.counted(dataset.duplicates, 'row')} equal to an earlier row dropped"
         )
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
@@ -92,16 +98,17 @@ def list_warnings(
     duplicates: int,
     save_dir: Path,
 ) -> list[str]:
-    """Return what is odd about a dataset, a sentence each: options that found little text, say.
+    """Return warnings about a dataset, such as options that match little text.
 
-    rows_of: by split. duplicates: rows that --dedup dropped. save_dir: where the dataset lies.
+    rows_of: number of rows by split. duplicates: rows that --dedup dropped. save_dir: directory of
+    the dataset.
     """
     rows = sum(rows_of.values())
     found = []
     if missing := sorted({*row_options.fields} - tally.fields_seen):
         found.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"
-            + (describe_other_fields(tally) or "\nthere is no other field with text")
+            + (describe_other_fields(tally) or "\nno other field contains text")
         )
     if row_options.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
@@ -119,18 +126,18 @@ def list_warnings(
             drop=["--format", "--save-dir", "--merge", "--overwrite", "--strings"],
         )
         found.append(
-            f"the input holds conversations ({', '.join(names)}), which became plain text "
-            f"without turns and roles; to train on their answers:\n  {command}"
+            f"the input contains conversations ({', '.join(names)}), which were read as plain text "
+            f"without turns and roles; to train on their answers, run:\n  {command}"
         )
     if tally.lines_lost:
         found.append(
-            f"{units.counted(tally.lines_lost, 'line')} of CSV are lost behind quotes "
-            f"that are not closed; {ERRORS} says in which files and lines"
+            f"{units.counted(tally.lines_lost, 'line')} of CSV lost because of unclosed quotes; "
+            f"{ERRORS} lists the files and lines"
         )
-    if maybe := tally.problems["quote"]:
+    if suspicious := tally.problems["quote"]:
         found.append(
-            f"{units.counted(maybe, 'row')} of CSV may hold many rows, as a quote is not "
-            f"closed; {ERRORS} says in which files and lines"
+            f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
+            f"unclosed quote; {ERRORS} lists the files and lines"
         )
     if tally.short > rows:
         found.append(
@@ -139,19 +146,19 @@ def list_warnings(
         )
     if row_options.validation_percent and not all(rows_of.values()):
         found.append(
-            "the validation split is empty: the corpus is small for --validation-percent "
+            "the validation split is empty: the corpus is too small for --validation-percent "
             f"{row_options.validation_percent:g}"
         )
     elif row_options.validation_percent > _MOST_VALIDATION:
         found.append(
             f"--validation-percent {row_options.validation_percent:g} leaves "
-            f"{units.counted(rows_of[TRAIN], 'row')} to train on; 0.1 to 5 is usual"
+            f"{units.counted(rows_of[TRAIN], 'row')} for training; 0.1 to 5 is usual"
         )
     return found
 
 
 def describe_other_fields(tally: Tally) -> str:
-    """Return a line with the fields that --fields might have meant, "" when there are none."""
-    often = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
-    seen = ", ".join(f"{name} ({count:,})" for name, count in often[:_NAMED])
-    return f"\nother fields with text, the most frequent first: {seen}" if seen else ""
+    """Return a line with the most frequent other fields of the input, "" if there are none."""
+    frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
+    names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
+    return f"\nother fields with text, the most frequent first: {names}" if names else ""
