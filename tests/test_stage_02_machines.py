@@ -99,7 +99,7 @@ def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
     [
         (["--only-splits", "0", "--merge"], "exclude each other"),
         (["--only-splits", "2,7-9"], "no split 7, 8, 9"),
-        (["--only-splits", "3-1"], "rises"),
+        (["--only-splits", "3-1"], "increasing"),
         (["--only-splits", "a"], "numbers such as"),
         (["--only-splits", ""], "numbers such as"),
         (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),

@@ -414,7 +414,7 @@ def test_tables_of_text_and_yaml(read):
         ("c.yaml", "content", 8),
         ("d.yml", "no conversation", 5),
     ]
-    assert outcome.problems[1]["message"] == "the content of turn 2 is a number"
+    assert "turn 2" in outcome.problems[1]["message"]
 
 
 @pytest.mark.usefixtures("decoder")

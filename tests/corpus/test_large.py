@@ -200,4 +200,4 @@ def test_a_fallback_encoding_reads_what_is_no_utf8(read, filler):
         fallback_encoding="cp1252",
     )
     assert outcome.rows == [filler + "café à", filler + "café"]
-    assert outcome.kinds == ["encoding"] and "read as cp1252" in outcome.problems[0]["message"]
+    assert outcome.kinds == ["encoding"] and "cp1252" in outcome.problems[0]["message"]
