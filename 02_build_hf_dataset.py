@@ -19,8 +19,6 @@ errors.jsonl with every document and file that was skipped or repaired. This sta
 
 from __future__ import annotations
 
-import argparse
-import codecs
 import shutil
 import time
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from pathlib import Path
 from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus import encoding, inputs, pool, report, split_parts, text_documents, work_units
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
@@ -68,7 +66,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     )
     add(
         "--fields",
-        type=_parse_names,
+        type=text_documents.parse_field_names,
         action="extend",
         default=[],
         metavar="A,B.C",
@@ -89,7 +87,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     )
     add(
         "--fallback-encoding",
-        type=_parse_encoding,
+        type=encoding.parse_encoding_name,
         metavar="NAME",
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 with a byte "
         "order mark (default: replace invalid bytes by U+FFFD)",
@@ -137,22 +135,6 @@ def parse(argv: Sequence[str]) -> options.Options:
     )
     parser.add_common("read files")
     return parser.parse(argv)
-
-
-def _parse_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
-    return names
-
-
-def _parse_encoding(text: str) -> str:
-    """Return the canonical name of a text encoding."""
-    try:
-        "".encode(text)
-        return codecs.lookup(text).name
-    except (LookupError, ValueError):
-        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}") from None
 
 
 def check_options(opts: options.Options) -> None:

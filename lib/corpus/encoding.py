@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 from collections.abc import Iterable, Iterator
 
@@ -9,6 +10,15 @@ from lib.corpus import kinds
 from lib.corpus.kinds import UTF8_BOM
 
 REPLACEMENT = "\ufffd"
+
+
+def parse_encoding_name(text: str) -> str:
+    """Return the canonical name of the encoding in a value of --fallback-encoding."""
+    try:
+        "".encode(text)
+        return codecs.lookup(text).name
+    except (LookupError, ValueError):
+        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}") from None
 
 
 def decode_text(data: bytes, fallback: str = "") -> tuple[str, int]:

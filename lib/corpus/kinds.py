@@ -42,7 +42,8 @@ def sniff_kind(name: str, head: bytes) -> str:
 
     name: path of the file. head: its first HEAD_BYTES bytes. Archives, tables and binary files are
     recognised by their content. The suffix decides among text formats, unless the first bytes
-    contradict it: a `.json` file without JSON is text, and JSON Lines are told from JSON.
+    contradict it: a `.json` file without JSON is text, and JSON and JSON Lines are
+    recognised by their first lines.
     """
     if not head:
         return "empty"

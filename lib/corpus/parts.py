@@ -47,7 +47,7 @@ class Part(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Return how many rows it has, those not written yet too."""
+        """Return the number of rows, including the rows not written yet."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -70,7 +70,7 @@ class PartWriter(Part):
 
     @property
     def rows(self) -> int:
-        """Return how many rows it has, those not written yet too."""
+        """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
     def add(self, text: bytes, source: str, digest: bytes = b"") -> None:

@@ -104,15 +104,15 @@ def list_warnings(
     the dataset.
     """
     rows = sum(rows_of.values())
-    found = []
+    warnings = []
     if missing := sorted({*row_options.fields} - tally.fields_seen):
-        found.append(
+        warnings.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"
             + (describe_other_fields(tally) or "\nno other field contains text")
         )
     if row_options.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
-        found.append(
+        warnings.append(
             f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
             f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
             + describe_other_fields(tally)
@@ -125,36 +125,36 @@ def list_warnings(
             f"{save_dir}-chat",
             drop=["--format", "--save-dir", "--merge", "--overwrite", "--strings"],
         )
-        found.append(
+        warnings.append(
             f"the input contains conversations ({', '.join(names)}), which were read as plain text "
             f"without turns and roles; to train on their answers, run:\n  {command}"
         )
     if tally.lines_lost:
-        found.append(
+        warnings.append(
             f"{units.counted(tally.lines_lost, 'line')} of CSV lost because of unclosed quotes; "
             f"{ERRORS} lists the files and lines"
         )
     if suspicious := tally.problems["quote"]:
-        found.append(
+        warnings.append(
             f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
             f"unclosed quote; {ERRORS} lists the files and lines"
         )
     if tally.short > rows:
-        found.append(
+        warnings.append(
             f"--min-chars {row_options.min_chars:,} dropped {tally.short:,} of "
             f"{tally.short + rows + duplicates:,} rows"
         )
     if row_options.validation_percent and not all(rows_of.values()):
-        found.append(
+        warnings.append(
             "the validation split is empty: the corpus is too small for --validation-percent "
             f"{row_options.validation_percent:g}"
         )
     elif row_options.validation_percent > _MOST_VALIDATION:
-        found.append(
+        warnings.append(
             f"--validation-percent {row_options.validation_percent:g} leaves "
             f"{units.counted(rows_of[TRAIN], 'row')} for training; 0.1 to 5 is usual"
         )
-    return found
+    return warnings
 
 
 def describe_other_fields(tally: Tally) -> str:

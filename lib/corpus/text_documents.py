@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -152,6 +153,14 @@ class TextDocuments(Documents):
             return
         digest = hashlib.sha256(data).digest()
         self._parts[self._split_of(digest)].add(data, self._source, digest[-DIGEST_BYTES:])
+
+
+def parse_field_names(text: str) -> list[str]:
+    """Return the names in a value of --fields, such as `text,meta.title`."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
+    return names
 
 
 class Fields:
