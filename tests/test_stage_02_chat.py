@@ -118,7 +118,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
         "messages in 8 files (",
         "alpaca in 1 file (",
         "user, ",
-        "2.0 in a conversation",
+        "2.0 per conversation",
         "with tools",
         f"{chat['dropped']['empty answer']} empty answer",
         "-d hf_datasets/corpus --prepare-only --show-samples 3",
