@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Stage 01: deal the files of any tree into splits of equal number and even size.
+"""Stage 01: distribute the files of a directory tree over balanced splits.
 
   python 01_organize_data.py
   python 01_organize_data.py --src-dir raw_text --dst-root splits --num-dirs 20
   python 01_organize_data.py --src-dir /data/crawl --mode symlink --exclude '*.log' --dry-run
 
-Reads any directory tree and never changes it. Writes splits/split_00 … with the files (hard
-links by default, so they take no room) under their relative paths, splits/files.jsonl with one
-line for every file seen, taken or skipped and why, and splits/manifest.json. Never goes online.
+Reads any directory tree and never changes it. Writes splits/split_00 … with the files under their
+relative paths (as hard links by default, which take no disk space), splits/files.jsonl with one
+line per file and the reason if it was skipped, and splits/manifest.json. The splits have equal
+numbers of files and similar sizes. This stage needs no network.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from lib.corpus.scan import (
     Rules,
     TreeEntry,
     count_reasons,
-    identify,
+    identify_files,
     list_unmatched,
-    scan,
+    scan_tree,
     select_taken,
 )
 
@@ -53,13 +54,13 @@ def parse(argv: Sequence[str]) -> options.Options:
         type=options.positive_int,
         default=20,
         metavar="N",
-        help="number of splits; fewer when there are fewer files",
+        help="number of splits (fewer if there are fewer files)",
     )
     add(
         "--mode",
         choices=("hardlink", "symlink", "copy"),
         default="hardlink",
-        help="how a file gets into its split; hardlink falls back to copy where it must",
+        help="how to place a file in its split; hardlink falls back to copy if needed",
     )
     add(
         "--include",
@@ -74,20 +75,20 @@ def parse(argv: Sequence[str]) -> options.Options:
         action="append",
         default=[],
         metavar="GLOB",
-        help="leave out files and directories that match; may be repeated (default: none)",
+        help="skip files and directories that match; may be repeated (default: none)",
     )
     add(
         "--follow-symlinks",
         action="store_true",
-        help="also take what symbolic links lead to, inside or outside the source "
-        "(without it, no link is followed)",
+        help="also take the targets of symbolic links, inside or outside the source "
+        "(default: follow no link)",
     )
-    parser.add_common("look into and place files")
+    parser.add_common("inspect and place files")
     return parser.parse(argv)
 
 
 def check_paths(src: Path, dst: Path) -> None:
-    """Raise UsageError when the source is no directory of raw files, or in the destination."""
+    """Raise UsageError if the source is not a directory of raw files, or is in the destination."""
     if not src.is_dir():
         raise UsageError(
             f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
@@ -97,51 +98,54 @@ def check_paths(src: Path, dst: Path) -> None:
     if src.resolve().is_relative_to(dst.resolve()):
         raise UsageError(
             f"--dst-root {dst} is or contains --src-dir {src}",
-            expected="a destination that can be created without touching the source",
+            expected="a destination outside the source",
         )
 
 
 def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
-    """Return what decides the content of the splits, wherever source and destination lie."""
-    found = identify(select_taken(entries))
-    if opts.mode == "symlink":  # the links name the place
-        found["source"] = str(opts.src_dir.resolve())
-    return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
+    """Return the identity of the splits: their options and input files.
+
+    It does not depend on the paths of source and destination, except for symbolic links.
+    """
+    inputs_identity = identify_files(select_taken(entries))
+    if opts.mode == "symlink":  # symbolic links contain the path of the source
+        inputs_identity["source"] = str(opts.src_dir.resolve())
+    return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": inputs_identity}
 
 
-def require_whole(dst: Path) -> None:
-    """Raise ArtifactError when splits have lost files since they were made."""
+def require_all_files(dst: Path) -> None:
+    """Raise ArtifactError if existing splits have lost files."""
     splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
     try:
-        found = place.list_missing(
+        problems = place.list_missing_files(
             dst, {name: int(split["files"]) for name, split in splits.items()}
         )
     except (AttributeError, KeyError, TypeError, ValueError):
-        found = ["manifest.json does not say how many files the splits hold"]
-    if found:
+        problems = ["manifest.json does not contain the number of files per split"]
+    if problems:
         raise ArtifactError(
             f"the splits {dst} are damaged",
-            found="\n".join(found),
+            found="\n".join(problems),
             run=commands.as_typed("--overwrite"),
         )
 
 
 def require_files(opts: options.Options, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
-    """Return the entries that are taken; UsageError when there are none."""
+    """Return the entries that are taken; raises UsageError if there are none."""
     if files := select_taken(entries):
         return files
     raise UsageError(
         f"no file to take in {opts.src_dir}",
-        expected="files that hold text",
+        expected="files that contain text",
         found=count_reasons(entries) or "an empty directory",
     )
 
 
-def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, str]]:
-    """Return every file with the name of its split."""
+def assign_files(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, str]]:
+    """Return each file with the name of its split."""
     splits = min(num_dirs, len(files))
     digits = max(2, len(str(splits - 1)))
-    numbers = place.deal([entry.bytes for entry in files], splits)
+    numbers = place.assign_to_splits([entry.bytes for entry in files], splits)
     return [
         (entry, f"split_{number:0{digits}}") for entry, number in zip(files, numbers, strict=True)
     ]
@@ -150,7 +154,7 @@ def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, s
 def print_plan(
     opts: options.Options, entries: Sequence[TreeEntry], files: Sequence[tuple[TreeEntry, str]]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Print what will be made; return files and bytes per split."""
+    """Print the planned splits; return the numbers of files and bytes per split."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry, split in files:
@@ -159,7 +163,7 @@ def print_plan(
     if len(counts) < opts.num_dirs:
         log.warn(
             f"{units.counted(len(files), 'file')} can fill only "
-            f"{units.counted(len(counts), 'split')}, not --num-dirs {opts.num_dirs}"
+            f"{units.counted(len(counts), 'split')} of --num-dirs {opts.num_dirs}"
         )
     kinds = Counter(entry.kind for entry, _ in files)
     log.info(f"organize {opts.src_dir} → {opts.dst_root}")
@@ -169,7 +173,7 @@ def print_plan(
             f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
             "skip": count_reasons(entries) or "nothing",
             "splits": f"{len(counts)}, each with "
-            f"{_show_range(min(counts.values()), max(counts.values()))}, "
+            f"{_format_range(min(counts.values()), max(counts.values()))}, "
             f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
             "mode": opts.mode,
         }
@@ -177,7 +181,7 @@ def print_plan(
     return counts, sizes
 
 
-def _show_range(low: int, high: int) -> str:
+def _format_range(low: int, high: int) -> str:
     return f"{'' if low == high else f'{low:,} or '}{units.counted(high, 'file')}"
 
 
@@ -186,9 +190,10 @@ def write_list(
 ) -> None:
     """Write one JSON line per entry, sorted by the bytes of its path.
 
-    Bytes of a name that are not UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
+    Bytes of a name that are not UTF-8 are written as `\\udcXX`; json.loads and os.fsencode convert
+    them back.
     """
-    splits = (split for _, split in files)  # in the order of the entries that are taken
+    splits = (split for _, split in files)  # `files` has the order of the entries that are taken
     with path.open("w", encoding="ascii") as file:
         for entry in entries:
             start = f'{{"path": {quoted(entry.path)}, "bytes": {entry.bytes}'
@@ -201,9 +206,9 @@ def write_list(
 
 
 def print_summary(opts: options.Options, summary: dict, seconds: float) -> None:
-    """Print what went in, what was left out, and how fast."""
-    seen = summary["files"] + summary["skipped"]
-    log.info(f"done in {units.duration(seconds)}, {seen / max(seconds, 1e-9):,.0f} files/s")
+    """Print the numbers of placed and skipped files, and the throughput."""
+    total = summary["files"] + summary["skipped"]
+    log.info(f"done in {units.duration(seconds)}, {total / max(seconds, 1e-9):,.0f} files/s")
     log.table(
         {
             "placed": ", ".join(f"{count:,} by {way}" for way, count in summary["placed"].items()),
@@ -221,7 +226,7 @@ def main(argv: list[str]) -> None:
     # Check the inputs.
     check_paths(opts.src_dir, opts.dst_root)
     rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
-    entries = scan(opts.src_dir, rules, opts.dst_root, progress)
+    entries = scan_tree(opts.src_dir, rules, opts.dst_root, progress)
     saved.require_readable(opts.src_dir, "--src-dir", entries)
     require_files(opts, entries)
     for glob in list_unmatched(opts.include, entries):
@@ -231,25 +236,26 @@ def main(argv: list[str]) -> None:
     identity = make_identity(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        require_whole(opts.dst_root)
-        log.info(f"already done: {opts.dst_root} holds these files")
+        require_all_files(opts.dst_root)
+        log.info(f"already done: {opts.dst_root} contains these files")
         log.info(f"next: {next_command}")
         return
 
-    with place.Workers(opts.num_workers) as workers:  # first: none inherits the lock of a build
+    # The workers start before the build, so that they do not inherit its lock.
+    with place.Workers(opts.num_workers) as workers:
         # Plan.
-        place.sniff_all(opts.src_dir, entries, workers, progress)
-        files = assign(require_files(opts, entries), opts.num_dirs)
+        place.sniff_files(opts.src_dir, entries, workers, progress)
+        files = assign_files(require_files(opts, entries), opts.num_dirs)
         counts, sizes = print_plan(opts, entries, files)
         if opts.dry_run:
             log.info("dry run: nothing was written")
             return
 
         with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
-            # Work, and verify each file in its place.
+            # Place and verify the files.
             total = sum(sizes.values())
             mode = place.choose_mode(opts.src_dir / files[0][0].path, build.dir, opts.mode, total)
-            ways = place.place_all(opts.src_dir, build.dir, files, mode, workers, progress)
+            ways = place.place_files(opts.src_dir, build.dir, files, mode, workers, progress)
             write_list(build.dir / "files.jsonl", entries, files)
 
             # Publish.

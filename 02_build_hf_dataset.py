@@ -1,26 +1,24 @@
 #!/usr/bin/env python3
-"""Stage 02: turn files into an Arrow dataset, one row of text per document, or per conversation.
+"""Stage 02: convert files to an Arrow dataset with one row per document or conversation.
 
   python 02_build_hf_dataset.py
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
-  python 02_build_hf_dataset.py --only-splits 0-4   (on each of several machines, other numbers)
-  python 02_build_hf_dataset.py --merge             (on one of them, when all are done)
+  python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
+  python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
-Reads the splits of stage 01, or any directory. Plain text of any suffix is one document; JSON is
-one per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
-document, CSV and TSV one per row; each also as .gz .bz2 .xz .zst. The text of a structured document
-is every string value in it, joined by newlines. With --format chat a record is a conversation:
-messages, prompt and completion, ShareGPT's conversations, or alpaca's instruction and output.
-Writes a directory for datasets.load_from_disk, and in it errors.jsonl with everything that failed
-or gave nothing. Never goes online.
+Reads the splits of stage 01, or any directory. A plain-text file is one document. JSON has one
+document per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
+document, CSV, TSV, Parquet and Arrow one per row. Files may be compressed (.gz .bz2 .xz .zst). The
+text of a structured document is all its string values, joined by newlines. With --format chat each
+record is a conversation: messages, prompt and completion, ShareGPT conversations, or alpaca
+(instruction and output). Writes a directory for datasets.load_from_disk, which also contains
+errors.jsonl with every document and file that was skipped or repaired. This stage needs no network.
 """
 
 from __future__ import annotations
 
-import argparse
-import codecs
 import shutil
 import time
 from collections.abc import Sequence
@@ -29,13 +27,13 @@ from pathlib import Path
 from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, store, work
+from lib.corpus import encoding, inputs, pool, report, split_parts, text_documents, work_units
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
-from lib.corpus.scan import identify
-from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, Shape
+from lib.corpus.scan import identify_files
+from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, RowOptions
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"
@@ -50,7 +48,7 @@ def parse(argv: Sequence[str]) -> options.Options:
         type=Path,
         default=Path("splits"),
         metavar="DIR",
-        help="splits made by stage 01, or any directory of files",
+        help="splits of stage 01, or any directory of files",
     )
     add(
         "--save-dir",
@@ -64,99 +62,83 @@ def parse(argv: Sequence[str]) -> options.Options:
         choices=FORMATS,
         default="text",
         help="`text`: one row of text per document; `chat`: one conversation per record "
-        "(messages, prompt/completion, ShareGPT, alpaca), with its turns kept apart",
+        "(messages, prompt/completion, ShareGPT, alpaca) with separate turns",
     )
     add(
         "--fields",
-        type=_parse_names,
+        type=text_documents.parse_field_names,
         action="extend",
         default=[],
         metavar="A,B.C",
-        help="of structured documents keep only these (dotted) keys (default: every string)",
+        help="keep only these (dotted) keys of structured documents (default: every string)",
     )
     add(
         "--strings",
         choices=("joined", "rows"),
         default="joined",
-        help="join the strings of a document by newlines, or make each a row of its own",
+        help="join the strings of a document with newlines, or write a row per string",
     )
     add(
         "--min-chars",
         type=options.count,
         default=0,
         metavar="N",
-        help="drop rows of fewer characters, counted in all turns of a conversation",
+        help="drop rows with fewer characters (of a conversation: in all turns)",
     )
     add(
         "--fallback-encoding",
-        type=_parse_encoding,
+        type=encoding.parse_encoding_name,
         metavar="NAME",
-        help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
-        "example (default: replace what is not text by U+FFFD)",
+        help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 with a byte "
+        "order mark (default: replace invalid bytes by U+FFFD)",
     )
     add(
         "--dedup",
         choices=("none", "exact"),
         default="none",
-        help="drop rows whose text, or turns and tools, are those of an earlier row (about 25 "
-        "bytes of memory per row)",
+        help="exact: drop rows whose text (or turns and tools) equals an earlier row; takes about "
+        "25 bytes of memory per row",
     )
     add(
         "--validation-percent",
         type=options.percent,
         default=0.0,
         metavar="P",
-        help="percentage of the rows that become a validation split, drawn by a hash of their "
-        "text (0: none)",
+        help="percentage of the rows for a validation split, selected by a hash of their text "
+        "(0: no validation split)",
     )
     add(
         "--keep-source",
         action="store_true",
-        help="add a column `source` with the relative path of the file (with --format chat it is "
-        "always there)",
+        help="add a column `source` with the relative path of the file (--format chat always "
+        "includes it)",
     )
     add(
         "--max-error-rate",
         type=options.fraction,
         default=1.0,
         metavar="F",
-        help="fail when more than this fraction of the files could not be read in full (1: never)",
+        help="fail if more than this fraction of the files cannot be read completely (1: never)",
     )
     add(
         "--only-splits",
-        type=store.parse_numbers,
+        type=split_parts.parse_numbers,
         metavar="0-4",
-        help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
-        "(default: all splits, in one go)",
+        help="build only the parts of these splits of stage 01 (`0-4,7`), for a later --merge "
+        "(default: build the dataset from all splits)",
     )
     add(
         "--merge",
         action="store_true",
-        help="put the parts of all splits together; the result is that of one machine, byte for "
-        "byte",
+        help="merge the parts of all splits; the dataset is byte for byte the same as one built "
+        "on a single machine",
     )
     parser.add_common("read files")
     return parser.parse(argv)
 
 
-def _parse_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"expected names with commas between, got {text!r}")
-    return names
-
-
-def _parse_encoding(text: str) -> str:
-    """Return the usual name of an encoding of text."""
-    try:
-        "".encode(text)
-        return codecs.lookup(text).name
-    except (LookupError, ValueError):
-        raise argparse.ArgumentTypeError(f"no encoding of text is called {text!r}") from None
-
-
 def check_options(opts: options.Options) -> None:
-    """Raise UsageError when options contradict each other or input and output overlap."""
+    """Raise UsageError if options contradict each other, or if input and output overlap."""
     folder = opts.data_folder
     save_dir = opts.save_dir
     problems = Problems()
@@ -171,12 +153,12 @@ def check_options(opts: options.Options) -> None:
             if is_given:
                 problems.add(
                     f"{option} and --format chat exclude each other",
-                    expected=f"no {option}: a conversation is taken whole",
+                    expected=f"no {option}, because a conversation is kept complete",
                 )
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
-            f"--save-dir {save_dir} lies in --data-folder {folder}",
-            expected="a place where the dataset is not read as input again",
+            f"--save-dir {save_dir} is inside --data-folder {folder}",
+            expected="a directory outside the input",
         )
     elif folder.resolve().is_relative_to(save_dir.resolve()):
         problems.add(f"--save-dir {save_dir} contains --data-folder {folder}")
@@ -184,7 +166,7 @@ def check_options(opts: options.Options) -> None:
 
 
 def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, needed: int) -> None:
-    """Print what will be made."""
+    """Print the planned dataset."""
     total = sum(file.bytes for file in files)
     if opts.format == CHAT:
         rows = "one per conversation"
@@ -205,66 +187,76 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
-            "room": f"about {units.size(needed)}",
+            "disk space": f"about {units.size(needed)}",
         }
     )
 
 
 def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
-    """Return what decides the content of the dataset, on however many machines it is built."""
-    since_chat = ["format"] if opts.format == TEXT else []  # datasets of text have no such option
-    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *since_chat)
-    return {"options": chosen, "inputs": identify(files)}
+    """Return the identity of the dataset: the options and input files that determine its content.
+
+    It does not depend on the number of machines that build the dataset.
+    """
+    # Identities of text datasets have no `format`, because older ones were written without it.
+    omitted = ["format"] if opts.format == TEXT else []
+    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *omitted)
+    return {"options": chosen, "inputs": identify_files(files)}
 
 
-def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape) -> None:
-    """Build the parts of some splits, each an artifact of its own, and say what comes next."""
+def build_splits(
+    opts: options.Options, files: Sequence[InputFile], row_options: RowOptions
+) -> None:
+    """Build the parts of the selected splits and print the next command."""
     began = time.monotonic()
-    root = store.locate_parts(opts.save_dir)
+    root = split_parts.locate_parts(opts.save_dir)
     by_split = inputs.group_by_split(files)
-    names = store.choose(list(by_split), opts.only_splits)
-    needed = work.estimate_room([file for name in names for file in by_split[name]])
+    names = split_parts.select_splits(list(by_split), opts.only_splits)
+    needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
-        identity = store.identity(make_identity(opts, files), by_split[name])
-        if publish.is_done(root / name, store.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
+        identity = split_parts.make_parts_identity(make_identity(opts, files), by_split[name])
+        if publish.is_done(
+            root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
+        ):
             log.info(f"already done: {root / name}")
         elif not opts.dry_run:
             build_split(
                 opts,
-                publish.Build(root / name, store.KIND, identity, opts.overwrite, resumable=True),
+                publish.Build(
+                    root / name, split_parts.KIND, identity, opts.overwrite, resumable=True
+                ),
                 by_split[name],
-                shape,
+                row_options,
             )
     if opts.dry_run:
         log.info("dry run: nothing was written")
         return
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     log.info(
-        f"next, when all {len(by_split)} splits are built: "
+        f"next, after all {len(by_split)} splits are built: "
         + commands.as_typed("--merge", drop=["--only-splits"])
     )
 
 
 def build_split(
-    opts: options.Options, build: publish.Build, files: Sequence[InputFile], shape: Shape
+    opts: options.Options, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
-    """Build the parts of one split; a run that was killed goes on after its finished units."""
+    """Build the parts of one split; after a kill, a later run reuses the finished units."""
     with build:
-        tasks = work.cut(opts.data_folder, files, build.dir, shape)
+        tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
         rows = 0
         listed = []
         chat = ChatTally()
         lines_before = 0
         with (
-            Pool(min(opts.num_workers, len(tasks)), store.process) as workers,
+            Pool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
             Progress(build.target.name, total, "B", not opts.no_progress) as bar,
         ):
             for done in workers.run(tasks):
-                work.require_unchanged(done)
-                listed += store.list_files(done)
+                work_units.require_unchanged(done)
+                listed += split_parts.list_files(done)
                 rows += sum(done.rows.values())
                 lines_before = 0 if done.unit.begins else lines_before
                 chat.add(done.tally.chat, lines_before)
@@ -284,15 +276,16 @@ def build_split(
     )
 
 
-def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work.WorkUnit]) -> int:
-    """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
+def add_units(
+    opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
+) -> int:
+    """Add the remaining units to a dataset: read them, or with --merge use the kept parts.
 
-    Returns the bytes of these units.
+    Returns the input bytes of these units.
     """
     if dataset.units:
         log.info(
-            f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
-            "one was stopped"
+            f"continuing after unit {dataset.units} of {len(tasks)}, where an earlier run stopped"
         )
     total = sum(task.bytes for task in tasks)
     left = tasks[dataset.units :]
@@ -301,57 +294,63 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in left))
-        for done in store.recall_all(left) if opts.merge else workers.run(left):
-            work.require_unchanged(done)
+        for done in split_parts.read_results(left) if opts.merge else workers.run(left):
+            work_units.require_unchanged(done)
             dataset.add(done)
             bar.advance(done.unit.bytes)
     return sum(task.bytes for task in left)
 
 
 def check_result(
-    opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int, build: publish.Build
+    opts: options.Options,
+    row_options: RowOptions,
+    dataset: DatasetWriter,
+    files: int,
+    build: publish.Build,
 ) -> None:
-    """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
-    if error := report.find_refusal(dataset, shape, opts.data_folder, files, opts.max_error_rate):
-        left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
-        shutil.copyfile(dataset.errors, left)
-        build.resumable = False  # other options or inputs are needed, so nothing goes on from here
-        error.found += f"\nlisted in {left}; nothing was published"
+    """Raise UsageError if the dataset must not be published; print warnings otherwise."""
+    if error := report.find_refusal(
+        dataset, row_options, opts.data_folder, files, opts.max_error_rate
+    ):
+        copy = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
+        shutil.copyfile(dataset.errors, copy)
+        build.resumable = False  # the next run needs other options or inputs, so it starts anew
+        error.found += f"\nlisted in {copy}; nothing was published"
         raise error
-    for text in report.list_doubts(
-        dataset.tally, shape, dataset.rows, dataset.duplicates, opts.save_dir
+    for text in report.list_warnings(
+        dataset.tally, row_options, dataset.rows, dataset.duplicates, opts.save_dir
     ):
         log.warn(text)
 
 
 def print_summary(
     opts: options.Options,
-    shape: Shape,
+    row_options: RowOptions,
     dataset: DatasetWriter,
     files: int,
     total: int,
     read: int,
     seconds: float,
 ) -> None:
-    """Print what went in, what came out, what did not, and what comes next.
+    """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: bytes that this launch took in `seconds`; the rest of `total` was done before.
+    read: input bytes that this launch processed in `seconds`, out of `total`.
     """
-    earlier = f"; {units.size(total - read)} were done before" if read < total else ""
+    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.in_lines(dataset, shape, opts.save_dir, files, total))
+    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
     print_next(opts)
 
 
 def print_next(opts: options.Options) -> None:
-    """Print the next command, with and without a model at hand."""
+    """Print the next commands: get a model, then train."""
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     if opts.format == CHAT:
-        log.info(f"next: fetch a model, at best one with a chat template: {fetch}")
+        log.info(f"next: download a model, preferably with a chat template: {fetch}")
         log.info(
-            "then: look at what of some samples is trained: "
+            "then: check the trained tokens of some samples: "
             + commands.train(
                 "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
             )
@@ -359,7 +358,7 @@ def print_next(opts: options.Options) -> None:
             + commands.train("-e", "first", "-d", opts.save_dir)
         )
         return
-    made = commands.script(
+    initialise = commands.script(
         "03_download_model.py",
         "--from-scratch",
         "--model-size",
@@ -367,7 +366,9 @@ def print_next(opts: options.Options) -> None:
         "--train-tokenizer",
         opts.save_dir,
     )
-    log.info(f"next: fetch a model: {fetch}\n      or make a small one from scratch: {made}")
+    log.info(
+        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
+    )
     log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
 
 
@@ -380,9 +381,9 @@ def main(argv: list[str]) -> None:
     # Check the inputs.
     check_options(opts)
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
-        pool.start_server()  # while this process still looks at its input
-    files, skipped = inputs.find(opts.data_folder, progress)
-    shape = Shape(
+        pool.start_server()  # it starts while this process scans the input
+    files, skipped = inputs.find_inputs(opts.data_folder, progress)
+    row_options = RowOptions(
         tuple(opts.fields),
         opts.strings,
         opts.min_chars,
@@ -393,25 +394,25 @@ def main(argv: list[str]) -> None:
         opts.format,
     )
     if opts.only_splits is not None:
-        build_splits(opts, files, shape)
+        build_splits(opts, files, row_options)
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        log.info(f"already done: {opts.save_dir} holds these files")
+        log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
-            store.remove(opts.save_dir, inputs.group_by_split(files))
+            split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
         print_next(opts)
         return
 
     # Plan.
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    parts = store.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
-    tasks = work.cut_by_split(opts.data_folder, files, parts, shape)
+    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
+    tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        store.check(opts.save_dir, identity, inputs.group_by_split(files))
+        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
         if opts.merge
-        else work.estimate_room(files)
+        else work_units.estimate_room(files)
     )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
@@ -419,14 +420,14 @@ def main(argv: list[str]) -> None:
         log.info("dry run: nothing was written")
         return
 
-    with build, DatasetWriter(build.dir, shape) as dataset:
-        # Work.
+    with build, DatasetWriter(build.dir, row_options) as dataset:
+        # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
-        check_result(opts, shape, dataset, len(files), build)
+        check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
         build.publish(
             stage=STAGE,
@@ -436,8 +437,8 @@ def main(argv: list[str]) -> None:
         )
 
     if opts.merge:
-        store.remove(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, shape, dataset, len(files), total, read, time.monotonic() - began)
+        split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
+    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

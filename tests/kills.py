@@ -79,10 +79,10 @@ def said(project: Path) -> str:
 
 def prepare(rank: int, fault: dict[str, Any] | None) -> None:
     """Make the work of stage 02 many small units, and have the fault happen."""
-    from lib.corpus import dataset, shards, work
+    from lib.corpus import dataset, shards, work_units
 
     # So that its progress is noted after each unit, and there are several shards.
-    work.UNIT_BYTES = UNIT_BYTES
+    work_units.UNIT_BYTES = UNIT_BYTES
     dataset.NOTE_BYTES = 1
     shards.SHARD_BYTES = 20_000
     if fault:

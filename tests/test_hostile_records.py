@@ -85,7 +85,7 @@ def attack(path: Path, read: Any, most: int = 150) -> None:
 def test_records_of_data(project: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     monkeypatch.chdir(project)
     stage_01 = runpy.run_path(str(ROOT / "01_organize_data.py"))
-    attack(project / "splits/manifest.json", lambda: inputs.find(Path("splits"), False))
+    attack(project / "splits/manifest.json", lambda: inputs.find_inputs(Path("splits"), False))
     attack(project / "splits/manifest.json", lambda: stage_01["require_whole"](Path("splits")))
     dataset = project / "hf_datasets/corpus"
     attack(dataset / "manifest.json", lambda: open_dataset(dataset))

@@ -38,7 +38,7 @@ from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import place, saved, store, work
+from lib.corpus import place, saved, split_parts, work_units
 from lib.hub import client, repository, transfer
 from lib.models import (
     architecture,
@@ -214,7 +214,7 @@ def test_parts_of_a_dataset(there: Terminal) -> None:
     there.type(*build, "--only-splits", "0-2")
     damage("hf_datasets/parts.parts/split_01/*.train")
     there.cured(*build, "--merge")
-    for part in ("train", store._RECORD):  # other bytes of the same size
+    for part in ("train", split_parts._RECORD):  # other bytes of the same size
         shutil.rmtree("hf_datasets/parts")
         there.type(*build, "--only-splits", "0-2")
         blank(f"hf_datasets/parts.parts/split_01/*.{part}")
@@ -567,14 +567,16 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
     yield lambda: _raise(worker._died())
-    yield lambda: _raise(place._died())
+    yield lambda: _raise(place._make_worker_error())
     for size, written in ((-1, 0), (7, 0), (1, 5)):
         fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
         file = Fake(path="a", bytes=1, mtime_ns=0)
-        yield lambda fake=fake, file=file: place.place_all(
+        yield lambda fake=fake, file=file: place.place_files(
             Path(), Path(), [(file, "s")], "copy", fake, False
         )
-    yield lambda: work.require_unchanged(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
+    yield lambda: work_units.require_unchanged(
+        Fake(changed=("a", "it is gone"), unit=Fake(folder="d"))
+    )
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
     yield lambda: file_identity.require_same(

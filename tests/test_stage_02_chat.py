@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lib.corpus import dataset as dataset_module
-from lib.corpus import shards, work
-from lib.corpus.tally import Shape
+from lib.corpus import shards, work_units
+from lib.corpus.tally import RowOptions
 from tests.test_stage_02_machines import build, content
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -118,7 +118,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
         "messages in 8 files (",
         "alpaca in 1 file (",
         "user, ",
-        "2.0 in a conversation",
+        "2.0 per conversation",
         "with tools",
         f"{chat['dropped']['empty answer']} empty answer",
         "-d hf_datasets/corpus --prepare-only --show-samples 3",
@@ -144,7 +144,7 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     )
     (raw / "long.jsonl").write_text(mixed + json.dumps(records("alpaca", 2)[1]) + "\n")
     count = mixed.count("\n")
-    assert (raw / "long.jsonl").stat().st_size > 2 * work.UNIT_BYTES
+    assert (raw / "long.jsonl").stat().st_size > 2 * work_units.UNIT_BYTES
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.jsonl").write_text('{"question": "q", "answer": "a"}\n"x"\n')
     (tmp_path / "text/b.md").write_text("text")
@@ -152,19 +152,19 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     split = next(path.parent.name for path in (tmp_path / "splits").glob("*/long.jsonl"))
     found = rf"long.jsonl: prompt/completion in line 1, alpaca in line {count + 1:,}"
     for arguments, *words in (
-        (("--data-folder", "raw"), "long.jsonl mixes formats of conversations", found),
+        (("--data-folder", "raw"), "long.jsonl mixes formats", found),
         (("--only-splits", split[-1]), "long.jsonl mixes formats", found),
         (
             ("--data-folder", "text"),
-            "no record of text is a conversation",
-            "a.jsonl, line 1: an object with the keys question, answer",
-            "line 2: a text",
-            "b.md, line 1: plain text",
-            "leave --format chat out",
+            "no record in text",
+            "a.jsonl, line 1:",
+            "question, answer",
+            "b.md, line 1:",
+            "--format chat",
         ),
-        (("--fields", "a"), "--fields and --format chat exclude each other"),
-        (("--strings", "rows"), "--strings and --format chat exclude each other"),
-        (("--data-folder", "raw", "--min-chars", 10**6), "gave", "rows below --min-chars"),
+        (("--fields", "a"), "--fields and --format chat"),
+        (("--strings", "rows"), "--strings and --format chat"),
+        (("--data-folder", "raw", "--min-chars", 10**6), "rows below --min-chars"),
     ):
         done = stage(SCRIPT, *CHAT, "--save-dir", "out", *arguments, expect=2)
         assert all(word in done.stderr for word in words), done.stderr
@@ -178,10 +178,7 @@ def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
     fill(tmp_path / "raw")
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--strings", "rows")
     [warning, command] = re.findall(r"warning: .*|^ .* --format chat .*", done.stdout, re.MULTILINE)
-    assert (
-        "conversations (messages, prompt/completion, ShareGPT conversations, alpaca), which "
-        "became plain text" in warning
-    )
+    assert "messages, prompt/completion, ShareGPT conversations, alpaca" in warning
     identity = json.loads((tmp_path / "out/manifest.json").read_text())["identity"]["options"]
     assert "format" not in identity  # datasets of text from before are those of now
     stage(SCRIPT, *shlex.split(command.partition(SCRIPT)[2]))
@@ -195,10 +192,10 @@ def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
 
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, dedup):
-    monkeypatch.setattr(work, "UNIT_BYTES", 3_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 3_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 500)
-    shape = Shape(validation_percent=20, dedup=dedup, format="chat")
+    shape = RowOptions(validation_percent=20, dedup=dedup, format="chat")
     fill(tmp_path / "raw", 100)
     (tmp_path / "raw/z.jsonl").write_text('{"messages": []}\n{"prompt": "", "completion": ""}\n')
     build(tmp_path / "raw", tmp_path / "whole", shape)

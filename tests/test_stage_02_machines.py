@@ -14,9 +14,9 @@ import pytest
 
 from lib.core import publish
 from lib.corpus import dataset as dataset_module
-from lib.corpus import inputs, shards, work
+from lib.corpus import inputs, shards, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.tally import Shape, Tally
+from lib.corpus.tally import RowOptions, Tally
 from tests.conftest import stage_command
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -99,7 +99,7 @@ def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
     [
         (["--only-splits", "0", "--merge"], "exclude each other"),
         (["--only-splits", "2,7-9"], "no split 7, 8, 9"),
-        (["--only-splits", "3-1"], "rises"),
+        (["--only-splits", "3-1"], "increasing"),
         (["--only-splits", "a"], "numbers such as"),
         (["--only-splits", ""], "numbers such as"),
         (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
@@ -116,17 +116,17 @@ def test_bad_usage(stage, tmp_path, arguments, words):
     assert not (tmp_path / "hf_datasets").exists()
 
 
-def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> Tally:
+def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> Tally:
     """Build a dataset in this process and return what became of its input.
 
     Of `units` only so many, as if killed after them.
     """
-    files, _ = inputs.find(folder, False)
+    files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape) as dataset:
-        tasks = work.cut(folder, files, out / PARTS, shape)
+        tasks = work_units.cut_files(folder, files, out / PARTS, shape)
         for task in tasks[dataset.units : units]:
-            dataset.add(work.process(task))
+            dataset.add(work_units.process_unit(task))
         if units is None:
             dataset.finish()
         elif dataset._unnoted:  # what was written after the last note is no part of it
@@ -140,10 +140,10 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> Ta
 )
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, notes, dedup):
-    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
-    shape = Shape(validation_percent=20, keep_source=True, dedup=dedup)
+    shape = RowOptions(validation_percent=20, keep_source=True, dedup=dedup)
     fill(tmp_path / "raw", 40)
     build(tmp_path / "raw", tmp_path / "whole", shape)
     whole = content(tmp_path / "whole")
@@ -157,12 +157,12 @@ def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, no
 
 
 def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
     fill(tmp_path / "raw", 40)
-    build(tmp_path / "raw", tmp_path / "whole", Shape())
-    verify = shards._verify
+    build(tmp_path / "raw", tmp_path / "whole", RowOptions())
+    verify = shards._verify_shard
     calls = []
 
     def stop(path: Path, shard: shards.Shard) -> None:
@@ -171,24 +171,24 @@ def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         verify(path, shard)
 
-    monkeypatch.setattr(shards, "_verify", stop)
+    monkeypatch.setattr(shards, "_verify_shard", stop)
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "raw", tmp_path / "out", Shape())
-    monkeypatch.setattr(work, "process", lambda unit: pytest.fail("read again"))
-    build(tmp_path / "raw", tmp_path / "out", Shape())
+        build(tmp_path / "raw", tmp_path / "out", RowOptions())
+    monkeypatch.setattr(work_units, "process_unit", lambda unit: pytest.fail("read again"))
+    build(tmp_path / "raw", tmp_path / "out", RowOptions())
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_note_that_vouches_for_lost_bytes_is_not_believed(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
     fill(tmp_path / "raw", 20)
-    build(tmp_path / "raw", tmp_path / "whole", Shape())
-    build(tmp_path / "raw", tmp_path / "out", Shape(), 2)
+    build(tmp_path / "raw", tmp_path / "whole", RowOptions())
+    build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
     shard = tmp_path / "out/data-00000.unfinished"
     with shard.open("rb+") as file:
         file.truncate(100)
-    build(tmp_path / "raw", tmp_path / "out", Shape())
+    build(tmp_path / "raw", tmp_path / "out", RowOptions())
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

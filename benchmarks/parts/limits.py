@@ -83,15 +83,15 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
     """Return the CPU seconds of the stage's units of work ÷ cores: what perfect scaling takes."""
     import pyarrow  # noqa: F401  (its import is no work on the input)
 
-    from lib.corpus import inputs, work
-    from lib.corpus.tally import Shape
+    from lib.corpus import inputs, work_units
+    from lib.corpus.tally import RowOptions
 
-    files, _ = inputs.find(source, False)
-    units = work.cut(source, files, directory / "parts", Shape())
+    files, _ = inputs.find_inputs(source, False)
+    units = work_units.cut_files(source, files, directory / "parts", RowOptions())
 
     def process() -> None:
         for unit in units:
-            work.process(unit)
+            work_units.process_unit(unit)
             for part in unit.parts():
                 part.unlink()
 

@@ -1,1 +1,1 @@
-"""Turns a tree of raw files into Arrow shards of text."""
+"""Turn a tree of raw files into a dataset of Arrow shards (stages 01 and 02)."""

@@ -1,4 +1,4 @@
-"""Turns documents into rows of conversations."""
+"""Convert documents to the rows of a chat dataset."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
-from lib.corpus.tally import TRAIN, Shape
+from lib.corpus.tally import TRAIN, RowOptions
 
 
 class ChatDocuments(Documents):
-    """Makes a row of each conversation. parts: by split."""
+    """Write one row per conversation.
+
+    parts: one writer per split.
+    """
 
     as_data = True
     columns = conversations.KEYS
 
-    def __init__(self, shape: Shape, parts: Mapping[str, ChatPartWriter], errors: BinaryIO) -> None:
-        super().__init__(shape, errors)
+    def __init__(
+        self, row_options: RowOptions, parts: Mapping[str, ChatPartWriter], errors: BinaryIO
+    ) -> None:
+        super().__init__(row_options, errors)
         self._parts = parts
         self._train = parts[TRAIN]
-        self._format = ""  # of the last record of the file at hand
+        self._format = ""  # format of the current file's last record
 
     def begin(self, path: str, source: str) -> None:
         """Start a file."""
@@ -32,65 +37,73 @@ class ChatDocuments(Documents):
         self._format = ""
 
     def add_text(self, data: bytes) -> None:
-        """Note a plain-text file."""
+        """Report a plain-text file as skipped: it contains no conversation."""
         self._note_other("plain text", SKIPPED_FILE, 0, 1)
 
     def add_large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
-        """Note a plain-text file."""
+        """Report a large plain-text file as skipped."""
         self.add_text(b"")
 
     def add_values(self, values: Sequence[Any]) -> bool:
-        """Take none of them: each is wanted with its place."""
+        """Return False: a conversation is only accepted together with its position."""
         return False
 
     def add_value(
         self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
     ) -> None:
-        """Take a conversation, or note why it is none."""
+        """Add a conversation, or report why the record is not one."""
         line = line or number or None
-        if not (name := conversations.format_of(value)):
-            self._note_other(conversations.describe(value), SKIPPED, offset, line)
+        if not (name := conversations.detect_format(value)):
+            self._note_other(conversations.describe_record(value), SKIPPED, offset, line)
             return
         if name != self._format:
             self._format = name
             self.tally.chat.note_format(self._path, name, line)
         try:
-            self._take(conversations.read(value, name), Place(self._source, line, offset))
+            self._take(conversations.parse_record(value, name), Place(self._source, line, offset))
         except Refused as refusal:
             self.note(refusal.kind, str(refusal), DROPPED, offset, line)
-        except (json_data.Unwritable, RecursionError) as error:
-            why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        except (json_data.UnwritableValue, RecursionError) as error:
+            reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
             self.note(
-                "content", f"a function or its call cannot be kept: {why}", DROPPED, offset, line
+                "content",
+                f"a tool or a tool call cannot be stored: {reason}",
+                DROPPED,
+                offset,
+                line,
             )
 
     def finish(self) -> None:
-        """Finish the parts, and count what is in them."""
+        """Finish the parts and add their counts to the tally."""
         for part in self._parts.values():
             part.finish()
             self.tally.chat.counts.add(part.counts)
 
-    def _note_other(self, what: str, action: str, offset: int | None, line: int | None) -> None:
-        self.tally.chat.note_other(self._path, line, what)
-        self.note("no conversation", f"it is no conversation but {what}", action, offset, line)
+    def _note_other(
+        self, description: str, action: str, offset: int | None, line: int | None
+    ) -> None:
+        self.tally.chat.note_other(self._path, line, description)
+        self.note(
+            "no conversation", f"expected a conversation, found {description}", action, offset, line
+        )
 
     def _take(self, chat: Conversation, place: Place) -> None:
-        """Make a row of a conversation, without what is not Unicode in it."""
+        """Add a row for a conversation; lone surrogates in its text are replaced."""
         try:
-            self._row(chat, place)
+            self._add_row(chat, place)
         except UnicodeEncodeError:
-            (messages, tools), replaced = json_data.repaired([chat.messages, chat.tools])
-            self._row(Conversation(messages, tools, chat.weights), place)
+            (messages, tools), replaced = json_data.repair_strings([chat.messages, chat.tools])
+            self._add_row(Conversation(messages, tools, chat.weights), place)
             self.tally.replaced += replaced
 
-    def _row(self, chat: Conversation, place: Place) -> None:
-        least = self._shape.min_chars
-        if least and sum([len(message["content"]) for message in chat.messages]) < least:
+    def _add_row(self, chat: Conversation, place: Place) -> None:
+        min_chars = self._row_options.min_chars
+        if min_chars and sum([len(message["content"]) for message in chat.messages]) < min_chars:
             self.tally.short += 1
         elif not self._hashes:
             self._train.add(chat, place)
         else:
-            canonical = json_data.dump([chat.messages, chat.tools], is_sorted=True)
+            canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
             digest = hashlib.sha256(canonical).digest()
             self._parts[self._split_of(digest)].add(chat, place, digest[-DIGEST_BYTES:])
         self.tally.documents += 1

@@ -1,4 +1,4 @@
-"""The rows of a chat dataset, as lib/core/conversation.py describes them."""
+"""Write the rows of a chat dataset; lib/core/conversation.py describes their columns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROLE, CONTENT, *_OTHERS = *TEXTS, CALLS
-_FIRST_OF_CHARACTER = -64  # the least int8 that begins a character of UTF-8
-# Bytes that a row and a turn take in memory besides their texts.
+_FIRST_OF_CHARACTER = -64  # the smallest int8 value that starts a UTF-8 character
+# Estimated memory of a row and of a turn, in bytes, without their texts.
 _ROW_OVERHEAD = 200
 _TURN_OVERHEAD = 80
 
 
-def schema() -> pa.Schema:
-    """Return the columns of a chat dataset."""
+def make_schema() -> pa.Schema:
+    """Return the Arrow schema of a chat dataset."""
     import pyarrow as pa
 
     message = pa.struct([(name, pa.large_string()) for name in (*TEXTS, CALLS)])
@@ -37,25 +37,26 @@ def schema() -> pa.Schema:
 
 
 class ChatPartWriter(parts.Part):
-    """Writes conversations, and counts those that are written."""
+    """Write conversations and count the written ones."""
 
     def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, schema(), digests)
+        super().__init__(file, make_schema(), digests)
         self._columns = _Columns()
         self.counts = ChatTotals()
 
     @property
     def rows(self) -> int:
-        """Return how many rows it has, those not written yet too."""
+        """Return the number of rows, including the rows not written yet."""
         return self._written + self._columns.rows
 
     def add(self, chat: Conversation, place: Place, digest: bytes = b"") -> None:
-        """Add a row, or nothing.
+        """Add a row.
 
-        Raises UnicodeEncodeError where its text is not valid Unicode, json_data.Unwritable where
-        functions or their arguments cannot be kept.
+        Raises UnicodeEncodeError if its text contains lone surrogates, and
+        json_data.UnwritableValue if its tools or their arguments cannot be stored as JSON. In both
+        cases nothing is added.
         """
-        encoded = _encode(chat)
+        encoded = _encode_chat(chat)
         if self._columns.size + encoded[-1] > parts.BATCH_BYTES and self._columns.rows:
             self.flush()
         self._columns.append(chat, place, encoded)
@@ -63,7 +64,7 @@ class ChatPartWriter(parts.Part):
             self._digests.write(digest)
 
     def flush(self) -> None:
-        """Write the rows collected so far as one batch."""
+        """Write the collected rows as one batch."""
         if not self._columns.rows:
             return
         batch = self._columns.batch()
@@ -76,26 +77,29 @@ class ChatPartWriter(parts.Part):
 
 
 def count_characters(batch: pa.RecordBatch) -> int:
-    """Return how many characters the contents have: bytes that go on with none are one each."""
+    """Return the number of characters in the contents of a batch.
+
+    A character is counted at its first byte; UTF-8 continuation bytes are not counted.
+    """
     import numpy as np
 
     data = np.frombuffer(batch["messages"].values.field(CONTENT).buffers()[2] or b"", np.int8)
     return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
 
-def batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
-    """Return conversations as Arrow holds them; raises as ChatPartWriter.add does."""
+def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
+    """Return conversations as a record batch; raises the errors of ChatPartWriter.add."""
     columns = _Columns()
     for chat, place in rows:
-        columns.append(chat, place, _encode(chat))
+        columns.append(chat, place, _encode_chat(chat))
     return columns.batch()
 
 
-# Contents, then what few turns have beside them (number of the turn, field, text), tools, bytes.
+# The contents, the optional fields (number of the turn, field, text), the tools, the size in bytes.
 _Encoded = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
 
 
-def _encode(chat: Conversation) -> _Encoded:
+def _encode_chat(chat: Conversation) -> _Encoded:
     contents = [message[CONTENT].encode() for message in chat.messages]
     size = sum(map(len, contents)) + _ROW_OVERHEAD + _TURN_OVERHEAD * len(contents)
     others: list[tuple[int, str, bytes]] = []
@@ -105,21 +109,21 @@ def _encode(chat: Conversation) -> _Encoded:
                 (
                     number,
                     name,
-                    json_data.dump(message[name]) if name == CALLS else message[name].encode(),
+                    json_data.dump_json(message[name]) if name == CALLS else message[name].encode(),
                 )
                 for name in _OTHERS
                 if name in message
             ]
-    tools = json_data.dump(chat.tools) if chat.tools else None
+    tools = json_data.dump_json(chat.tools) if chat.tools else None
     if tools or others:
         size += len(tools or b"") + sum([len(text) for *_, text in others])
     return contents, others, tools, size
 
 
 class _Columns:
-    """Collects conversations column by column, so that few objects wait in memory.
+    """Collect conversations column by column, which takes few Python objects.
 
-    size: bytes that they take there. contents: of all turns.
+    size: estimated memory in bytes. contents: the contents of all turns.
     """
 
     def __init__(self) -> None:
@@ -127,8 +131,8 @@ class _Columns:
         self.size = 0
         self.contents: list[bytes] = []
         self._roles: list[str] = []
-        self._ends = [0]  # turns up to the end of each row
-        # What few turns or rows have, by their numbers.
+        self._ends = [0]  # number of turns up to the end of each row
+        # Most turns and rows lack these fields, so they are stored by turn or row number.
         self._others: dict[str, dict[int, bytes]] = {name: {} for name in _OTHERS}
         self._tools: dict[int, bytes] = {}
         self._weights: dict[int, Sequence[float]] = {}
@@ -155,21 +159,21 @@ class _Columns:
         self.size += size
 
     def add_to(self, counts: ChatTotals) -> None:
-        """Count what is in the columns, but for characters."""
+        """Add these columns to the counts, except for their characters."""
         counts.conversations += self.rows
         counts.turns.update(self._roles)
         counts.with_tools += len(self._tools)
         counts.with_weights += len(self._weights)
 
     def batch(self) -> pa.RecordBatch:
-        """Return the rows as Arrow holds them."""
+        """Return the rows as a record batch."""
         import pyarrow as pa
 
-        kinds = schema()
+        kinds = make_schema()
         fields = [
             pa.array(self._roles, pa.large_string()),
-            parts.join(self.contents),
-            *(_sparse(found, len(self.contents)) for found in self._others.values()),
+            parts.join_texts(self.contents),
+            *(_make_sparse_column(texts, len(self.contents)) for texts in self._others.values()),
         ]
         turn = kinds.field("messages").type.value_type
         messages = pa.LargeListArray.from_arrays(
@@ -184,12 +188,12 @@ class _Columns:
             for name, values in zip(Place._fields, places, strict=True)
         ]
         return pa.record_batch(
-            [messages, _sparse(self._tools, self.rows), weights, *arrays], schema=kinds
+            [messages, _make_sparse_column(self._tools, self.rows), weights, *arrays], schema=kinds
         )
 
 
-def _sparse(texts: dict[int, bytes], count: int) -> pa.Array:
-    """Return texts by their numbers as a column, null elsewhere."""
+def _make_sparse_column(texts: dict[int, bytes], count: int) -> pa.Array:
+    """Return a column of `count` values, null where `texts` has no value for the number."""
     import pyarrow as pa
 
     if not texts:

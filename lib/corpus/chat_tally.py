@@ -1,4 +1,4 @@
-"""Counts conversations, and notes which format each file has."""
+"""Count conversations and record the format of each file."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
-from lib.corpus.scan import escape
+from lib.corpus.scan import escape_path
 
-_NAMED = 3  # files of a format on the console
-_LISTED = 1000  # files of a format in the manifest
+_NAMED = 3  # paths printed per format
+_LISTED = 1000  # paths listed in the manifest per format
 _MOST_OTHERS = 3
 _MOST_MIXED = 20
-Found = tuple[str, "int | None"]  # a format, and the line of its first conversation
+FirstUse = tuple[str, "int | None"]  # a format and the line of its first conversation
 
 
 @dataclass
 class ChatTotals:
-    """Counts conversations. turns: by role. characters: of all contents."""
+    """Count conversations.
+
+    turns: number of turns per role. characters: length of all contents.
+    """
 
     conversations: int = 0
     turns: Counter[str] = field(default_factory=Counter)
@@ -30,101 +33,105 @@ class ChatTotals:
     with_weights: int = 0
 
     def add(self, other: ChatTotals) -> None:
-        """Add what was counted elsewhere."""
+        """Add the counts of other conversations."""
         for name, more in vars(other).items():
             setattr(self, name, getattr(self, name) + more)
 
     @property
     def mean_turns(self) -> float:
-        """Return how many turns a conversation has."""
+        """Return the average number of turns in a conversation."""
         return sum(self.turns.values()) / max(1, self.conversations)
 
 
 @dataclass
 class ChatTally:
-    """Says what the conversations of some input are.
+    """Record the counts and formats of the conversations in some input.
 
-    formats: by path. mixed: of files that have a second format both, the first of each. others:
-    what the first records hold that are no conversation.
+    formats: the format of each file, by path. mixed: for a file with two formats, the first use of
+    both, by path. others: descriptions of the first records that are not conversations.
     """
 
     counts: ChatTotals = field(default_factory=ChatTotals)
-    formats: dict[str, Found] = field(default_factory=dict)
-    mixed: dict[str, tuple[Found, Found]] = field(default_factory=dict)
+    formats: dict[str, FirstUse] = field(default_factory=dict)
+    mixed: dict[str, tuple[FirstUse, FirstUse]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
     def note_format(self, path: str, name: str, line: int | None) -> None:
-        """Note the format of a record."""
+        """Record the format of a conversation."""
         first = self.formats.setdefault(path, (name, line))
         if first[0] != name and path not in self.mixed:
             self.mixed[path] = first, (name, line)
 
-    def note_other(self, path: str, line: int | None, what: str) -> None:
-        """Note what there is instead of a conversation."""
+    def note_other(self, path: str, line: int | None, description: str) -> None:
+        """Record the description of a record that is not a conversation."""
         if len(self.others) < _MOST_OTHERS:
-            where = f", line {line:,}" if line else ""
-            self.others.append(f"{escape(path)}{where}: {what}")
+            position = f", line {line:,}" if line else ""
+            self.others.append(f"{escape_path(path)}{position}: {description}")
 
     def add(self, other: ChatTally, lines_before: int) -> None:
-        """Add what became of other input. lines_before: of a file that is cut, before this part."""
+        """Add the tally of other input.
 
-        def shift(found: Found) -> Found:
-            name, line = found
+        lines_before: number of lines before this input, if it is a later span of a large file.
+        """
+
+        def shift(use: FirstUse) -> FirstUse:
+            name, line = use
             return name, line + lines_before if line else line
 
-        for path, found in other.formats.items():
-            self.note_format(path, *shift(found))
+        for path, use in other.formats.items():
+            self.note_format(path, *shift(use))
         for path, (_, second) in other.mixed.items():
             self.note_format(path, *shift(second))
         self.others = (self.others + other.others)[:_MOST_OTHERS]
         self.counts.add(other.counts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the tally as values for JSON."""
         return vars(self) | {"counts": vars(self.counts)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ChatTally:
-        """Return what `to_json` was made of."""
-        known = cls(**value)
+        """Return the tally that `to_json` has converted."""
+        tally = cls(**value)
         if counts := value.get("counts"):
-            known.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
-        known.formats = {path: (name, line) for path, (name, line) in known.formats.items()}
-        known.mixed = {
-            path: ((one[0], one[1]), (two[0], two[1])) for path, (one, two) in known.mixed.items()
+            tally.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
+        tally.formats = {path: (name, line) for path, (name, line) in tally.formats.items()}
+        tally.mixed = {
+            path: ((one[0], one[1]), (two[0], two[1])) for path, (one, two) in tally.mixed.items()
         }
-        return known
+        return tally
 
     def find_mixture(self) -> UsageError | None:
-        """Return the error that names the files with more than one format, if there are any."""
+        """Return an error that names the files with more than one format, None without any."""
         if not self.mixed:
             return None
         lines = [
-            f"{escape(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
+            f"{escape_path(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
             for path, ((one, first), (two, second)) in self.mixed.items()
         ]
-        what = (
-            f"{escape(next(iter(self.mixed)))} mixes formats"
+        subject = (
+            f"{escape_path(next(iter(self.mixed)))} mixes formats"
             if len(lines) == 1
             else f"{len(lines):,} files mix formats"
         )
         return UsageError(
-            f"{what} of conversations",
+            f"{subject} of conversations",
+            expected="one format per file",
             found=units.join_lines(lines, _MOST_MIXED),
-            hint="give each format a file of its own",
+            hint="put each format into its own file",
         )
 
     def by_format(self) -> dict[str, list[str]]:
-        """Return the files of each format, of the most frequent first."""
+        """Return the paths of each format, the format with the most files first."""
         files: dict[str, list[str]] = {}
         for path, (name, _) in self.formats.items():
-            files.setdefault(name, []).append(escape(path))
+            files.setdefault(name, []).append(escape_path(path))
         return dict(sorted(files.items(), key=lambda item: -len(item[1])))
 
     def summary(self, problems: Mapping[str, int]) -> dict[str, Any]:
-        """Return what the manifest says of the conversations that were read.
+        """Return the manifest entry for the conversations.
 
-        problems: lines of errors.jsonl by kind.
+        problems: number of lines in errors.jsonl, by kind.
         """
         counts = self.counts
         return {
@@ -138,8 +145,8 @@ class ChatTally:
             "dropped": {kind: problems[kind] for kind in conversations.KINDS if problems.get(kind)},
         }
 
-    def in_lines(self) -> dict[str, str]:
-        """Return the lines of the report."""
+    def format_lines(self) -> dict[str, str]:
+        """Return the lines of the summary that stage 02 prints, by label."""
         formats = [
             f"{name} in {units.counted(len(paths), 'file')} ({units.join_names(paths, _NAMED)})"
             for name, paths in self.by_format().items()
@@ -148,8 +155,8 @@ class ChatTally:
         turns = ", ".join(f"{count:,} {role}" for role, count in counts.turns.most_common())
         return {
             "formats": "; ".join(formats),
-            "turns": f"{turns}; {counts.mean_turns:.1f} in a conversation on average",
-            "of these": f"{counts.characters:,} characters; "
+            "turns": f"{turns}; {counts.mean_turns:.1f} per conversation on average",
+            "content": f"{counts.characters:,} characters; "
             f"{units.counted(counts.with_tools, 'conversation')} with tools, "
             f"{counts.with_weights:,} with weights",
         }

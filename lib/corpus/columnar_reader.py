@@ -1,4 +1,4 @@
-"""Reads Parquet and Arrow (IPC file and stream): each row is a document, a batch at a time."""
+"""Read Parquet and Arrow (IPC files and streams) in batches; each row is a document."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ _ARROW_FILE = b"ARROW1"
 
 
 def read_parquet(raw: RawFile, documents: Documents) -> None:
-    """Hand on one document per row; a row group that cannot be read is dropped."""
+    """Add one document per row; a row group that cannot be read is dropped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with raw.open_seekable() as content:
         try:
-            # Small buffers: a row group may have any size.
+            # A row group may have any size, so the buffers are small.
             file = pq.ParquetFile(content, buffer_size=_READ_BUFFER, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            _note(documents, error, "Parquet", SKIPPED_FILE)
+            _note_error(documents, error, "Parquet", SKIPPED_FILE)
             return
         names = [field.name for field in file.schema_arrow if _is_wanted(field, documents)]
         before = sum(file.metadata.row_group(group).num_rows for group in range(raw.start))
         stop = file.num_row_groups if raw.stop is None else raw.stop
         for number in range(raw.start, stop):
             group = file.metadata.row_group(number)
-            rows = _count_at_once(group.total_byte_size, group.num_rows)
+            rows = _count_rows_at_once(group.total_byte_size, group.num_rows)
             try:
-                # pyarrow gives no row of a group that has no column to read.
+                # pyarrow yields no rows if no column is selected, but every row is counted.
                 batches = (
                     file.iter_batches(rows, [number], names, use_threads=False)
                     if names
                     else [SimpleNamespace(num_rows=group.num_rows, nbytes=0)]
                 )
-                _hand_on(batches, file.schema_arrow, before, documents)
+                _add_batches(batches, file.schema_arrow, before, documents)
             except (pa.ArrowException, OSError) as error:
-                _note(documents, error, f"Parquet (row group {number})", "row group dropped")
+                _note_error(documents, error, f"Parquet (row group {number})", "row group dropped")
             before += group.num_rows
 
 
 def read_arrow(raw: RawFile, documents: Documents) -> None:
-    """Hand on one document per row, up to the first damage."""
+    """Add one document per row, up to the first damaged batch."""
     import pyarrow as pa
 
     with raw.open_seekable() as content:
@@ -67,17 +67,17 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
             else:
                 reader = pa.ipc.open_stream(source)
                 batches = reader
-            _hand_on(batches, reader.schema, rows, documents)
+            _add_batches(batches, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
-            _note(documents, error, "Arrow", DROPPED_REST)
+            _note_error(documents, error, "Arrow", DROPPED_REST)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
 def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
-    """Return where to cut a large file: the row groups (record batches) at which spans start.
+    """Return the numbers of the row groups (or record batches) at which the spans of a file start.
 
-    A file that cannot be cut, or read, is one span: [0].
+    A file that cannot be cut or read is a single span: [0].
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -106,22 +106,24 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
     return starts
 
 
-def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
-    """Hand on every row of some batches. before: rows of the file that come before them."""
+def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
+    """Add every row of some batches. before: number of rows in the file before them."""
     names = schema.names
     for batch in batches:
-        for start in range(0, batch.num_rows, rows := _count_at_once(batch.nbytes, batch.num_rows)):
+        for start in range(
+            0, batch.num_rows, rows := _count_rows_at_once(batch.nbytes, batch.num_rows)
+        ):
             count = min(rows, batch.num_rows - start)
             for number, values in enumerate(_read_rows(batch, schema, start, count, documents)):
                 place = before + start + number + 1
                 if values is None:
                     documents.note(
-                        "syntax", f"row {place}: a value is not of the column's type", DROPPED
+                        "syntax", f"row {place}: a value does not fit its column's type", DROPPED
                     )
                 else:
                     row = dict(zip(names, values, strict=True))
                     documents.add_value(
-                        _without_nulls(row) if documents.as_data else row, number=place
+                        _drop_nulls(row) if documents.as_data else row, number=place
                     )
         before += batch.num_rows
 
@@ -129,9 +131,9 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
 def _read_rows(
     batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents
 ) -> Iterator[tuple | None]:
-    """Yield the values of each row, None for a row that cannot be converted.
+    """Yield the values of each row, or None for a row that cannot be converted.
 
-    Columns that are not wanted are None without being looked at.
+    Values of columns that are not needed are None; such columns are not converted.
     """
     columns: list[Callable[[int], Any]] = []
     for field in schema:
@@ -144,7 +146,7 @@ def _read_rows(
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
         except (ValueError, OverflowError, ArithmeticError):
-            columns.append(_repair(column, documents))
+            columns.append(_make_repair(column, documents))
     for row in range(count):
         try:
             yield tuple(value(row) for value in columns)
@@ -152,8 +154,8 @@ def _read_rows(
             yield None
 
 
-def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
-    """Return a function from a row to its value, for a column that holds what is not UTF-8."""
+def _make_repair(column: Any, documents: Documents) -> Callable[[int], Any]:
+    """Return a function from row to value for a column that contains invalid UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -162,8 +164,11 @@ def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
     return lambda row: column[row].as_py(maps_as_pydicts="lossy")
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without what is null in its structs, as each has the fields of all others."""
+def _drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the null fields of its structs.
+
+    In a column of structs each value has the fields of all values, most of them null.
+    """
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -178,7 +183,7 @@ def _is_wanted(column: pa.Field, documents: Documents) -> bool:
 
 
 def _has_text(kind: Any) -> bool:
-    """Tell whether values of an Arrow type may hold strings."""
+    """Return whether values of an Arrow type may contain strings."""
     import pyarrow as pa
 
     types = pa.types
@@ -192,11 +197,11 @@ def _has_text(kind: Any) -> bool:
     return inner is not None and _has_text(inner)
 
 
-def _count_at_once(size: int, rows: int) -> int:
+def _count_rows_at_once(size: int, rows: int) -> int:
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))
 
 
-def _note(documents: Documents, error: Exception, what: str, action: str) -> None:
+def _note_error(documents: Documents, error: Exception, format_name: str, action: str) -> None:
     if getattr(error, "errno", None):
-        raise error  # of the file system, not of the format
-    documents.note("syntax", f"not valid {what}: {str(error).splitlines()[0]}", action)
+        raise error  # an error of the file system, not of the format
+    documents.note("syntax", f"not valid {format_name}: {str(error).splitlines()[0]}", action)

@@ -1,12 +1,12 @@
-"""Conversations out of the formats in which people keep them.
+"""Parse the conversation formats that are in common use.
 
-    messages       [{role, content, tool_calls, …}], with `tools`; a `weight` each, or `weights`
-    conversations  [{from, value}], as ShareGPT has them
-    prompt         and completion: a text each, or a list of messages each
+    messages       [{role, content, tool_calls, …}], with `tools`; `weight` per turn, or `weights`
+    conversations  [{from, value}], the format of ShareGPT
+    prompt         with `completion`: a text each, or a list of messages each
     alpaca         instruction, input, output, with `history`
 
-Each may have a `system` prompt and `tools` of its own. All become messages with the roles of
-today's chat templates; what does not fit is refused by kind.
+A record of any format may contain a `system` prompt and `tools`. Every conversation becomes a list
+of messages with the roles that chat templates know; other records are refused with one of KINDS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lib.core.conversation import (
     require_text,
 )
 from lib.corpus import functions
-from lib.corpus.functions import in_words
+from lib.corpus.functions import describe_type
 
 ROLE_OF = {
     "human": "user",
@@ -44,9 +44,9 @@ ROLE_OF = {
 } | {role: role for role in ROLES}
 _PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_KEPT = ("name", "tool_call_id")
+_COPIED = ("name", "tool_call_id")
 _WEIGHTS = ("weight", "train", "training")
-# How errors.jsonl names what does not fit.
+# The kinds of errors.jsonl for records that are refused.
 KINDS = (
     "empty answer",
     "empty turn",
@@ -57,33 +57,36 @@ KINDS = (
     "weights",
     "no conversation",
 )
-_MOST_KEYS = 8  # of a record in a message
-_LONGEST_KEY = 40  # characters of each
+_MOST_KEYS = 8  # keys of a record that a message names
+_LONGEST_KEY = 40  # characters of a key in a message
 
 Record = dict[str, Any]
 
 
-def format_of(record: Any) -> str:
-    """Return the format of a record by its keys, "" where it is no conversation."""
+def detect_format(record: Any) -> str:
+    """Return the format of a record by its keys, "" if they are not those of a conversation."""
     if not isinstance(record, dict):
         return ""
     for name, first, last in _SIGNS:
         if record.get(first) is not None and last in record:
             return name
-    # Tables put together have the columns of all their formats, and no value in those of others.
+    # A concatenated table has the columns of several formats; the unused ones are null.
     return next((name for name, first, last in _SIGNS if first in record and last in record), "")
 
 
-def read(record: Record, name: str) -> Conversation:
-    """Return the conversation of a record in a format; Refused where it does not fit."""
+def parse_record(record: Record, name: str) -> Conversation:
+    """Return the conversation in a record of the format `name`.
+
+    Raises Refused if a turn, the order of the roles, a tool or a weight is not valid.
+    """
     turns = _FORMATS[name].turns(record)
-    if (system := record.get("system")) and _role_name(turns[0] if turns else {}) != "system":
+    if (system := record.get("system")) and _get_role_name(turns[0] if turns else {}) != "system":
         turns = [{"role": "system", "content": system}, *turns]
     messages = []
     are_plain = True
     for number, turn in enumerate(turns, 1):
-        if (message := _plain_message(turn)) is None:
-            message = _message(turn, number)
+        if (message := _convert_plain_turn(turn)) is None:
+            message = _convert_turn(turn, number)
             are_plain = False
         messages.append(message)
     require_order([message["role"] for message in messages])
@@ -96,18 +99,18 @@ def read(record: Record, name: str) -> Conversation:
     )
 
 
-def fits(record: Record, name: str) -> bool:
-    """Tell whether a record of a format is a conversation."""
+def is_conversation(record: Record, name: str) -> bool:
+    """Return whether a record of a format contains a valid conversation."""
     try:
-        return bool(read(record, name))
+        return bool(parse_record(record, name))
     except (Refused, RecursionError):
         return False
 
 
-def describe(record: Any) -> str:
-    """Return the keys of a record, or what it is, in a few words."""
+def describe_record(record: Any) -> str:
+    """Return a short description of a record: its first keys, or its type."""
     if not isinstance(record, dict):
-        return in_words(record)
+        return describe_type(record)
     keys = [str(key)[:_LONGEST_KEY] for key in record]
     return (
         f"an object with the keys {', '.join(keys[:_MOST_KEYS])}"
@@ -118,15 +121,15 @@ def describe(record: Any) -> str:
 
 
 def _list_messages(record: Record) -> list[Any]:
-    return _list(record["messages"], "messages")
+    return _parse_list(record["messages"], "messages")
 
 
 def _list_sharegpt(record: Record) -> list[Any]:
-    return _list(record["conversations"], "conversations")
+    return _parse_list(record["conversations"], "conversations")
 
 
 def _list_prompt(record: Record) -> list[Any]:
-    """Return the turns of a prompt, whose answers are given and not trained, and a completion."""
+    """Return the turns of a prompt and its completion; answers in the prompt are not trained on."""
     prompt = record["prompt"]
     completion = record["completion"]
     if not isinstance(prompt, list):
@@ -134,7 +137,7 @@ def _list_prompt(record: Record) -> list[Any]:
     else:
         turns = [
             {**turn, "weight": 0}
-            if isinstance(turn, dict) and ROLE_OF.get(_role_name(turn)) == "assistant"
+            if isinstance(turn, dict) and ROLE_OF.get(_get_role_name(turn)) == "assistant"
             else turn
             for turn in prompt
         ]
@@ -148,23 +151,25 @@ def _list_prompt(record: Record) -> list[Any]:
 def _list_alpaca(record: Record) -> list[Any]:
     turns: list[Any] = []
     history = record.get("history")
-    for pair in _list(history, "history") if history else ():
+    for pair in _parse_list(history, "history") if history else ():
         if not isinstance(pair, list) or len(pair) != 2:
-            raise Refused("no conversation", "history is not a list of pairs of texts")
+            raise Refused("no conversation", "history is not a list of [question, answer] pairs")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = [part for part in (record["instruction"], record.get("input")) if part]
-    for part in asked:
+    questions = [part for part in (record["instruction"], record.get("input")) if part]
+    for part in questions:
         if not isinstance(part, str):
-            raise Refused("content", f"instruction or input is {in_words(part)}, and not a text")
+            raise Refused(
+                "content", f"instruction or input is {describe_type(part)}, expected a string"
+            )
     return [
         *turns,
-        {"role": "user", "content": "\n\n".join(asked)},
+        {"role": "user", "content": "\n\n".join(questions)},
         {"role": "assistant", "content": record["output"]},
     ]
 
 
 class _Format(NamedTuple):
-    """Describes a format by the keys that all its records have, and what lists their turns."""
+    """Describe a format: the keys that all its records have, and the function for its turns."""
 
     keys: tuple[str, ...]
     turns: Callable[[Record], list[Any]]
@@ -177,7 +182,7 @@ _FORMATS = {
     "alpaca": _Format(("instruction", "output"), _list_alpaca),
 }
 _SIGNS = [(name, keys[0], keys[-1]) for name, (keys, _) in _FORMATS.items()]
-# All that is looked at in a record.
+# All keys of a record that are read.
 KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
     "input",
     "history",
@@ -188,23 +193,26 @@ KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
 }
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    """Return a list of turns, which may be JSON in a text, as in a cell of CSV."""
+def _parse_list(value: Any, name: str) -> list[Any]:
+    """Return a list of turns, which may also be a string of JSON, such as a cell of CSV."""
     if isinstance(value, str):
-        value = functions.parse(value, name)
+        value = functions.parse_json_text(value, name)
     if not isinstance(value, list):
-        raise Refused("no conversation", f"{name} is {in_words(value)}, and not a list")
+        raise Refused("no conversation", f"{name} is {describe_type(value)}, expected a list")
     return value
 
 
-def _role_name(turn: Any) -> str:
-    """Return the role of a turn as it is written there, in small letters."""
+def _get_role_name(turn: Any) -> str:
+    """Return the role name of a turn in lower case, "" if it has none."""
     name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return name.lower() if isinstance(name, str) else ""
 
 
-def _plain_message(turn: Any) -> Message | None:
-    """Return a turn that has a role and a text, and nothing else; None for any other."""
+def _convert_plain_turn(turn: Any) -> Message | None:
+    """Return the message of a turn with only a role and a text, None for any other turn.
+
+    Most turns are of this kind, so this is the fast path of `_convert_turn`.
+    """
     if type(turn) is not dict or len(turn) != 2:
         return None
     role = turn.get("role")
@@ -223,31 +231,37 @@ def _plain_message(turn: Any) -> Message | None:
     return None
 
 
-def _message(turn: Any, number: int) -> Message:
-    """Return a turn with the role and the fields that templates know. number: from 1."""
+def _convert_turn(turn: Any, number: int) -> Message:
+    """Return the message of any turn, with the role and fields that chat templates know.
+
+    number: position in the conversation, from 1.
+    """
     if not isinstance(turn, dict):
         raise Refused(
             "no conversation",
-            f"turn {number} is {in_words(turn)}, and not an object with a role and a content",
+            f"turn {number} is {describe_type(turn)}, expected an object with role and content",
         )
-    name = _role_name(turn)
+    name = _get_role_name(turn)
     role = ROLE_OF.get(name)
     if role is None:
-        raise _refuse_role(turn, number)
+        raise _make_role_error(turn, number)
     content = turn.get("content", turn.get("value"))
     if not isinstance(content, str):
         content = _join_parts(content, number)
     message: Message = {"role": role, "content": content}
-    _add_others(message, turn, number, name == "function_call")
+    _add_optional_fields(message, turn, number, name == "function_call")
     require_text(message, number)
     return message
 
 
-def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> None:
-    """Add what a turn has beside role and content. is_call: ShareGPT's, the content is the call."""
-    for key in _KEPT:
+def _add_optional_fields(message: Message, turn: Record, number: int, is_call: bool) -> None:
+    """Add the fields of a turn besides role and content to its message.
+
+    is_call: the content is a function call, as in ShareGPT's `function_call` turns.
+    """
+    for key in _COPIED:
         if isinstance(value := turn.get(key), (str, int)):
-            message[key] = str(value)  # some number their calls
+            message[key] = str(value)  # some datasets number their calls
     if thought := next((turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)), ""):
         message["reasoning_content"] = thought
     calls = turn.get(CALLS) or turn.get("function_call")
@@ -258,18 +272,22 @@ def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> N
         message[CALLS] = functions.list_calls(calls, f"turn {number}")
 
 
-def _refuse_role(turn: Record, number: int) -> Refused:
+def _make_role_error(turn: Record, number: int) -> Refused:
     given = next((turn[key] for key in ("role", "from") if key in turn), None)
-    what = f"the role {given!r:.60}" if isinstance(given, str) else f"{in_words(given)} as its role"
+    description = (
+        f"the role {given!r:.60}"
+        if isinstance(given, str)
+        else f"{describe_type(given)} as its role"
+    )
     return Refused(
         "unknown role",
-        f"turn {number} has {what}; known are {', '.join(ROLES)}, and "
-        "what other systems call these, such as human and gpt",
+        f"turn {number} has {description}; known roles: {', '.join(ROLES)}, and aliases such as "
+        "human and gpt",
     )
 
 
 def _join_parts(content: Any, number: int) -> str:
-    """Return the text of a content that is no string: its parts one after the other."""
+    """Return the joined texts of a content that is a list of text parts."""
     if content is None:
         return ""
     if isinstance(content, list) and all(
@@ -279,14 +297,18 @@ def _join_parts(content: Any, number: int) -> str:
         for part in content
     ):
         return "".join([part["text"] for part in content])
-    what = "has parts that are not text" if isinstance(content, list) else f"is {in_words(content)}"
-    raise Refused("content", f"the content of turn {number} {what}")
+    problem = (
+        "has parts that are not text"
+        if isinstance(content, list)
+        else f"is {describe_type(content)}"
+    )
+    raise Refused("content", f"the content of turn {number} {problem}")
 
 
 def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
-    """Return the weight of each turn, None where none is given: 0 is not trained.
+    """Return the weight of each turn (0: not trained on, 1: trained on), None if none is given.
 
-    given: those of the record, for all turns or for all but a system prompt that stands apart.
+    given: the weights of the record. A separate system prompt needs no weight.
     """
     if given is None:
         if not any(key in turn for turn in turns for key in _WEIGHTS):
@@ -295,15 +317,15 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
             next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
         ]
     if isinstance(given, str):
-        given = functions.parse(given, "weights")
+        given = functions.parse_json_text(given, "weights")
     if (
         not isinstance(given, list)
         or any(weight not in (0, 1) for weight in given if isinstance(weight, (int, float)))
         or not all(isinstance(weight, (int, float)) for weight in given)
     ):
-        raise Refused("weights", "a weight is neither 0 nor 1")
-    if len(given) == len(turns) - 1 and _role_name(turns[0]) == "system":
+        raise Refused("weights", "a weight is not 0 or 1")
+    if len(given) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
         given = [1, *given]
     if len(given) != len(turns):
-        raise Refused("weights", f"there are {len(given)} weights for {len(turns)} turns")
+        raise Refused("weights", f"found {len(given)} weights for {len(turns)} turns")
     return [float(weight) for weight in given]

@@ -1,7 +1,7 @@
-"""Makes a dataset directory, with its errors.jsonl, of what the units gave, in order.
+"""Write a dataset directory and its errors.jsonl from the results of the work units, in order.
 
-Every now and then what is there is made durable and noted in `unfinished/progress.json`; a run
-that was killed is cut back to the last such note and goes on from there.
+Every few seconds the writer syncs its files and records its progress in `unfinished/progress.json`.
+After a kill, the next run truncates the files to the last recorded progress and continues there.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, shards, work
-from lib.corpus.dedup import Seen
+from lib.corpus import chat_rows, parts, shards, work_units
+from lib.corpus.dedup import DigestSet
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.scan import TreeEntry
 from lib.corpus.shards import Flusher, ShardWriter
-from lib.corpus.tally import CHAT, ERRORS, Shape, Tally, format_problem
-from lib.corpus.work import UnitResult
+from lib.corpus.tally import CHAT, ERRORS, RowOptions, Tally, format_problem
+from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
     import numpy as np
 
 WORK = "unfinished"
-PARTS = f"{WORK}/parts"  # where workers write
+PARTS = f"{WORK}/parts"  # the workers' output
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
@@ -35,18 +35,18 @@ _DIGESTS = f"{WORK}/digests"
 
 
 class DatasetWriter:
-    """Makes a dataset: one split lies in the directory itself, two in one each.
+    """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
-    units: how many of them are in it already. duplicates: rows dropped by --dedup.
+    units: number of units added so far. duplicates: rows dropped by --dedup.
 
-    >>> with DatasetWriter(directory, shape) as dataset:
+    >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for done in pool.run(units[dataset.units:]):
     ...         dataset.add(done)
     ...     files = dataset.finish()
     """
 
-    def __init__(self, directory: Path, shape: Shape) -> None:
-        before = _recall(directory)
+    def __init__(self, directory: Path, row_options: RowOptions) -> None:
+        before = _restore_progress(directory)
         self.units: int = before.get("units", 0)
         self.tally = Tally.from_json(before["tally"]) if before else Tally()
         self.duplicates: int = before.get("duplicates", 0)
@@ -54,11 +54,15 @@ class DatasetWriter:
         self._directory = directory
         self._flusher = Flusher()
         self._homes = {
-            split: directory / split if len(shape.splits) > 1 else directory
-            for split in shape.splits
+            split: directory / split if len(row_options.splits) > 1 else directory
+            for split in row_options.splits
         }
-        self._is_chat = shape.format == CHAT
-        schema = chat_rows.schema() if self._is_chat else parts.make_schema(shape.keep_source)
+        self._is_chat = row_options.format == CHAT
+        schema = (
+            chat_rows.make_schema()
+            if self._is_chat
+            else parts.make_text_schema(row_options.keep_source)
+        )
         self._writers = {
             split: ShardWriter(
                 home, split, schema, self._flusher, before.get("shards", {}).get(split, ())
@@ -67,7 +71,7 @@ class DatasetWriter:
         }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
-        self._seen = Seen(directory / _DIGESTS) if shape.dedup != "none" else None
+        self._seen = DigestSet(directory / _DIGESTS) if row_options.dedup != "none" else None
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
@@ -84,18 +88,18 @@ class DatasetWriter:
 
     @property
     def errors(self) -> Path:
-        """Return the path of errors.jsonl, all lines so far in it."""
+        """Return the path of errors.jsonl after flushing it."""
         if not self._errors.closed:
             self._errors.flush()
         return self._directory / ERRORS
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return the rows of each split so far."""
+        """Return the number of rows so far, by split."""
         return {split: writer.rows for split, writer in self._writers.items()}
 
     def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
-        """List what the scan of a plain directory left out; once, before the first unit."""
+        """Write the entries that the scan has skipped to errors.jsonl, before the first unit."""
         for entry in entries:
             self._errors.write(
                 format_problem(
@@ -103,18 +107,18 @@ class DatasetWriter:
                     None,
                     None,
                     entry.skipped,
-                    "left out by the scan of the directory",
+                    "skipped by the scan of the directory",
                     SKIPPED_FILE,
                 )
             )
             self.tally.problems[entry.skipped] += 1
 
     def add(self, done: UnitResult) -> None:
-        """Add what the next unit gave and delete its parts, unless they were kept for a merge.
+        """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        Units must come in their order. Raises ArtifactError when a kept part is damaged.
+        The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check(done)
+        _check_parts(done)
         if done.unit.begins:
             self._lines_before = 0
         self._add_errors(done)
@@ -129,7 +133,7 @@ class DatasetWriter:
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
-                work.release(part)
+                work_units.release_part(part)
         self.tally.add(done.tally, self._lines_before)
         self._lines_before += done.lines_of_part
         self.units += 1
@@ -137,7 +141,7 @@ class DatasetWriter:
             self._note_progress()
 
     def finish(self) -> list[dict[str, Any]]:
-        """Name and verify the shards and return the manifest entries of all files."""
+        """Rename and verify the shards, and return the manifest entries of all files."""
         files = []
         for split, home in self._homes.items():
             prefix = home.relative_to(self._directory)
@@ -154,7 +158,7 @@ class DatasetWriter:
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
     def summary(self) -> dict[str, Any]:
-        """Return what the manifest says about the content."""
+        """Return the summary for the manifest."""
         tally = self.tally
         splits = {split: writer.summary() for split, writer in self._writers.items()}
         return {
@@ -171,7 +175,7 @@ class DatasetWriter:
         }
 
     def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
-        """Return which rows of a part were not seen before (None: all), and list the others."""
+        """Return which rows of a part are new (None: all), and report the duplicates."""
         if not self._seen or not done.rows[split]:
             return None
         new = self._seen.add(done.unit.part(f"{split}.digests").read_bytes())
@@ -186,7 +190,7 @@ class DatasetWriter:
                         None,
                         None,
                         "duplicate",
-                        f"{gone} rows of {split} have the text of an earlier one",
+                        f"{gone} rows of {split} are duplicates of earlier rows",
                         DROPPED_ROWS,
                     )
                 )
@@ -196,7 +200,10 @@ class DatasetWriter:
         return new
 
     def _add_errors(self, done: UnitResult) -> None:
-        """Append the lines of errors.jsonl, numbering those of a cut file through."""
+        """Append the unit's lines to errors.jsonl.
+
+        In a later span of a large file, line numbers are shifted to count from the file's start.
+        """
         with done.unit.part("errors").open("rb") as lines:
             for text in lines:
                 if self._lines_before:
@@ -228,7 +235,7 @@ class DatasetWriter:
             "lines_before": self._lines_before,
             "files": sizes,
         }
-        text = json.dumps(progress)  # now: the tally goes on counting
+        text = json.dumps(progress)  # serialized here, because the tally changes later
 
         def write() -> None:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
@@ -238,35 +245,35 @@ class DatasetWriter:
         self._noted_at = time.monotonic()
 
 
-def _check(done: UnitResult) -> None:
+def _check_parts(done: UnitResult) -> None:
     for name, digest in done.digests.items():
         path = Path(done.unit.out) / name
         if not path.is_file() or not hashing.matches(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
-                found="other content than when it was written",
-                run=work.show_rebuild(path.parent),
+                expected="the content that was written",
+                run=work_units.format_rebuild_commands(path.parent),
             )
 
 
-def _recall(directory: Path) -> dict[str, Any]:
-    """Cut a directory back to its last note of progress and return that, {} after a clean start."""
+def _restore_progress(directory: Path) -> dict[str, Any]:
+    """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
     shards.restore_names(directory)
     try:
-        noted = reading.with_retries(
+        progress = reading.with_retries(
             lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
         )
         if any(
             records.safe_join(directory, name).stat().st_size < size
-            for name, size in noted["files"].items()
+            for name, size in progress["files"].items()
         ):
-            noted = {}  # a power cut took what the note vouches for
+            progress = {}  # a power cut lost data that the record lists
     except (OSError, ValueError, KeyError, ArtifactError) as error:
         if is_of_disk(error):
             raise
-        noted = {}
+        progress = {}
     shutil.rmtree(directory / PARTS, ignore_errors=True)
-    files = noted.get("files", {})
+    files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files and name != _PROGRESS:
@@ -274,6 +281,6 @@ def _recall(directory: Path) -> dict[str, Any]:
     for name, size in files.items():
         with (directory / name).open("rb+") as file:
             file.truncate(size)
-    if not noted:
+    if not progress:
         (directory / _PROGRESS).unlink(missing_ok=True)
-    return noted
+    return progress

@@ -1,4 +1,4 @@
-"""Remembers which documents were seen, by 128 bits of hash each."""
+"""Find duplicate documents by 128-bit digests of their text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _GROWTH = 1.25
 _FIRST_SLOTS = 1 << 16
 
 
-class Seen:
-    """Keeps a set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
+class DigestSet:
+    """Store digests in a numpy hash table with open addressing: 20 to 25 bytes per digest.
 
-    The digests are cryptographic, so their first half is as good as a hash of the whole.
-    file: holds those seen so far, and fills the table of a later run.
+    The digests are cryptographic, so their first half serves as the hash.
+    file: the digests so far, from which a resumed run fills its table.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +32,7 @@ class Seen:
             self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
     def add(self, digests: bytes) -> np.ndarray:
-        """Return which of some digests are new (bool [n]); of equal ones the first is."""
+        """Add digests and return which are new (bool [n]); of equal digests, only the first is."""
         import numpy as np
 
         keys = np.frombuffer(digests, np.uint64).reshape(-1, 2)
@@ -44,8 +44,8 @@ class Seen:
         import numpy as np
 
         keys = keys.copy()
-        keys[~keys.any(axis=1), 1] = 1  # zeros mark a free slot
-        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in their order
+        keys[~keys.any(axis=1), 1] = 1  # a slot of zeros is free
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
         first = np.ones(len(keys), bool)
         first[order[1:]] = (keys[order[1:]] != keys[order[:-1]]).any(axis=1)
         candidates = np.flatnonzero(first)
@@ -55,7 +55,7 @@ class Seen:
         return first
 
     def _insert(self, keys: np.ndarray) -> np.ndarray:
-        """Put different keys into the table and return which were not in it (bool [n])."""
+        """Insert distinct keys into the table and return which were not in it (bool [n])."""
         import numpy as np
 
         new = np.zeros(len(keys), bool)
@@ -65,7 +65,7 @@ class Seen:
             at = slots[left]
             wanted = keys[left]
             free = ~self._table[at].any(axis=1)
-            self._table[at[free]] = wanted[free]  # of several for one slot the last gets it
+            self._table[at[free]] = wanted[free]  # if keys share a slot, the last one gets it
             placed = (self._table[at] == wanted).all(axis=1)
             new[left[placed & free]] = True
             left = left[~placed]

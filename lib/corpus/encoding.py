@@ -1,7 +1,8 @@
-"""Turns bytes of a file into text and back; what is not text becomes U+FFFD and is counted."""
+"""Decode and encode text; invalid bytes and lone surrogates become U+FFFD and are counted."""
 
 from __future__ import annotations
 
+import argparse
 import codecs
 from collections.abc import Iterable, Iterator
 
@@ -11,15 +12,24 @@ from lib.corpus.kinds import UTF8_BOM
 REPLACEMENT = "\ufffd"
 
 
-def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
-    """Return the text of UTF-8 (BOM or not) or UTF-16 (BOM) bytes, and the replacements made.
+def parse_encoding_name(text: str) -> str:
+    """Return the canonical name of the encoding in a value of --fallback-encoding."""
+    try:
+        "".encode(text)
+        return codecs.lookup(text).name
+    except (LookupError, ValueError):
+        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}") from None
 
-    fallback: the encoding of what is neither; a text read by it counts as one replacement.
+
+def decode_text(data: bytes, fallback: str = "") -> tuple[str, int]:
+    """Return the text of bytes in UTF-8 or UTF-16 (with a BOM), and the number of replacements.
+
+    fallback: encoding for other bytes; a text decoded with it counts as one replacement.
     """
     if kinds.is_utf16(data):
         text = data.decode("utf-16", "replace")
-        own = data.decode("utf-16", "ignore").count(REPLACEMENT)  # that the file itself holds
-        return text, text.count(REPLACEMENT) - own
+        in_file = data.decode("utf-16", "ignore").count(REPLACEMENT)  # valid U+FFFD of the file
+        return text, text.count(REPLACEMENT) - in_file
     data = data.removeprefix(UTF8_BOM)
     try:
         return data.decode(), 0
@@ -30,8 +40,8 @@ def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
         return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 
 
-def encode(text: str) -> tuple[bytes, int]:
-    """Return the UTF-8 of a text and how many lone surrogates had to be replaced in it."""
+def encode_text(text: str) -> tuple[bytes, int]:
+    """Return a text as UTF-8 and the number of lone surrogates that were replaced in it."""
     try:
         return text.encode(), 0
     except UnicodeEncodeError:
@@ -41,9 +51,10 @@ def encode(text: str) -> tuple[bytes, int]:
 
 
 class DecodedText:
-    """Decodes chunks of bytes into chunks of text. replaced: how often so far.
+    """Decode chunks of bytes to chunks of text.
 
-    head: the first bytes of the file. fallback: the encoding of single bytes that are not UTF-8.
+    head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8.
+    replaced: number of replacements so far.
     """
 
     def __init__(self, chunks: Iterable[bytes], head: bytes, fallback: str = "") -> None:
@@ -73,9 +84,9 @@ class DecodedText:
 
 
 class Locator:
-    """Tells where in its file a place in a text lies; places must be asked for in order.
+    """Convert positions in a text to byte offsets and line numbers in its file.
 
-    head: the first bytes of the file.
+    The positions must be passed in increasing order. head: the first bytes of the file.
     """
 
     def __init__(self, text: str, head: bytes) -> None:
@@ -86,7 +97,7 @@ class Locator:
         self._has_offsets = not kinds.is_utf16(head)
 
     def at(self, position: int) -> tuple[int | None, int]:
-        """Return the offset in bytes (None in UTF-16) and the line, counted from 1."""
+        """Return the offset in bytes (None in UTF-16) and the line (from 1) of a position."""
         passed = self._text[self._position : position]
         self._offset += len(passed.encode("utf-8", "surrogatepass"))
         self._line += passed.count("\n")
@@ -94,11 +105,11 @@ class Locator:
         return self._offset if self._has_offsets else None, self._line
 
     def end(self) -> int:
-        """Return the position after the text."""
+        """Return the position at the end of the text."""
         return len(self._text)
 
     def move(self, position: int, text: str) -> None:
-        """Forget the text before a position, at which the new text starts."""
+        """Continue with a new text that starts at a position of the old one."""
         self.at(position)
         self._text = text
         self._position = self._position - position

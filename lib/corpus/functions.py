@@ -1,9 +1,9 @@
-"""Functions that an assistant may call, and its calls, in the one shape that templates know.
+"""Normalize tools and tool calls to the form that chat templates expect.
 
     tools       [{"type": "function", "function": {"name": …, "parameters": …}}]
     tool_calls  [{"type": "function", "function": {"name": …, "arguments": {…}}}]
 
-Arguments that are JSON in a text, as OpenAI has them, become the object that the text holds.
+Arguments given as a string of JSON, as in OpenAI's format, are parsed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from lib.core.conversation import Refused
 from lib.corpus import json_data
 
-_OUTER = ("type", "id")  # what stands beside a function, and not in it
+_OUTER = ("type", "id")  # keys beside `function`, not inside it
 Functions = list[dict[str, Any]]
 
 
-def in_words(value: Any) -> str:
-    """Return what a value is, in words."""
+def describe_type(value: Any) -> str:
+    """Return the type of a JSON value as a noun phrase for messages."""
     for kind, words in (
-        (type(None), "nothing"),
-        (bool, "true or false"),
+        (type(None), "null"),
+        (bool, "a boolean"),
         ((int, float), "a number"),
-        (str, "a text"),
+        (str, "a string"),
         (list, "a list"),
         (dict, "an object"),
     ):
@@ -32,44 +32,52 @@ def in_words(value: Any) -> str:
     return f"a value of the type {type(value).__name__}"
 
 
-def parse(text: str, what: str) -> Any:
-    """Return the JSON of a text; Refused, naming `what`, where it is none."""
+def parse_json_text(text: str, name: str) -> Any:
+    """Return the value of a string of JSON; Refused if it is not valid. name: used in the error."""
     try:
-        return json_data.load(text)
+        return json_data.load_json(text)
     except (ValueError, RecursionError):
-        raise Refused("content", f"{what} is a text that is not JSON") from None
+        raise Refused("content", f"{name} is a string that is not JSON") from None
 
 
 def list_tools(tools: Any) -> Functions | None:
-    """Return the functions of a conversation, None where there are none."""
+    """Return the tools of a conversation, None if it has none."""
     if isinstance(tools, str):
-        tools = parse(tools, "tools") if tools.strip() else None
+        tools = parse_json_text(tools, "tools") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refused("content", f"tools is {in_words(tools)}, and not a list of objects")
-    return [_wrapped(tool) if "name" in tool else tool for tool in tools]
+        raise Refused("content", f"tools is {describe_type(tools)}, expected a list of objects")
+    return [_wrap_function(tool) if "name" in tool else tool for tool in tools]
 
 
 def list_calls(calls: Any, where: str) -> Functions:
-    """Return the calls of a turn: one or a list of them, perhaps as JSON in a text."""
+    """Return the calls of a turn, given as one call, a list, or a string of JSON.
+
+    where: the turn, for error messages.
+    """
     if isinstance(calls, str):
-        calls = parse(calls, f"the function call of {where}")
-    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = parse_json_text(calls, f"the function call of {where}")
+    return [
+        _normalize_call(call, where) for call in (calls if isinstance(calls, list) else [calls])
+    ]
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    whole = _wrapped(call) if isinstance(call, dict) else {}
-    function = whole.get("function")
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
+    wrapped = _wrap_function(call) if isinstance(call, dict) else {}
+    function = wrapped.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused("content", f"a function call of {where} names no function")
-    if isinstance(whole.get("id"), int):
-        whole["id"] = str(whole["id"])  # as in the turn that answers it
-    return {**whole, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    if isinstance(wrapped.get("id"), int):
+        wrapped["id"] = str(wrapped["id"])  # tool_call_id of the answer becomes a string, too
+    return {
+        **wrapped,
+        "function": {**function, "arguments": _parse_arguments(function.get("arguments"))},
+    }
 
 
-def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a function or a call with its type, and with name and the like one level deeper."""
+def _wrap_function(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool or a call with a `type`, and with its other keys under `function`."""
     if "function" in given:
         return {"type": "function", **given}
     outer = {key: given[key] for key in _OUTER if key in given}
@@ -80,14 +88,14 @@ def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arguments(given: Any) -> Any:
-    """Return arguments as an object where they are one; another text stays as it is."""
+def _parse_arguments(given: Any) -> Any:
+    """Return the arguments of a call, parsed if they are a string that contains an object."""
     if not given:
         return {}
     if isinstance(given, str):
         try:
-            found = json_data.load(given)
+            value = json_data.load_json(given)
         except (ValueError, RecursionError):
             return given
-        return found if isinstance(found, dict) else given
+        return value if isinstance(value, dict) else given
     return given

@@ -1,4 +1,4 @@
-"""Finds what stage 02 reads: the splits of stage 01, or any directory of files."""
+"""Find the input files of stage 02: the splits of stage 01, or any directory of files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lib.corpus.scan import (
     TreeEntry,
     count_files,
     count_reasons,
-    escape,
-    recognise,
-    scan,
+    escape_path,
+    recognise_artifact,
+    scan_tree,
     select_taken,
 )
 
@@ -31,10 +31,11 @@ _LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """Describes a file to read.
+    """Describe a file to read.
 
-    path: relative to the data folder. source: relative to where it was collected (equal in a plain
-    directory). mtime_ns: modification time in nanoseconds. split: "" in a plain directory.
+    path: relative to the data folder. source: relative to the source of stage 01 (the same as the
+    path in a plain directory). mtime_ns: modification time in nanoseconds. split: "" in a plain
+    directory.
     """
 
     path: str
@@ -44,19 +45,19 @@ class InputFile:
     split: str = ""
 
 
-def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
-    """Return the files of a data folder in the order of their rows, and what is left out.
+def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
+    """Return the files of a data folder in the order of their rows, and the skipped entries.
 
-    Raises ArtifactError when it holds splits that are missing, unfinished or damaged, UsageError
-    when it is not a directory or has no file.
+    Raises ArtifactError if the folder contains splits that are missing, unfinished or damaged, and
+    UsageError if it is not a directory or contains no file to read.
     """
     if folder.is_file():
         raise UsageError(f"--data-folder {folder} is a file", expected="a directory")
     if _is_splits(folder):
-        files = _find_in_splits(folder)
+        files = _list_split_files(folder)
         skipped = []
     else:
-        entries = scan(folder, Rules(), progress=progress)
+        entries = scan_tree(folder, Rules(), progress=progress)
         saved.require_readable(folder, "--data-folder", entries)
         files = [
             InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
@@ -67,73 +68,76 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]
     if not files:
         raise UsageError(
             f"no file in {folder}",
-            expected="files that hold text",
+            expected="files that contain text",
             found=count_reasons(skipped) or "an empty directory",
         )
     return files, skipped
 
 
 def require_raw(folder: Path, option: str) -> None:
-    """Raise UsageError when a directory, or all that lie in it, are what stages have made.
+    """Raise UsageError if a directory is the output of a stage, or contains only such outputs.
 
-    option: that names it. ArtifactError when it is not there, and does not sound like splits.
+    option: the option with the directory. Raises ArtifactError if the directory does not exist and
+    its name does not contain "split"; the caller reports missing splits itself.
     """
     if not folder.exists() and "split" not in folder.name:
         raise ArtifactError(
             f"{option} {folder} does not exist",
             expected="splits of stage 01, or a directory of raw files",
         )
-    if kind := recognise(folder):
+    if kind := recognise_artifact(folder):
         raise UsageError(
-            f"{option} {folder} is a {kind}, and not raw text", **_suggest([folder], kind)
+            f"{option} {folder} is a {kind}, not raw text", **_suggest_remedy([folder], kind)
         )
-    inside = [
+    members = [
         path
         for path in sorted(folder.iterdir() if folder.is_dir() else [])
         if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)
     ]
-    kinds = [recognise(path) for path in inside]
+    kinds = [recognise_artifact(path) for path in members]
     if kinds and all(kinds):
         raise UsageError(
-            f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
-            ", and no raw text",
-            found=", ".join(path.name for path in inside),
-            **_suggest(inside, kinds[0]),
+            f"{option} {folder} contains {' and '.join(sorted({f'{k}s' for k in kinds}))}"
+            ", but no raw text",
+            found=", ".join(path.name for path in members),
+            **_suggest_remedy(members, kinds[0]),
         )
 
 
-def _suggest(made: Sequence[Path], kind: str) -> dict[str, str]:
-    """Return what to do with artifacts instead of reading them as text: parts of an error."""
+def _suggest_remedy(artifacts: Sequence[Path], kind: str) -> dict[str, str]:
+    """Return the parts of an error that suggest what to do with these artifacts instead."""
     if kind != "dataset":
         return {"expected": "splits of stage 01, or a directory of raw files"}
     return {
-        "hint": "train on it:" if len(made) == 1 else "train on one of them, as the first:",
-        "run": commands.train("-e", "first", "-d", made[0]),
+        "hint": "train on it:" if len(artifacts) == 1 else "train on one, such as the first:",
+        "run": commands.train("-e", "first", "-d", artifacts[0]),
     }
 
 
 def _is_splits(folder: Path) -> bool:
-    """Tell splits from a plain directory; ArtifactError when they are missing or unfinished."""
-    # Raw data may also hold a manifest.json: only a stage of ours writes who made it.
+    """Return whether a folder contains splits; ArtifactError if they are missing or unfinished."""
+    # Raw data may contain a manifest.json too; only our stages write the key `stage`.
     is_artifact = "stage" in (manifest.read_if_any(folder) or {})
     looks_unfinished = paths.PARTIAL in folder.name or (
         (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*"))
     )
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
-    is_usual = Path("raw_text").is_dir()  # where stage 01 looks by default
+    has_default_source = Path("raw_text").is_dir()  # the default --src-dir of stage 01
     manifest.read(
         folder,
         SPLITS_KIND,
         "the splits",
-        run=commands.script("01_organize_data.py", "--dst-root", folder) if is_usual else "",
-        hint="" if is_usual else "make them by stage 01, or give any directory of files",
+        run=commands.script("01_organize_data.py", "--dst-root", folder)
+        if has_default_source
+        else "",
+        hint="" if has_default_source else "run stage 01, or pass any directory of files",
     )
     return True
 
 
-def _find_in_splits(folder: Path) -> list[InputFile]:
-    """Return the files that stage 01 listed; ArtifactError when one is gone or the list is torn."""
+def _list_split_files(folder: Path) -> list[InputFile]:
+    """Return the files that stage 01 listed; ArtifactError if a file or the list is damaged."""
     content = manifest.read(folder, SPLITS_KIND, "the splits")
     remedy = manifest.remedy(content, "--overwrite", dst_root=folder)
     manifest.check(folder, content, "the splits", **remedy, deep=True)
@@ -169,23 +173,23 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
         raise ArtifactError(
             f"the splits {folder} are damaged",
             **remedy,
-            found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
-            f"gone, {escape(missing[0])} the first",
+            found=f"{len(missing):,} of {len(missing) + len(files):,} files in {FILE_LIST} are "
+            f"missing, the first is {escape_path(missing[0])}",
         )
     if changed:
         log.warn(
-            f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
-            "reads what is there now"
+            f"{units.counted(changed, 'file')} changed after stage 01; stage 02 reads the "
+            "current content"
         )
-    there = sum(count_files(f"{folder}/{split}") for split in splits)
-    if extra := there - len(files):
+    present = sum(count_files(f"{folder}/{split}") for split in splits)
+    if extra := present - len(files):
         log.warn(
-            f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
-            "(add them to the source and run stage 01 again)"
+            f"{folder} contains {units.counted(extra, 'file')} that {FILE_LIST} does not list; "
+            "they are not read (add them to the source and run stage 01 again)"
         )
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
 def group_by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:
-    """Return the files of each split, in their order; those of a split follow each other."""
+    """Return the files by split. The files must be sorted by split."""
     return {split: list(members) for split, members in groupby(files, lambda file: file.split)}

@@ -1,4 +1,4 @@
-"""Reads JSON and JSON Lines, fast where the input is clean and value by value where it is not."""
+"""Read JSON and JSON Lines: quickly if the input is clean, otherwise value by value."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from lib.corpus.encoding import Locator
 from lib.corpus.kinds import UTF8_BOM
 from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
-_ELEMENTS = 64  # of a list, taken at once
-_SOME = 1 << 17  # characters of a large list taken at once
-_KEY = 200  # characters up to the end of a first key
+_ELEMENTS = 64  # elements of a list that are added at once
+_SOME = 1 << 17  # characters of a large list that are parsed at once
+_KEY = 200  # most characters of an object's first key
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
-# Text needs no numbers, and int() refuses more than 4,300 digits.
+# Text datasets need no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
 
 try:
     import orjson
 
-    _fast: Callable[[bytes], Any] = orjson.loads
+    _parse_fast: Callable[[bytes], Any] = orjson.loads
 except ImportError:
 
-    def _fast(data: bytes) -> Any:
+    def _parse_fast(data: bytes) -> Any:
         return _DECODER.decode(data.decode())
 
 
 def read_json_lines(raw: RawFile, documents: Documents) -> None:
-    """Hand on one document per line; a line that is not JSON is dropped and the next one read."""
+    """Add one document per line; a line that is not JSON is dropped."""
     documents.lines = 0
     for offset, lines in raw.read_blocks():
         if lines is None:
             documents.lines += 1
             documents.note(*TOO_LARGE, DROPPED, offset, documents.lines)
-        elif not documents.as_data and _take_all(lines, documents):
+        elif not documents.as_data and _add_lines(lines, documents):
             documents.lines += len(lines)
         else:
             for line in lines:
                 documents.lines += 1
-                _take(line, offset, raw, documents)
+                _add_line(line, offset, raw, documents)
                 offset = None if offset is None else offset + len(line)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _take_all(lines: list[bytes], documents: Documents) -> bool:
-    """Hand on lines that are a row each; False, and nothing is handed on, when one is not."""
+def _add_lines(lines: list[bytes], documents: Documents) -> bool:
+    """Add lines if each of them yields a row; otherwise return False and add nothing."""
     try:
-        values = list(map(_fast, lines))
+        values = list(map(_parse_fast, lines))
     except (ValueError, RecursionError):
         return False
     return documents.add_values(values)
 
 
-def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
+def _add_line(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
     try:
-        value = json_data.load_line(line) if documents.as_data else _fast(line)
+        value = json_data.load_json_line(line) if documents.as_data else _parse_fast(line)
     except (ValueError, RecursionError):
         if not line.strip() or (raw.damage and not line.endswith(b"\n")):
-            return  # blank, or cut
+            return  # a blank line, or one that is cut by damage
         try:
             decoder = json_data.DECODER if documents.as_data else _DECODER
             value = decoder.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
-            documents.note(*_describe(error), DROPPED, offset, documents.lines)
+            documents.note(*_describe_error(error), DROPPED, offset, documents.lines)
             return
     documents.add_value(value, offset, documents.lines)
 
 
 def read_json(raw: RawFile, documents: Documents) -> None:
-    """Hand on one document per element of a top-level list, else one per value in the file."""
+    """Add one document per element of a top-level list, or one per value in the file."""
     data = raw.read()
     if data is not None and not raw.damage and not documents.as_data:
         try:
-            value = _fast(data.removeprefix(UTF8_BOM))
+            value = _parse_fast(data.removeprefix(UTF8_BOM))
         except (ValueError, RecursionError):
             pass
         else:
-            _take_elements(value, documents)
+            _add_elements(value, documents)
             return
     if data is None:
         decoded = raw.decode(documents.fallback)
@@ -94,7 +94,7 @@ def read_json(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _take_elements(value: Any, documents: Documents) -> None:
+def _add_elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
         some = elements[start : start + _ELEMENTS]
@@ -103,8 +103,8 @@ def _take_elements(value: Any, documents: Documents) -> None:
                 documents.add_value(element, number=number)
 
 
-def _describe(error: Exception) -> tuple[str, str]:
-    """Return the kind of problem and a message for what a JSON decoder raised."""
+def _describe_error(error: Exception) -> tuple[str, str]:
+    """Return the kind of problem and the message for an error of a JSON decoder."""
     if isinstance(error, RecursionError):
         return "nesting", "nested too deeply"
     text = (
@@ -116,9 +116,9 @@ def _describe(error: Exception) -> tuple[str, str]:
 
 
 class _Values:
-    """Reads the values of a text one after the other, up to the first damage.
+    """Read the values of a text one by one, up to the first damage.
 
-    texts: chunks of the text. Only those are in memory that hold the value at hand.
+    texts: chunks of the text. Only the chunks of the current value are in memory.
     """
 
     def __init__(self, texts: Iterator[str], raw: RawFile, documents: Documents) -> None:
@@ -128,11 +128,11 @@ class _Values:
         self._text = next(texts, "")
         self._ahead = ""
         self._ended = False
-        self._slow_before = 0  # up to here elements are taken one by one
+        self._slow_before = 0  # elements before this position are added one by one
         self._locator = Locator(self._text, raw.head)
 
     def read(self) -> None:
-        """Hand on every value that is whole."""
+        """Add every complete value."""
         position = self._skip(0)
         if self._text[position : position + 1] == "[":
             if self._is_first_of_many(position):
@@ -143,9 +143,9 @@ class _Values:
             self._read_values(position)
 
     def _is_first_of_many(self, position: int) -> bool:
-        """Tell whether other values follow the list at the start: then each is a document.
+        """Return whether more values follow the list at the start; then the list is a document.
 
-        A list too large for memory is taken to be the only one.
+        A list too large for memory is assumed to be the only value.
         """
         if not self._is_at_end():
             return False
@@ -175,11 +175,11 @@ class _Values:
         self._read_values(self._skip(position + 1))
 
     def _read_objects(self, position: int) -> int:
-        """Hand on some elements of a list that are objects with the same first key.
+        """Add several elements of a list at once, if they are objects with the same first key.
 
-        Returns where the last one ends, or 0, and hands nothing on, when the long way is needed.
-        Text that is valid between brackets, and goes on with a comma, is whole elements, wherever
-        it was cut: each value ends where it ends, and a comma ends a number.
+        Returns the position after the last one. Returns 0 and adds nothing if the elements must be
+        read one by one. A text that is valid JSON between brackets and is followed by a comma
+        consists of complete elements, because a comma ends every value, a number too.
         """
         if (
             self._documents.as_data
@@ -194,7 +194,7 @@ class _Values:
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
         if following > 0 and text[end] == ",":
             with suppress(ValueError, RecursionError):
-                if self._documents.add_values(_fast(f"[{text[position:end]}]".encode())):
+                if self._documents.add_values(_parse_fast(f"[{text[position:end]}]".encode())):
                     return end
         self._slow_before = limit
         return 0
@@ -202,31 +202,31 @@ class _Values:
     def _read_values(self, position: int) -> None:
         while position < len(self._text):
             end = self._read_value(position, DROPPED)
-            # After a bad value, go on at the next line that starts as it did: in JSON Lines that
-            # is the next line, in indented JSON the next value.
-            position = self._skip(end) if end >= 0 else self._find_next_alike()
+            # After a bad value, continue at the next line with the same first character: the next
+            # line of JSON Lines, or the next value of indented JSON.
+            position = self._skip(end) if end >= 0 else self._find_next_start()
 
-    def _find_next_alike(self) -> int:
+    def _find_next_start(self) -> int:
         sign = self._text[self._bad]
         position = self._bad
-        while (found := self._text.find("\n" + sign, position)) < 0:
+        while (line_end := self._text.find("\n" + sign, position)) < 0:
             if not self._grow(max(position, len(self._text) - 1)):
                 return len(self._text)
             position = 0
-        return found + 1
+        return line_end + 1
 
     def _read_value(self, position: int, action: str) -> int:
-        """Hand on the value at a position and return where it ends, -1 when it is not whole."""
+        """Add the value at a position and return the position after it, -1 if it is not valid."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, position)
-                # A number may go on beyond what is in memory ("1e+" of 1e+5); nothing else can.
+                # Only a number may continue beyond the text in memory, such as "1e+" of 1e+5.
                 if end + 2 < len(self._text) or self._is_at_end():
                     break
             except (ValueError, RecursionError) as error:
                 is_large = len(self._text) - position > LARGE_BYTES
                 if is_large or isinstance(error, RecursionError) or self._is_at_end():
-                    problem = TOO_LARGE if is_large else _describe(error)
+                    problem = TOO_LARGE if is_large else _describe_error(error)
                     self._documents.note(*problem, action, *self._locator.at(position))
                     self._bad = position
                     return -1
@@ -236,17 +236,20 @@ class _Values:
         return end
 
     def _skip(self, position: int) -> int:
-        """Return where the next value or mark starts; what comes before may be forgotten."""
-        while (found := _NO_SPACE.search(self._text, position)) is None:
+        """Return the position of the next character that is not white space.
+
+        The text before the position may be dropped from memory.
+        """
+        while (match := _NO_SPACE.search(self._text, position)) is None:
             if not self._grow(len(self._text)):
                 return len(self._text)
             position = 0
-        return found.start()
+        return match.start()
 
     def _grow(self, position: int) -> bool:
-        """Forget what comes before a position, which becomes 0, and double what comes after it.
+        """Drop the text before a position, which becomes 0, and double the text after it.
 
-        Returns False, and forgets nothing, when there is no more.
+        Returns False and drops nothing at the end of the file.
         """
         more = []
         size = 0
@@ -264,7 +267,7 @@ class _Values:
         return True
 
     def _is_at_end(self) -> bool:
-        """Tell whether all that is left is in memory."""
+        """Return whether the text in memory reaches the end of the file."""
         if not self._ended and not self._ahead:
             self._ahead = next(self._texts, "")
             self._ended = not self._ahead

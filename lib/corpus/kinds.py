@@ -1,4 +1,4 @@
-"""Finds out from its name and first bytes what a file holds; stages 01 and 02 share this."""
+"""Detect the format of a file from its name and first bytes, for stages 01 and 02."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ _PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
 UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _UTF32_BOM = b"\xff\xfe\x00\x00"
-# What text hardly ever has; tab, line feed, form feed, carriage return and escape are text.
+# Control characters that are rare in text; tab, line feed, form feed, carriage return and escape
+# are not among them.
 _CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
 _MAX_CONTROL_SHARE = 0.05
 
 
-def sniff(name: str, head: bytes) -> str:
+def sniff_kind(name: str, head: bytes) -> str:
     """Return the kind of a file: `text`, `json`, `jsonl`, `yaml`, …, `binary` or `empty`.
 
-    name: its path. head: its first HEAD_BYTES bytes (fewer if it is shorter). The content decides
-    what is a container or binary; among text files the suffix does, as long as the first bytes can
-    be what it says: text under `.json` is text, and JSON and JSON Lines are distinguished.
+    name: path of the file. head: its first HEAD_BYTES bytes. Archives, tables and binary files are
+    recognised by their content. The suffix decides among text formats, unless the first bytes
+    contradict it: a `.json` file without JSON is text, and JSON and JSON Lines are
+    recognised by their first lines.
     """
     if not head:
         return "empty"
     stem, suffix = posixpath.splitext(name.lower())
-    if suffix in _PACKED_SUFFIXES:  # its magic would say so if it were packed still
+    if suffix in _PACKED_SUFFIXES:  # already decompressed, otherwise the magic number would match
         suffix = posixpath.splitext(stem)[1]
     if head.startswith(_MAGICS):
         return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))
@@ -73,7 +75,7 @@ def _choose_json_kind(kind: str, head: bytes) -> str:
 
 
 def _is_arrow_stream(head: bytes) -> bool:
-    """Tell whether a file starts with the message of an Arrow schema."""
+    """Return whether a file starts with the message of an Arrow schema."""
     if not head.startswith(_ARROW_STREAM):
         return False
     size = int.from_bytes(head[4:8], "little")
@@ -81,12 +83,12 @@ def _is_arrow_stream(head: bytes) -> bool:
 
 
 def is_utf16(head: bytes) -> bool:
-    """Tell whether a file starts with the byte order mark of UTF-16."""
+    """Return whether a file starts with the byte order mark of UTF-16."""
     return head.startswith(_UTF16_BOMS) and not head.startswith(_UTF32_BOM)
 
 
 def _is_binary(head: bytes) -> bool:
-    """Tell whether a file is not text, by its first bytes."""
+    """Return whether a file is binary, by its first bytes."""
     if is_utf16(head):
         return False
     controls = len(head) - len(head.translate(None, _CONTROLS))
@@ -94,7 +96,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def _starts_as_json_lines(head: bytes) -> bool:
-    """Tell whether the first two lines hold a whole JSON object or list each."""
+    """Return whether each of the first two lines is a complete JSON object or list."""
     first, _, rest = head.partition(b"\n")
     second, newline, _ = rest.partition(b"\n")
     first = first.removeprefix(UTF8_BOM).strip()

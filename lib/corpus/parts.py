@@ -1,8 +1,8 @@
-"""Writes rows as Arrow record batches.
+"""Write rows as Arrow record batches.
 
-An Arrow stream is the message of its schema, one message per record batch, and an end mark. A part
-holds only batch messages, so parts laid one after the other between schema and end mark make a
-stream: worker processes write parts, and shards.py puts them together in order.
+An Arrow stream consists of a schema message, one message per record batch, and an end mark. A part
+contains only batch messages, so concatenated parts between a schema and an end mark are a stream:
+worker processes write parts, and shards.py concatenates them in order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_BYTES = 16_000_000
-_ROW_OVERHEAD = 64  # bytes that a row takes in memory besides its text
+_ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def make_schema(keep_source: bool) -> pa.Schema:
-    """Return the columns of a dataset: `text`, and `source` if it is kept."""
+def make_text_schema(keep_source: bool) -> pa.Schema:
+    """Return the schema of a text dataset: `text`, and `source` if it is kept."""
     import pyarrow as pa
 
     columns = [("text", pa.large_string())] + ([("source", pa.string())] if keep_source else [])
@@ -32,9 +32,9 @@ def make_schema(keep_source: bool) -> pa.Schema:
 
 
 class Part(ABC):
-    """Takes rows and writes them as batch messages of about 16 MB (one row may be larger).
+    """Write rows as batch messages of about 16 MB (a single row may be larger).
 
-    digests: where 16 bytes of hash go for each row, if anywhere. text_bytes: written so far.
+    digests: file for a 16-byte digest per row, None without. text_bytes: bytes of text written.
     """
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, digests: BinaryIO | None) -> None:
@@ -47,30 +47,30 @@ class Part(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Return how many rows it has, those not written yet too."""
+        """Return the number of rows, including the rows not written yet."""
 
     @abstractmethod
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
 
     def finish(self) -> None:
-        """Write what is left, and cut off what the file held before."""
+        """Write the remaining rows, and truncate the old content of a reused file."""
         self.flush()
         self._file.truncate()
 
 
 class PartWriter(Part):
-    """Writes rows of text."""
+    """Write the rows of a text dataset."""
 
     def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, make_schema(keep_source), digests)
+        super().__init__(file, make_text_schema(keep_source), digests)
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
 
     @property
     def rows(self) -> int:
-        """Return how many rows it has, those not written yet too."""
+        """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
     def add(self, text: bytes, source: str, digest: bytes = b"") -> None:
@@ -85,9 +85,9 @@ class PartWriter(Part):
             self._digests.write(digest)
 
     def extend(self, texts: Sequence[bytes], source: str) -> None:
-        """Add several rows without digests, as `add` does one by one."""
+        """Add several rows without digests; the batches are the same as with `add`."""
         size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
-        if self._size + size > BATCH_BYTES:  # some row may have to start a batch
+        if self._size + size > BATCH_BYTES:  # one of the rows may have to start a batch
             for text in texts:
                 self.add(text, source)
             return
@@ -97,7 +97,7 @@ class PartWriter(Part):
             self._sources += [source] * len(texts)
 
     def add_file(self, text: BinaryIO, size: int, source: str, digest: bytes = b"") -> None:
-        """Add a row too large for memory. text: a file of valid UTF-8. size: its bytes."""
+        """Add a row too large for memory. text: file of valid UTF-8. size: its size in bytes."""
         import mmap
 
         import pyarrow as pa
@@ -114,11 +114,11 @@ class PartWriter(Part):
                 columns.append(pa.array([source], pa.string()))
             batch = pa.record_batch(columns, schema=self._schema)
             sink = _Splice(self._file, text, size)
-            # NOTE: the writer hands large buffers on as they are, so no page of the map is read.
+            # NOTE: the writer passes large buffers on unchanged, so no page of the map is read.
             writer = pa.ipc.new_stream(pa.PythonFile(sink, "w"), self._schema)
             sink.skip = len(self._schema.serialize())
             writer.write_batch(batch)
-            sink.skip = 1 << 62  # the end mark
+            sink.skip = 1 << 62  # skips the end mark
             writer.close()
             del writer, batch, columns
         self._written += 1
@@ -134,7 +134,7 @@ class PartWriter(Part):
             return
         self._written += rows
         self.text_bytes += sum(map(len, self._texts))
-        columns = [join(self._texts)]
+        columns = [join_texts(self._texts)]
         if self._sources is not None:
             columns.append(pa.array(self._sources, pa.string()))
         batch = pa.record_batch(columns, schema=self._schema)
@@ -145,8 +145,8 @@ class PartWriter(Part):
         self._size = 0
 
 
-def join(texts: Sequence[bytes]) -> pa.Array:
-    """Return texts as Arrow holds them; each went through a codec and needs no second check."""
+def join_texts(texts: Sequence[bytes]) -> pa.Array:
+    """Return texts as an Arrow array, without validating them: a codec has produced each text."""
     import numpy as np
     import pyarrow as pa
 
@@ -158,9 +158,9 @@ def join(texts: Sequence[bytes]) -> pa.Array:
 
 
 class _Splice(io.RawIOBase):
-    """Takes a stream with one huge buffer and puts the content of a file in the buffer's place.
+    """Write a stream with one huge buffer, with the content of a file in place of the buffer.
 
-    skip: bytes to leave out before the rest is written.
+    skip: number of bytes to omit before the rest is written.
     """
 
     def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:
@@ -171,11 +171,11 @@ class _Splice(io.RawIOBase):
         self.skip = 0
 
     def writable(self) -> bool:
-        """Tell pyarrow that this can be written to."""
+        """Return True, as pyarrow requires."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write a buffer, or the file's content if it has the size of that."""
+        """Write a buffer; a buffer with the size of the file is replaced by the file's content."""
         size = len(data)
         if self.skip:
             self.skip -= size
@@ -188,12 +188,12 @@ class _Splice(io.RawIOBase):
         return size
 
 
-def rewrite(
+def rewrite_part(
     part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the messages of the batches with some rows of a part, and the bytes of text in each.
+    """Yield the batch messages with the selected rows of a part, and the bytes of text in each.
 
-    keep: bool, one per row (None: all). lines_before: is added to the column `line`.
+    keep: which rows to keep (bool [rows], None: all). lines_before: added to the column `line`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,6 +1,6 @@
-"""Deals files into splits and puts them there: as links or copies; sources are never touched."""
+"""Assign files to splits and place them there as links or copies; sources are never changed."""
 
-# Plain strings below: making a Path costs more than the system call that it is for.
+# This module uses plain strings, because creating a Path costs more than the system call for it.
 # ruff: noqa: PTH103, PTH114, PTH116, PTH211
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lib.core import commands, log, publish, units
 from lib.core.errors import StageError, UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
-from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape
+from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,16 +30,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 512
-_SWAP_WORK = 3_000_000  # files looked at while exchanging: seconds, whatever the corpus
-# Another file system, a file of someone else (protected_hardlinks), a file system without links.
+_SWAP_WORK = 3_000_000  # most files examined for exchanges: seconds, whatever the corpus
+# Another file system, another user's file (protected_hardlinks), a file system without hard links.
 _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class Workers:
-    """Starts processes that work through lists in chunks; this one works through a short list.
+    """Process lists in chunks in worker processes, or in this process if a list is short.
 
-    They are forked, at the first long list: this stage has loaded nothing that forbids it, and a
-    new interpreter would take as long as placing thousands of files.
+    The workers are forked at the first long list. Stage 01 loads no library that makes forking
+    unsafe, and starting new interpreters would take as long as placing thousands of files.
     """
 
     def __init__(self, count: int) -> None:
@@ -56,10 +56,9 @@ class Workers:
     def map(
         self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int
     ) -> Iterator[Result]:
-        """Yield what `work` makes of each item, in order; it gets a list of them at a time.
+        """Yield the result of `work` for each item, in order; `work` gets and returns lists.
 
-        total: how many items there are; only a few lists are made ahead. Raises StageError when a
-        process died.
+        total: number of items. Only a few chunks run ahead. Raises StageError if a worker dies.
         """
         rest = iter(items)
         chunks = iter(lambda: list(islice(rest, _CHUNK)), [])
@@ -79,33 +78,33 @@ class Workers:
                 get_context("fork"),
                 workers.set_up_worker,
             )
-        flying: deque[Future[list[Result]]] = deque()
+        pending: deque[Future[list[Result]]] = deque()
         try:
             for chunk in chunks:
-                flying.append(self._executor.submit(work, chunk))
-                if len(flying) > 4 * self._count:
-                    yield from flying.popleft().result()
-            for future in flying:
+                pending.append(self._executor.submit(work, chunk))
+                if len(pending) > 4 * self._count:
+                    yield from pending.popleft().result()
+            for future in pending:
                 yield from future.result()
         except BrokenProcessPool:
-            raise _died() from None
+            raise _make_worker_error() from None
 
 
-def _died() -> StageError:
+def _make_worker_error() -> StageError:
     return StageError(
         "a worker process has died",
         run=commands.as_typed(),
-        expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+        hint="if memory ran out (signal 9 is typical), use fewer --num-workers:",
     )
 
 
-def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
-    """Set `kind` of the entries that are taken so far, and `skipped` of those that are not text."""
+def sniff_files(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
+    """Set `kind` of all entries that are not skipped, and `skipped` of files without text."""
     candidates = [entry for entry in entries if not entry.skipped]
     total = len(candidates)
-    found = workers.map(_sniff_some, (f"{root}/{entry.path}" for entry in candidates), total)
+    detected = workers.map(_sniff_chunk, (f"{root}/{entry.path}" for entry in candidates), total)
     with Progress("look", total, "files", progress) as bar:
-        for entry, kind in zip(candidates, found, strict=True):
+        for entry, kind in zip(candidates, detected, strict=True):
             entry.kind = kind
             if not kind:
                 entry.skipped = UNREADABLE
@@ -114,9 +113,9 @@ def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progre
             bar.advance()
 
 
-def _sniff_some(paths: list[str]) -> list[str]:
-    """Return what files hold, "" for one that cannot be read; OSError when a disk fails."""
-    found = []
+def _sniff_chunk(paths: list[str]) -> list[str]:
+    """Return the kind of each file, "" if it cannot be read; OSError if a disk fails."""
+    detected = []
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -127,14 +126,14 @@ def _sniff_some(paths: list[str]) -> list[str]:
         except OSError as error:
             if is_of_disk(error):
                 raise OSError(error.errno, error.strerror, path) from error
-            found.append("")
+            detected.append("")
         else:
-            found.append(kinds.sniff(path, head))
-    return found
+            detected.append(kinds.sniff_kind(path, head))
+    return detected
 
 
-def place(source: str, target: str, mode: str) -> str:
-    """Put one file under a new name and return how: the mode, or `copy` where links fail.
+def place_file(source: str, target: str, mode: str) -> str:
+    """Place one file under a new name and return the mode used: `copy` if hard links fail.
 
     mode: hardlink, symlink (absolute) or copy (keeps the modification time).
     """
@@ -142,12 +141,12 @@ def place(source: str, target: str, mode: str) -> str:
         os.symlink(os.path.realpath(source), target)
     elif mode == "hardlink":
         try:
-            # os.link does not follow a link on Linux, whatever it is asked.
+            # On Linux os.link does not follow a symbolic link, even with follow_symlinks=True.
             os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
         except OSError as error:
             if error.errno not in _NO_HARDLINKS | {errno.EMLINK}:
                 raise
-            return place(source, target, "copy")
+            return place_file(source, target, "copy")
     else:
         shutil.copyfile(source, target)
         info = os.stat(source)
@@ -156,7 +155,7 @@ def place(source: str, target: str, mode: str) -> str:
 
 
 def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
-    """Return `copy` where hard links are impossible, after saying why; else the mode.
+    """Return the mode, or `copy` after a warning if hard links are impossible.
 
     beside: an existing directory of the destination. needed: bytes that copies would take.
     """
@@ -168,14 +167,14 @@ def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
         except OSError as error:
             if error.errno not in _NO_HARDLINKS:
                 raise
-            log.warn(f"hard links do not work here ({error.strerror}): copying instead")
+            log.warn(f"hard links do not work here ({error.strerror}); the files are copied")
             mode = "copy"
     if mode == "copy":
         publish.require_space(beside, needed, "copies of the files")
     return mode
 
 
-def place_all(
+def place_files(
     root: Path,
     build: Path,
     files: Sequence[tuple[TreeEntry, str]],
@@ -183,44 +182,44 @@ def place_all(
     workers: Workers,
     progress: bool,
 ) -> dict[str, int]:
-    """Place every `(entry, split)` under `build/split/` and return how many went which way.
+    """Place every `(entry, split)` under `build/split/` and return the number of files per mode.
 
-    Raises UsageError naming a file that vanished meanwhile, or has another size than planned.
+    Raises UsageError if a file has vanished or changed since the scan.
     """
     names = ((f"{root}/{entry.path}", f"{build}/{split}/{entry.path}") for entry, split in files)
-    placed = workers.map(partial(_place_some, mode), names, len(files))
+    placed = workers.map(partial(_place_chunk, mode), names, len(files))
     ways: dict[str, int] = {}
     with Progress("place", len(files), "files", progress) as bar:
         for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(
-                    f"{escape(entry.path)} vanished from {root} while it was organised",
+                    f"{escape_path(entry.path)} vanished from {root} during stage 01",
                     run=commands.as_typed(),
                 )
             if (size, mtime_ns) != (entry.bytes, entry.mtime_ns):
                 resized = size != entry.bytes
+                change = "changed" if resized else "was written to"
                 raise UsageError(
-                    f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
-                    "was organised",
+                    f"{escape_path(entry.path)} {change} during stage 01",
                     expected=f"{entry.bytes} bytes" if resized else "",
                     found=f"{size} bytes" if resized else "",
-                    hint="once nothing writes to the source:",
+                    hint="when no other process writes to the source:",
                     run=commands.as_typed(),
                 )
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:
-        os.sync()  # copies must outlast a power cut before the manifest vouches for them
+        os.sync()  # the copies must survive a power cut before the manifest lists them
     return ways
 
 
-def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
-    """Place `(source, target)`s; return how, bytes (-1: no source) and when it was last written."""
+def _place_chunk(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
+    """Place `(source, target)` pairs; return mode, bytes (-1: no source) and mtime_ns of each."""
     done = []
     for source, target in files:
         try:
             done.append(_place_one(source, target, mode))
-        except FileNotFoundError:  # the first file of its directory, mostly
+        except FileNotFoundError:  # usually the target directory does not exist yet
             os.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 done.append(_place_one(source, target, mode))
@@ -230,34 +229,34 @@ def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int,
 
 
 def _place_one(source: str, target: str, mode: str) -> tuple[str, int, int]:
-    """Place a file; return how, its bytes and when the source was last written."""
-    way = place(source, target, mode)
+    """Place a file; return the mode, its bytes and the mtime_ns of the source."""
+    way = place_file(source, target, mode)
     info = os.stat(target)
-    # The time of a copy is that of another file system, which may be coarser.
+    # The file system of a copy may store a coarser time.
     return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
 
 
-def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with the number of files in splits, a sentence each.
+def list_missing_files(root: Path, splits: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each split with too few files.
 
-    splits: by name, how many files it should hold. Directories are listed, no file is looked at.
+    splits: expected number of files, by name. The directories are listed; no file is opened.
     """
     return [
-        f"{root / name} holds {there:,} files instead of {expected:,}"
+        f"{root / name} contains {present:,} files instead of {expected:,}"
         for name, expected in splits.items()
-        if (there := count_files(f"{root}/{name}")) < expected
+        if (present := count_files(f"{root}/{name}")) < expected
     ]
 
 
-def deal(sizes: Sequence[int], splits: int) -> list[int]:
-    """Return the split of each file: counts differ by at most one, byte sums are even.
+def assign_to_splits(sizes: Sequence[int], splits: int) -> list[int]:
+    """Return the split of each file, so that counts differ by at most one and bytes are balanced.
 
-    sizes: bytes per file. First the largest files go to the lightest splits that still have room
-    in number (longest processing time first), then files are exchanged between splits while that
-    lowers the heavier of the two. The same sizes always give the same answer.
+    sizes: bytes per file. First each file, in decreasing size, goes to the lightest split that may
+    still take one (longest processing time first). Then files are exchanged between splits while
+    that reduces the heavier of the two. The result depends on the sizes only.
     """
-    bins = _deal_largest_first(sizes, splits)
-    _exchange(bins, sizes)
+    bins = _assign_largest_first(sizes, splits)
+    _exchange_files(bins, sizes)
     split_of = [0] * len(sizes)
     for number, members in enumerate(bins):
         for file in members:
@@ -265,22 +264,22 @@ def deal(sizes: Sequence[int], splits: int) -> list[int]:
     return split_of
 
 
-def _deal_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
-    """Return the files of each split, dealt one by one to the lightest split that has room."""
+def _assign_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
+    """Return the files of each split: the largest first, each to the lightest split with room."""
     base = len(sizes) // splits
     bins: list[list[int]] = [[] for _ in range(splits)]
     heap = [(0, 0, number) for number in range(splits)]
     for file in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         _, load, number = heap[0]
         bins[number].append(file)
-        # Splits of `base` files come after all others; of them the lightest take one file more.
+        # Splits with `base` files come last; the lightest of these take one more file each.
         over = max(0, len(bins[number]) - base + 1)
         heapq.heapreplace(heap, (over, load + sizes[file], number))
     return bins
 
 
-def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
-    """Exchange files between the heaviest and lighter splits until it helps no more."""
+def _exchange_files(bins: list[list[int]], sizes: Sequence[int]) -> None:
+    """Exchange files between the heaviest split and lighter ones until nothing improves."""
     loads = [sum(sizes[file] for file in members) for members in bins]
     for members in bins:
         members.sort(key=lambda file: sizes[file])
@@ -291,30 +290,30 @@ def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
         heavy = open_bins[-1]
         for light in open_bins[:-1]:
             work += len(bins[heavy]) + len(bins[light])
-            if gain := _swap(bins[heavy], bins[light], sizes, loads[heavy] - loads[light]):
+            if gain := _swap_files(bins[heavy], bins[light], sizes, loads[heavy] - loads[light]):
                 loads[heavy] -= gain
                 loads[light] += gain
                 break
             if work >= _SWAP_WORK:
                 break
         else:
-            open_bins.pop()  # as light as it gets: even out the others
+            open_bins.pop()  # it cannot become lighter; balance the others
 
 
-def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
-    """Exchange one file each so that the gap between two splits shrinks most.
+def _swap_files(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
+    """Exchange the pair of files that reduces the gap between two splits most.
 
-    heavy, light: files sorted by size. A split that has one file more may also just give one.
-    Returns the bytes that moved, 0 when nothing helps.
+    heavy, light: files sorted by size. If the heavy split has more files, it may also give one and
+    take none. Returns the number of bytes moved, 0 if no exchange helps.
     """
-    best = gap  # what remains of the gap
+    best = gap  # the smallest remaining gap so far
     pair = None
-    least = gap % 2  # bytes are whole, and moving some changes the gap by twice as many
+    least = gap % 2  # moving n bytes changes the gap by 2 n, so an odd gap cannot reach 0
     if best == least:
         return 0
     light_sizes = [sizes[file] for file in light]
     if len(heavy) > len(light):
-        light_sizes.insert(0, 0)  # giving without taking is taking a file of no size
+        light_sizes.insert(0, 0)  # to take no file is modelled as a file of 0 bytes
     for position, file in enumerate(heavy):
         wanted = sizes[file] - gap / 2
         near = bisect_left(light_sizes, wanted)
@@ -328,11 +327,11 @@ def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) ->
             break
     if pair is None:
         return 0
-    mine = heavy.pop(pair[0])
-    moved = sizes[mine] - light_sizes[pair[1]]
+    given = heavy.pop(pair[0])
+    moved = sizes[given] - light_sizes[pair[1]]
     index = pair[1] - (len(light_sizes) - len(light))
     if index >= 0:
-        theirs = light.pop(index)
-        heavy.insert(bisect_left(heavy, sizes[theirs], key=lambda f: sizes[f]), theirs)
-    light.insert(bisect_left(light, sizes[mine], key=lambda f: sizes[f]), mine)
+        taken = light.pop(index)
+        heavy.insert(bisect_left(heavy, sizes[taken], key=lambda f: sizes[f]), taken)
+    light.insert(bisect_left(light, sizes[given], key=lambda f: sizes[f]), given)
     return moved

@@ -1,4 +1,4 @@
-"""Runs worker processes that survive a file which kills one, and end with their parent."""
+"""Run worker processes that end with their parent; a file that crashes a worker is skipped."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from lib.core import log, workers
-from lib.corpus import work
-from lib.corpus.scan import escape
-from lib.corpus.work import UnitResult, WorkUnit
+from lib.corpus import work_units
+from lib.corpus.scan import escape_path
+from lib.corpus.work_units import UnitResult, WorkUnit
 
 Work = Callable[[WorkUnit], UnitResult]
 
-# Deep enough for what orjson refuses, far from the end of the C stack.
+# Deeper than the nesting that orjson accepts, and far from the end of the C stack.
 _RECURSION_LIMIT = 10_000
 
 
 class Pool:
-    """Processes units in worker processes and yields the results in order.
+    """Process units in worker processes and yield the results in order.
 
-    work: what a worker does with a unit.
+    work: function that a worker calls with a unit.
 
     >>> with Pool(workers) as pool:
     ...     for done in pool.run(units): …
     """
 
-    def __init__(self, workers: int, work: Work = work.process) -> None:
+    def __init__(self, workers: int, work: Work = work_units.process_unit) -> None:
         self._workers = workers
         self._work = work
-        self._executor = _executor(workers)
+        self._executor = _make_executor(workers)
 
     def __enter__(self) -> Pool:
         return self
@@ -45,21 +45,21 @@ class Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-        """Yield what each unit gave; only a few are in flight, so parts do not pile up."""
-        flying: dict[int, Future[UnitResult]] = {}
+        """Yield the result of each unit; few units run ahead, so that parts do not pile up."""
+        pending: dict[int, Future[UnitResult]] = {}
         ahead = 2 * self._workers
         for position, unit in enumerate(units):
             for later in range(position, min(position + ahead, len(units))):
-                if later not in flying:
-                    flying[later] = self._submit(units[later])
+                if later not in pending:
+                    pending[later] = self._submit(units[later])
             try:
-                done = flying.pop(position).result()
+                done = pending.pop(position).result()
             except BrokenProcessPool:
                 done = _process_alone(self._work, unit)
-                # Of the broken pool some have a result all the same.
-                flying = {
+                # Some units of the broken pool had finished before the crash.
+                pending = {
                     later: future
-                    for later, future in flying.items()
+                    for later, future in pending.items()
                     if future.done() and not future.cancelled() and future.exception() is None
                 }
             yield done
@@ -69,22 +69,22 @@ class Pool:
             return self._executor.submit(self._work, unit)
         except BrokenProcessPool:
             self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = _executor(self._workers)
+            self._executor = _make_executor(self._workers)
             return self._executor.submit(self._work, unit)
 
 
-def _executor(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, start_server(), _prepare)
+def _make_executor(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, start_server(), _set_up_worker)
 
 
 @cache
 def start_server() -> BaseContext:
-    """Start the server that workers are forked from, and return what makes them.
+    """Start the fork server of the workers and return its context.
 
-    It has imported what they need, so a worker starts in milliseconds, and has run nothing, so no
-    thread or lock is copied half-way. It looks for modules where this process does.
+    The server has imported the workers' modules, so a worker starts in milliseconds. It runs no
+    threads and takes no locks, so forking it is safe. It uses the module path of this process.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads at its import
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise importing numpy starts threads
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lib.corpus.pool", "lib.corpus.readers", "pyarrow"])
     with workers.imports_as_here():
@@ -92,28 +92,28 @@ def start_server() -> BaseContext:
     return context
 
 
-def _prepare() -> None:
+def _set_up_worker() -> None:
     sys.setrecursionlimit(_RECURSION_LIMIT)
     workers.set_up_worker()
 
 
 def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:
-    """Process a unit again while nothing else runs; leave out the files that end the process."""
-    if done := _try(work, unit):
+    """Process a unit again while nothing else runs, without the files that crash the process."""
+    if done := _try_unit(work, unit):
         return done
     fatal = frozenset(
-        span.file.path for span in unit.spans if not _try(work, replace(unit, spans=(span,)))
+        span.file.path for span in unit.spans if not _try_unit(work, replace(unit, spans=(span,)))
     )
     for path in sorted(fatal):
-        log.warn(f"{escape(path)} crashes the worker process that reads it; it is left out")
-    done = _try(work, replace(unit, avoid=fatal))
+        log.warn(f"{escape_path(path)} crashes the worker process that reads it; it is skipped")
+    done = _try_unit(work, replace(unit, avoid=fatal))
     if done is None:
         raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
     return done
 
 
-def _try(work: Work, unit: WorkUnit) -> UnitResult | None:
-    with _executor(1) as executor:
+def _try_unit(work: Work, unit: WorkUnit) -> UnitResult | None:
+    with _make_executor(1) as executor:
         try:
             return executor.submit(work, unit).result()
         except BrokenProcessPool:

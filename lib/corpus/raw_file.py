@@ -1,4 +1,4 @@
-"""Gives the readers one input file: decompressed, sniffed, as a whole or line by line."""
+"""Open an input file for the readers: decompressed, with its kind, at once or line by line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
-# A document (or file) larger than this is never in memory as a whole; one that has to be, because
-# it is structured, is dropped. Several times its size is needed to turn it into a row.
+# A document or file larger than this is never held in memory at once. A structured document that
+# is larger is dropped, because parsing it takes several times its size.
 LARGE_BYTES = 64_000_000
 PACKED_SUFFIXES = {
     "gzip": (".gz", ".gzip"),
@@ -30,12 +30,12 @@ Stream = io.BufferedReader | io.BytesIO
 
 
 class RawFile:
-    """Reads an input file, or the part of it in [start, stop).
+    """Read an input file, or the span [start, stop) of it.
 
-    kind: what it holds, once decompressed. head: its first bytes. start, stop: of JSON Lines the
-    bytes in which lines begin, of Parquet row groups, of Arrow record batches. scratch: a directory
-    for unpacked files. damage: why the compressed data ended too early, "" if it did not; known
-    once all is read.
+    kind: format of the decompressed content. head: its first bytes. start, stop: bytes of JSON
+    Lines (the span has the lines that begin there), row groups of Parquet, record batches of Arrow.
+    scratch: directory for decompressed files. damage: why the compressed data ended early, "" if
+    it is intact; known after everything is read.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RawFile:
         self.scratch = scratch
         self._path = path
         self.damage = ""
-        self.stream: Stream = _open(path)
+        self.stream: Stream = _open_file(path)
         self._file = self.stream
         self._sniff(path)
         if self.kind in PACKED_SUFFIXES:
@@ -62,10 +62,10 @@ class RawFile:
             self.head = self.stream.getbuffer()[: kinds.HEAD_BYTES].tobytes()
         else:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
-        self.kind = kinds.sniff(name, self.head)
+        self.kind = kinds.sniff_kind(name, self.head)
 
-    def _note_damage(self, what: str) -> None:
-        self.damage = what
+    def _note_damage(self, reason: str) -> None:
+        self.damage = reason
 
     def __enter__(self) -> RawFile:
         return self
@@ -74,7 +74,7 @@ class RawFile:
         self._file.close()
 
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:
-        """Return the whole content, or None when it is larger than a limit: then use `decode`."""
+        """Return the content, or None if it is larger than the limit; then use `decode`."""
         data = self.stream.read(limit + 1)
         if len(data) <= limit:
             return data
@@ -82,12 +82,12 @@ class RawFile:
         return None
 
     def decode(self, fallback: str) -> DecodedText:
-        """Return the text of large content, also of what `read` has read of it."""
+        """Return the text of large content, including the bytes that `read` has consumed."""
         return DecodedText(_read_chunks(self._prefix, self.stream), self.head, fallback)
 
     @contextmanager
     def open_seekable(self) -> Iterator[BinaryIO]:
-        """Open the content so that it can be read in any order; what is compressed is unpacked."""
+        """Open the content for random access; compressed content is unpacked to a file."""
         if self.stream is self._file:
             with io.BufferedReader(RetryingFile(self._path)) as file:
                 yield file
@@ -98,17 +98,17 @@ class RawFile:
             yield file
 
     def read_lines(self) -> Iterator[tuple[int | None, bytes | None]]:
-        """Yield (offset, line), as `read_blocks` gives them, one at a time."""
+        """Yield (offset, line) for each line of `read_blocks`."""
         for offset, lines in self.read_blocks():
             for line in [None] if lines is None else lines:
                 yield offset, line
                 offset = None if offset is None or line is None else offset + len(line)
 
     def read_blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
-        """Yield (offset, lines) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
+        """Yield (offset, lines) as UTF-8 without a BOM, split after each `\\n` byte.
 
-        A line of more than LARGE_BYTES is alone and None. UTF-16 is turned into UTF-8 first, and
-        has no offsets. Of a part: the lines that start in it.
+        For a line of more than LARGE_BYTES, `lines` is None. UTF-16 is converted to UTF-8 and has
+        no offsets. A span consists of the lines that start in it.
         """
         stream, position = self._at_first_line()
         has_offsets = stream is self.stream
@@ -134,12 +134,12 @@ class RawFile:
                 position += LARGE_BYTES + skip_line(stream)
 
     def _at_first_line(self) -> tuple[Stream, int]:
-        """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
+        """Return a UTF-8 stream positioned at the first line of this span, and its offset."""
         stream = self.stream
         position = 0
         if kinds.is_utf16(self.head):
             texts = DecodedText(_read_chunks(stream), self.head)
-            stream = _make_stream(encoding.encode(text)[0] for text in texts)
+            stream = _make_stream(encoding.encode_text(text)[0] for text in texts)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
@@ -149,8 +149,8 @@ class RawFile:
         return stream, position
 
 
-def _open(path: str) -> Stream:
-    """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
+def _open_file(path: str) -> Stream:
+    """Open a file for reading; a small file is read into memory at once, which is faster."""
     raw = RetryingFile(path)
     try:
         if os.fstat(raw.fileno()).st_size > _BUFFER:
@@ -164,7 +164,7 @@ def _open(path: str) -> Stream:
 
 
 def _open_zstd(file: BinaryIO) -> Any:
-    import pyarrow as pa  # which every dataset needs anyway
+    import pyarrow as pa  # needed for every dataset anyway
 
     return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
@@ -177,5 +177,5 @@ def _read_chunks(*streams: Any) -> Iterator[bytes]:
 
 
 def _make_stream(chunks: Iterable[bytes]) -> io.BufferedReader:
-    """Return chunks of bytes, none of them empty, as a stream."""
+    """Return chunks of bytes as a stream; no chunk may be empty."""
     return io.BufferedReader(ChunkStream(chunks), _BUFFER)

@@ -1,8 +1,8 @@
-"""Finds the reader for a kind of file, and reads plain text.
+"""Choose the reader for a kind of file, and read plain text.
 
-A reader gets an open RawFile and hands the documents in it to Documents: `text` for plain text,
-`value` for nested dicts, lists and strings. It notes what it cannot read and keeps what came
-before. A new format is a function here, and its kind in kinds.py.
+A reader gets an open RawFile and adds its documents to Documents: plain text with `add_text`,
+nested dicts, lists and strings with `add_value`. It reports damage and keeps the documents before
+it. For a new format, add a reader to READERS and a kind to kinds.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Reader = Callable[[RawFile, Documents], None]
 
 
 def read_text(raw: RawFile, documents: Documents) -> None:
-    """Take a plain-text file of any size as one document; a damaged archive holds only a part."""
+    """Add a plain-text file of any size as one document; a damaged archive is skipped."""
     data = raw.read()
     if data is None:
         _read_large_text(raw, documents)
@@ -28,7 +28,7 @@ def read_text(raw: RawFile, documents: Documents) -> None:
 
 
 def _read_large_text(raw: RawFile, documents: Documents) -> None:
-    """Clean a text too large for memory into a file, and make a row of that."""
+    """Write a text too large for memory to a file as valid UTF-8, and add that file."""
     decoded = raw.decode(documents.fallback)
     hasher = hashlib.sha256()
     characters = 0
@@ -36,7 +36,7 @@ def _read_large_text(raw: RawFile, documents: Documents) -> None:
     is_blank = True
     with tempfile.TemporaryFile(dir=raw.scratch) as file:
         for text in decoded:
-            data, _ = encoding.encode(text)
+            data, _ = encoding.encode_text(text)
             hasher.update(data)
             file.write(data)
             characters = characters + len(text)
@@ -53,9 +53,9 @@ def _read_large_text(raw: RawFile, documents: Documents) -> None:
 
 
 def _is_cut(raw: RawFile, documents: Documents) -> bool:
-    """Tell whether the only document of a file is cut, after noting it."""
+    """Return whether the only document of a file is cut, and report it."""
     if raw.damage:
-        documents.note("cut", f"the only document is cut: {raw.damage}", SKIPPED_FILE)
+        documents.note("cut", f"the only document is incomplete: {raw.damage}", SKIPPED_FILE)
     return bool(raw.damage)
 
 
@@ -71,17 +71,17 @@ READERS: dict[str, Reader] = {
 }
 
 
-def read(raw: RawFile, documents: Documents) -> None:
-    """Read a file of any kind, or note why it gives nothing."""
+def read_documents(raw: RawFile, documents: Documents) -> None:
+    """Read a file of any kind, or report why it is skipped."""
     reader = READERS.get(raw.kind)
     if raw.kind == "text" and documents.as_data:
-        documents.add_text(b"")  # whatever it holds, and however large it is
+        documents.add_text(b"")  # plain text is skipped without reading it
     elif reader:
         reader(raw, documents)
     elif raw.kind == "binary":
-        documents.note("binary", "not text", SKIPPED_FILE)
+        documents.note("binary", "a binary file, not text", SKIPPED_FILE)
     elif raw.kind == "empty":
-        kind, message = ("cut", raw.damage) if raw.damage else ("empty", "it is empty")
+        kind, message = ("cut", raw.damage) if raw.damage else ("empty", "the file is empty")
         documents.note(kind, message, SKIPPED_FILE)
     else:
-        documents.note("unsupported", f"{raw.kind} files cannot be read here", SKIPPED_FILE)
+        documents.note("unsupported", f"{raw.kind} files are not supported here", SKIPPED_FILE)

@@ -1,4 +1,4 @@
-"""Says in words what stage 02 made of its input: why it is refused, what is odd, what it gave."""
+"""Report the result of stage 02: why a dataset is refused, warnings, and the printed summary."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from pathlib import Path
 from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.corpus.dataset import DatasetWriter
-from lib.corpus.tally import CHAT, ERRORS, TRAIN, Shape, Tally
+from lib.corpus.tally import CHAT, ERRORS, TRAIN, RowOptions, Tally
 
 _NAMED = 5
 _MOST_VALIDATION = 50  # percent
 
 
 def find_refusal(
-    dataset: DatasetWriter, shape: Shape, folder: Path, files: int, max_error_rate: float
+    dataset: DatasetWriter, row_options: RowOptions, folder: Path, files: int, max_error_rate: float
 ) -> UsageError | None:
-    """Return why a dataset is not published: it is empty, or too many of the files failed."""
+    """Return the error if a dataset must not be published, None otherwise.
+
+    A dataset is refused if it is empty, mixes formats of conversations in a file, lacks all of
+    --fields, or if more files failed than --max-error-rate allows.
+    """
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
@@ -27,20 +31,22 @@ def find_refusal(
     )
     if error := chat.find_mixture():
         return error
-    if shape.format == CHAT and not chat.formats:
+    if row_options.format == CHAT and not chat.formats:
         return UsageError(
-            f"no record of {folder} is a conversation",
+            f"no record in {folder} is a conversation",
             found="\n".join([*chat.others, f"problems: {problems}"]),
-            expected="messages, conversations (ShareGPT), prompt and completion, or instruction "
-            "and output (alpaca) among the keys of a record",
-            hint="rename the keys, or leave --format chat out: then each becomes plain text",
+            expected="records with the key messages or conversations (ShareGPT), or with the keys "
+            "prompt and completion, or instruction and output (alpaca)",
+            hint="rename the keys, or omit --format chat to read the records as plain text",
         )
     if not dataset.rows[TRAIN]:
-        gave = "gave a conversation" if shape.format == CHAT else "gave text"
-        return UsageError(f"no document of {folder} {gave} for the split `train`", found=found)
-    if shape.fields and not tally.fields_seen and tally.problems["no string"]:
+        content = "a conversation" if row_options.format == CHAT else "text"
         return UsageError(
-            f"no document of {folder} has --fields {','.join(shape.fields)}", found=found
+            f"no document in {folder} contains {content} for the split `train`", found=found
+        )
+    if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
+        return UsageError(
+            f"no document in {folder} has the --fields {','.join(row_options.fields)}", found=found
         )
     if len(tally.failed) > max_error_rate * files:
         return UsageError(
@@ -51,26 +57,26 @@ def find_refusal(
     return None
 
 
-def in_lines(
-    dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, total: int
+def format_summary(
+    dataset: DatasetWriter, row_options: RowOptions, save_dir: Path, files: int, total: int
 ) -> dict[str, str]:
-    """Return what went in and what came out, a line each. total: bytes of the files."""
+    """Return the lines of the printed summary by label. total: bytes of the input files."""
     summary = dataset.summary()
     tally = dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
-        f"{units.counted(tally.documents, _noun(shape))}",
-        **(tally.chat.in_lines() if shape.format == CHAT else {}),
+        f"{units.counted(tally.documents, _name_records(row_options))}",
+        **(tally.chat.format_lines() if row_options.format == CHAT else {}),
         "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
     }
     if tally.short:
         lines["short"] = (
-            f"{units.counted(tally.short, 'row')} below --min-chars {shape.min_chars} dropped"
+            f"{units.counted(tally.short, 'row')} below --min-chars {row_options.min_chars} dropped"
         )
     if dataset.duplicates:
         lines["dedup"] = (
-            f"{units.counted(dataset.duplicates, 'row')} with the text of an earlier one dropped"
+            f"{units.counted(dataset.duplicates, 'row')} equal to an earlier row dropped"
         )
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
@@ -81,28 +87,33 @@ def in_lines(
     return lines
 
 
-def _noun(shape: Shape) -> str:
-    return "conversation" if shape.format == CHAT else "document"
+def _name_records(row_options: RowOptions) -> str:
+    return "conversation" if row_options.format == CHAT else "document"
 
 
-def list_doubts(
-    tally: Tally, shape: Shape, rows_of: Mapping[str, int], duplicates: int, save_dir: Path
+def list_warnings(
+    tally: Tally,
+    row_options: RowOptions,
+    rows_of: Mapping[str, int],
+    duplicates: int,
+    save_dir: Path,
 ) -> list[str]:
-    """Return what is odd about a dataset, a sentence each: options that found little text, say.
+    """Return warnings about a dataset, such as options that match little text.
 
-    rows_of: by split. duplicates: rows that --dedup dropped. save_dir: where the dataset lies.
+    rows_of: number of rows by split. duplicates: rows that --dedup dropped. save_dir: directory of
+    the dataset.
     """
     rows = sum(rows_of.values())
-    found = []
-    if missing := sorted({*shape.fields} - tally.fields_seen):
-        found.append(
+    warnings = []
+    if missing := sorted({*row_options.fields} - tally.fields_seen):
+        warnings.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"
-            + (describe_other_fields(tally) or "\nthere is no other field with text")
+            + (describe_other_fields(tally) or "\nno other field contains text")
         )
-    if shape.fields and (without := tally.problems["no string"]) > tally.documents:
+    if row_options.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
-        found.append(
-            f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
+        warnings.append(
+            f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
             f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
             + describe_other_fields(tally)
         )
@@ -114,40 +125,40 @@ def list_doubts(
             f"{save_dir}-chat",
             drop=["--format", "--save-dir", "--merge", "--overwrite", "--strings"],
         )
-        found.append(
-            f"the input holds conversations ({', '.join(names)}), which became plain text "
-            f"without turns and roles; to train on their answers:\n  {command}"
+        warnings.append(
+            f"the input contains conversations ({', '.join(names)}), which were read as plain text "
+            f"without turns and roles; to train on their answers, run:\n  {command}"
         )
     if tally.lines_lost:
-        found.append(
-            f"{units.counted(tally.lines_lost, 'line')} of CSV are lost behind quotes "
-            f"that are not closed; {ERRORS} says in which files and lines"
+        warnings.append(
+            f"{units.counted(tally.lines_lost, 'line')} of CSV lost because of unclosed quotes; "
+            f"{ERRORS} lists the files and lines"
         )
-    if maybe := tally.problems["quote"]:
-        found.append(
-            f"{units.counted(maybe, 'row')} of CSV may hold many rows, as a quote is not "
-            f"closed; {ERRORS} says in which files and lines"
+    if suspicious := tally.problems["quote"]:
+        warnings.append(
+            f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
+            f"unclosed quote; {ERRORS} lists the files and lines"
         )
     if tally.short > rows:
-        found.append(
-            f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
+        warnings.append(
+            f"--min-chars {row_options.min_chars:,} dropped {tally.short:,} of "
             f"{tally.short + rows + duplicates:,} rows"
         )
-    if shape.validation_percent and not all(rows_of.values()):
-        found.append(
-            "the validation split is empty: the corpus is small for --validation-percent "
-            f"{shape.validation_percent:g}"
+    if row_options.validation_percent and not all(rows_of.values()):
+        warnings.append(
+            "the validation split is empty: the corpus is too small for --validation-percent "
+            f"{row_options.validation_percent:g}"
         )
-    elif shape.validation_percent > _MOST_VALIDATION:
-        found.append(
-            f"--validation-percent {shape.validation_percent:g} leaves "
-            f"{units.counted(rows_of[TRAIN], 'row')} to train on; 0.1 to 5 is usual"
+    elif row_options.validation_percent > _MOST_VALIDATION:
+        warnings.append(
+            f"--validation-percent {row_options.validation_percent:g} leaves "
+            f"{units.counted(rows_of[TRAIN], 'row')} for training; 0.1 to 5 is usual"
         )
-    return found
+    return warnings
 
 
 def describe_other_fields(tally: Tally) -> str:
-    """Return a line with the fields that --fields might have meant, "" when there are none."""
-    often = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
-    seen = ", ".join(f"{name} ({count:,})" for name, count in often[:_NAMED])
-    return f"\nother fields with text, the most frequent first: {seen}" if seen else ""
+    """Return a line with the most frequent other fields of the input, "" if there are none."""
+    frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
+    names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
+    return f"\nother fields with text, the most frequent first: {names}" if names else ""

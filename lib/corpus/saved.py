@@ -1,6 +1,6 @@
-"""Directories that `save_to_disk` of the library `datasets` wrote, among the files to read.
+"""Recognise directories that `save_to_disk` of the library `datasets` has written.
 
-Their JSON files describe rows and hold none, and their splits are not to be mixed.
+Their JSON files contain metadata and no rows, and their splits must not be mixed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _SHOWN_CHARACTERS = 100
 
 
 class ScannedFile(Protocol):
-    """Describes a file that a scan has found, or why it is left out."""
+    """Describe a file of a scan, and why it is skipped."""
 
     path: str
     skipped: str
 
 
 def is_description(root: Path, place: str) -> bool:
-    """Return whether a file only describes a saved dataset, or is a cache file of `Dataset.map`.
+    """Return whether a file is metadata of a saved dataset, or a cache file of `Dataset.map`.
 
-    place: relative to the root.
+    place: path relative to the root.
     """
     name = place.rpartition("/")[2]
     is_cache = name.startswith("cache-") and name.endswith(".arrow")
@@ -48,10 +48,10 @@ def is_description(root: Path, place: str) -> bool:
 
 
 def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) -> None:
-    """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
+    """Raise UsageError if splits of a dataset would be mixed, or if it is already tokenised.
 
-    option: that names the folder. entries: of a scan of it. Raises ArtifactError if the list of
-    splits is damaged.
+    option: the option with the folder. entries: the scan of the folder. Raises ArtifactError if the
+    list of splits is damaged.
     """
     saved: dict[str, set[str]] = {}  # names of the saved datasets in a directory, by its path
     for entry in entries:
@@ -64,11 +64,11 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
             saved.setdefault(above, set()).add(name)
     for above, names in saved.items():
         if _TRAIN in names and (held_out := names & _HELD_OUT):
-            raise _several_splits(folder / above, option, _TRAIN, {_TRAIN, *held_out})
+            raise _make_splits_error(folder / above, option, _TRAIN, {_TRAIN, *held_out})
 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
-    """Return whether a scan takes an Arrow file that lies directly in a directory."""
+    """Return whether a scan takes an Arrow file directly inside a directory."""
     return any(
         not entry.skipped
         and entry.path.endswith(".arrow")
@@ -80,16 +80,16 @@ def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
 def _require_one_split(
     folder: Path, option: str, parent: str, entries: Iterable[ScannedFile]
 ) -> None:
-    """Raise UsageError if files of several splits of a DatasetDict would be read.
+    """Raise UsageError if files from several splits of a DatasetDict would be read.
 
-    Raises ArtifactError if its description does not name the splits.
+    Raises ArtifactError if its metadata does not name the splits.
     """
     names = records.read_mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if not splits or splits != names:
         raise ArtifactError(
             f"{folder / parent / _SPLITS} is damaged",
-            expected="a list of names of splits",
+            expected="a list of split names",
             found=str(names)[:_SHOWN_CHARACTERS],
         )
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
@@ -102,16 +102,16 @@ def _require_one_split(
     }
     if len(read) > 1:
         first = next(name for name in (_TRAIN, *splits) if name in read)
-        raise _several_splits(folder / parent, option, first, read)
+        raise _make_splits_error(folder / parent, option, first, read)
 
 
-def _several_splits(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
-    """Return the error for splits that would be mixed. first: the one that the command reads."""
+def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
+    """Return the error for splits that would be mixed. first: the split that `run:` reads."""
     return UsageError(
-        f"{directory} holds several splits of a dataset, which would all be trained on",
+        f"{directory} contains several splits of a dataset, which would all be trained on",
         found=", ".join(sorted(read)),
-        expected="one of them",
-        hint="read one:",
+        expected="a single split",
+        hint="read one split:",
         run=commands.as_typed(option, directory / first),
     )
 
@@ -124,9 +124,9 @@ def _require_text(directory: Path) -> None:
     if not _has_strings(features):
         names = ", ".join([*features][:_SHOWN])
         raise UsageError(
-            f"{directory} is tokenised already, and holds no text",
+            f"{directory} is already tokenised and contains no text",
             found=f"columns {names}",
-            expected="the text or the conversations that it was made of",
+            expected="the original text or conversations",
         )
 
 

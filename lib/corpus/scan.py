@@ -1,4 +1,4 @@
-"""Finds the files of a source tree and says why others are left out."""
+"""List the files of a source tree, and the reason why others are skipped."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OUTSIDE = "link leads outside"
 INSIDE = "link inside the source"
 PATTERN = "pattern"
 OWN_OUTPUT = "output of this stage"
-MADE = "made by a stage"
+ARTIFACT = "made by a stage"
 DESCRIPTION = "describes a dataset"
-# Kinds of artifacts that are not raw files, in words.
-_MADE = {
+# Artifacts that are not raw files, and their names in messages.
+_ARTIFACT_NAMES = {
     "dataset": "dataset",
     "dataset-parts": "dataset part",
     "tokens": "token store",
@@ -48,11 +48,12 @@ _MADE = {
 
 @dataclass(slots=True)
 class TreeEntry:
-    """Describes a file of the source tree, or a directory that is not entered.
+    """Describe a file of the source tree, or a directory that is not entered.
 
-    path: relative to the source, `/` between parts and at the end of a directory; bytes that are
-    no UTF-8 as surrogates (os.fsencode gives them back). skipped: why it is left out, "" if not.
-    kind: what it holds, once known. mtime_ns: modification time in nanoseconds.
+    path: relative to the source, with `/` between parts and at the end of a directory. Bytes that
+    are not UTF-8 are surrogates, which os.fsencode converts back. mtime_ns: modification time in
+    nanoseconds. skipped: why the entry is skipped, "" if it is taken. kind: format of the content,
+    "" until it is known.
     """
 
     path: str
@@ -64,37 +65,37 @@ class TreeEntry:
 
 @dataclass(frozen=True)
 class Rules:
-    """Says which files a scan takes. A glob matches the relative path or the basename."""
+    """Select the files that a scan takes. A glob matches the relative path or the basename."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     follow_symlinks: bool = False
 
 
-_Identity = tuple[int, int]  # of a directory: device and inode
+_Identity = tuple[int, int]  # device and inode of a directory
 
 
 class Scan:
-    """Walks through a source tree once; `entries()` yields them in no particular order.
+    """Walk through a source tree once; `entries()` yields the entries in arbitrary order.
 
-    output: a directory that the walk must not enter, with what unfinished runs left beside it.
+    output: a directory that the walk must not enter.
     """
 
     def __init__(self, root: Path, rules: Rules, output: Path | None = None) -> None:
         self.root = root.resolve()
         self.rules = rules
-        self._include = _compile(rules.include)
-        self._exclude = _compile(rules.exclude)
+        self._include = _compile_globs(rules.include)
+        self._exclude = _compile_globs(rules.exclude)
         self._output = str(output.resolve()) if output else None
 
     def entries(self) -> Iterator[TreeEntry]:
-        """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
+        """Walk the tree; raises OSError only if a disk fails or the root cannot be read."""
         stack: list[tuple[str, _Identity, tuple[_Identity, ...]]] = [
-            ("", _identity(self.root.stat()), ())
+            ("", _get_directory_id(self.root.stat()), ())
         ]
         while stack:
-            prefix, here, above = stack.pop()
-            above = (*above, here)
+            prefix, directory_id, above = stack.pop()
+            above = (*above, directory_id)
             try:
                 listing = os.scandir(self.root / prefix)
             except OSError as error:
@@ -104,54 +105,54 @@ class Scan:
                 continue
             with listing:
                 for item in listing:
-                    found = self._look(item, prefix + item.name, above)
-                    if isinstance(found, TreeEntry):
-                        yield found
+                    result = self._examine(item, prefix + item.name, above)
+                    if isinstance(result, TreeEntry):
+                        yield result
                     else:
-                        stack.append((prefix + item.name + "/", found, above))
+                        stack.append((prefix + item.name + "/", result, above))
 
-    def _look(
+    def _examine(
         self, item: os.DirEntry, path: str, above: tuple[_Identity, ...]
     ) -> TreeEntry | _Identity:
         """Return an entry, or the identity of a directory to enter."""
         try:
             info = item.stat(follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode) and not item.name.startswith("."):
-                if reason := self._why_not_link(item):
+                if reason := self._skip_reason_of_link(item):
                     return TreeEntry(path, skipped=reason)
                 info = item.stat()
         except OSError as error:
-            if is_of_disk(error) and not (self._exclude and _matches(self._exclude, path)):
+            if is_of_disk(error) and not (self._exclude and _matches_path(self._exclude, path)):
                 raise
             reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno or 0, UNREADABLE)
             return TreeEntry(path, skipped=reason)
         if not stat.S_ISDIR(info.st_mode):
-            reason = self._why_not_file(item.name, path, info)
+            reason = self._skip_reason_of_file(item.name, path, info)
             return TreeEntry(path, info.st_size, info.st_mtime_ns, reason)
-        reason = self._why_not_directory(item, path, info, above)
-        return TreeEntry(path + "/", skipped=reason) if reason else _identity(info)
+        reason = self._skip_reason_of_directory(item, path, info, above)
+        return TreeEntry(path + "/", skipped=reason) if reason else _get_directory_id(info)
 
-    def _why_not_link(self, item: os.DirEntry) -> str:
+    def _skip_reason_of_link(self, item: os.DirEntry) -> str:
         target = os.path.realpath(item.path, strict=True)
         if self.rules.follow_symlinks:
             return ""
-        # What a link inside the source points to is seen under its own name: taking the link
-        # as well would train on the same text twice.
+        # The scan finds the target of a link inside the source by its own name. Taking the link
+        # too would train on the same text twice.
         return INSIDE if Path(target).is_relative_to(self.root) else OUTSIDE
 
-    def _why_not_file(self, name: str, path: str, info: os.stat_result) -> str:
+    def _skip_reason_of_file(self, name: str, path: str, info: os.stat_result) -> str:
         if name.startswith("."):
             return HIDDEN
         if not stat.S_ISREG(info.st_mode):
             return SPECIAL
-        excluded = self._exclude and _matches(self._exclude, path)
-        if excluded or (self._include and not _matches(self._include, path)):
+        excluded = self._exclude and _matches_path(self._exclude, path)
+        if excluded or (self._include and not _matches_path(self._include, path)):
             return PATTERN
         if saved.is_description(self.root, path):
             return DESCRIPTION
         return "" if info.st_size else EMPTY
 
-    def _why_not_directory(
+    def _skip_reason_of_directory(
         self, item: os.DirEntry, path: str, info: os.stat_result, above: tuple
     ) -> str:
         if item.name.startswith("."):
@@ -159,53 +160,57 @@ class Scan:
         if item.path == self._output or partial_dirs.is_ours(Path(item.path)):
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
-            return OWN_OUTPUT  # of an earlier run: the same files once more
-        if recognise(Path(item.path)):
-            return MADE  # from text that is read elsewhere, or no text at all
-        if self._exclude and _matches(self._exclude, path):
+            return OWN_OUTPUT  # splits of an earlier run contain the same files again
+        if recognise_artifact(Path(item.path)):
+            return ARTIFACT  # its text comes from other files, or it contains no text
+        if self._exclude and _matches_path(self._exclude, path):
             return PATTERN
-        return LOOPS if _identity(info) in above else ""
+        return LOOPS if _get_directory_id(info) in above else ""
 
 
-def recognise(directory: Path) -> str:
-    """Return what a stage has made in a directory: `dataset`, `run` …; empty for raw files."""
+def recognise_artifact(directory: Path) -> str:
+    """Return the name of the artifact in a directory (`dataset`, `run`, …), "" for raw files."""
     run = Experiment(directory.parent, directory.name)
     if run.config.is_file() and run.state.is_file():
         return "run"
     name, version, _ = manifest.kind_of(directory).partition("/")
-    return _MADE.get(name, "") if version else ""
+    return _ARTIFACT_NAMES.get(name, "") if version else ""
 
 
-def _identity(info: os.stat_result) -> _Identity:
+def _get_directory_id(info: os.stat_result) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def _compile(globs: Iterable[str]) -> re.Pattern[str] | None:
-    """Compile globs; `*` also crosses `/`, and a leading `**/` may stand for nothing."""
+def _compile_globs(globs: Iterable[str]) -> re.Pattern[str] | None:
+    """Compile globs; `*` also matches `/`, and a leading `**/` also matches nothing."""
     globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
     globs += [glob.removeprefix("**/") for glob in globs if glob.startswith("**/")]
     return re.compile("|".join(map(fnmatch.translate, globs))) if globs else None
 
 
-def _matches(pattern: re.Pattern[str], path: str) -> bool:
+def _matches_path(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
 def list_unmatched(
     globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = ""
 ) -> list[str]:
-    """Return the globs that match no entry which is taken, or is skipped for that reason."""
-    left = {glob: pattern for glob in globs if (pattern := _compile([glob]))}
+    """Return the globs that match no entry with this skip reason ("": no entry that is taken)."""
+    unmatched = {glob: pattern for glob in globs if (pattern := _compile_globs([glob]))}
     for entry in entries:
-        if not left:
+        if not unmatched:
             break
         if entry.skipped == skipped:
             path = entry.path.rstrip("/")
-            left = {glob: p for glob, p in left.items() if not _matches(p, path)}
-    return list(left)
+            unmatched = {
+                glob: pattern
+                for glob, pattern in unmatched.items()
+                if not _matches_path(pattern, path)
+            }
+    return list(unmatched)
 
 
-def scan(
+def scan_tree(
     root: Path, rules: Rules, output: Path | None = None, progress: bool = False
 ) -> list[TreeEntry]:
     """Return all entries of a source tree, sorted by the bytes of their path."""
@@ -219,25 +224,26 @@ def scan(
 
 
 def count_files(directory: str) -> int:
-    """Return how many files lie in a tree; 0 when it is not there."""
+    """Return the number of files in a tree; 0 if it does not exist."""
     return sum(len(files) for _, _, files in os.walk(directory))
 
 
 def select_taken(entries: Iterable[TreeEntry]) -> list[TreeEntry]:
-    """Return the entries that are not left out."""
+    """Return the entries that are not skipped."""
     return [entry for entry in entries if not entry.skipped]
 
 
 def count_reasons(entries: Iterable[TreeEntry]) -> str:
-    """Return why entries were left out, most frequent first: `3 hidden, 1 empty`."""
+    """Return the reasons for skipping, the most frequent first, such as `3 hidden, 1 empty`."""
     counts = Counter(entry.skipped for entry in entries if entry.skipped)
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
-def identify(files: Iterable[Any]) -> dict[str, object]:
-    """Return what identifies a set of files, wherever it lies: count, bytes and a fingerprint.
+def identify_files(files: Iterable[Any]) -> dict[str, object]:
+    """Return the identity of a set of files: count, bytes and a fingerprint.
 
-    files: in a fixed order, each with a path, bytes and mtime_ns, which the fingerprint covers.
+    files: in a fixed order. The fingerprint covers each relative path, size and modification time,
+    and does not depend on the directory.
     """
     hasher = hashlib.sha256()
     count = 0
@@ -249,10 +255,10 @@ def identify(files: Iterable[Any]) -> dict[str, object]:
     return {"files": count, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
 
 
-def escape(path: str) -> str:
-    """Return a path as valid UTF-8 on one line: other bytes and line breaks become escapes."""
+def escape_path(path: str) -> str:
+    """Return a path as valid UTF-8 on one line; other bytes and line breaks are escaped."""
     try:
         text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # of a damaged list: no file has such a name
+    except UnicodeEncodeError:  # a name from a damaged list, which no file can have
         text = ascii(path)
     return text.replace("\r", "\\r").replace("\n", "\\n")

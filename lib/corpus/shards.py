@@ -1,6 +1,6 @@
-"""Lays parts one after another into shards that `datasets.load_from_disk` opens.
+"""Concatenate parts to shards that `datasets.load_from_disk` opens.
 
-They are made durable behind the back of whoever writes them, so that disk and parsers overlap.
+A thread syncs the shards while the next parts are written, so disk and parsers work in parallel.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHARD_BYTES = 500_000_000
-_SYNC_BYTES = 64_000_000  # the disk starts on a shard long before it is full
+_SYNC_BYTES = 64_000_000  # a shard is synced several times before it is full
 _CHUNK = 1 << 20
-_MAX_WAITING = 4  # syncs; beyond it the writer waits for the disk
+_MAX_WAITING = 4  # pending syncs; with more, the writer waits for the disk
 _UNFINISHED = "data-{:05d}.unfinished"
 
 
 class Flusher:
-    """Syncs files and does other work in one thread, in the order in which it was asked to.
+    """Sync files and run other work in one thread, in the order of the calls.
 
-    What fails there (no room, say) is raised by the next call.
+    An error in the thread, such as a full disk, is raised by a later call.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Flusher:
         self._waiting: deque[Future[None]] = deque()
 
     def sync(self, file: io.IOBase) -> None:
-        """Make durable what a file holds now; it may be closed meanwhile."""
+        """Sync the current content of a file; the caller may close the file meanwhile."""
         descriptor = os.dup(file.fileno())
 
         def work() -> None:
@@ -52,24 +52,24 @@ class Flusher:
         self.then(work)
 
     def then(self, work: Callable[[], None]) -> None:
-        """Do some work after all that was asked for before."""
+        """Run some work after all earlier work."""
         self._waiting.append(self._thread.submit(work))
         while len(self._waiting) > _MAX_WAITING or (self._waiting and self._waiting[0].done()):
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Return when everything is done."""
+        """Wait until all work is done."""
         while self._waiting:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """End the thread after what it was asked to do; its errors no longer matter."""
+        """End the thread after its pending work; errors of that work are ignored."""
         self._thread.shutdown(wait=True)
 
 
 @dataclass
 class Shard:
-    """Describes a shard. rows, text_bytes: so far. digest: of the file, once it is finished."""
+    """Describe a shard. rows, text_bytes: written so far. digest: "" until it is finished."""
 
     name: str
     rows: int = 0
@@ -79,10 +79,10 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes one split of a dataset: shards of about 500 MB, in the order of the parts.
+    """Write one split of a dataset: shards of about 500 MB, in the order of the parts.
 
-    directory: of the split. shards: as `state` gave them, to go on after them. `finish` gives the
-    shards their names and writes the JSON files.
+    directory: directory of the split. shards: the result of `state` from a stopped run, to continue
+    it. `finish` renames the shards and writes the JSON files.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class ShardWriter:
 
     @property
     def rows(self) -> int:
-        """Return the rows so far."""
+        """Return the number of rows so far."""
         return sum(shard.rows for shard in self.shards)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what is needed to go on from here, and have what is here made durable."""
+        """Return the state from which a later run can continue, and sync the open shard."""
         if self._file:
             self._flusher.sync(self._file)
         return [asdict(shard) for shard in self.shards]
@@ -125,7 +125,7 @@ class ShardWriter:
     ) -> None:
         """Append a part.
 
-        keep: of its rows only these (bool [rows]). lines_before: is added to the column `line`.
+        keep: which rows to keep (bool [rows], None: all). lines_before: added to the column `line`.
         """
         if not rows or (keep is not None and not keep.any()):
             return
@@ -140,16 +140,16 @@ class ShardWriter:
         else:
             rows = rows if keep is None else int(keep.sum())
             text_bytes = 0
-            for message, length in parts.rewrite(part, self._schema, keep, lines_before):
+            for message, length in parts.rewrite_part(part, self._schema, keep, lines_before):
                 self._write(file, message)
                 text_bytes += length
         shard.rows += rows
         shard.text_bytes += text_bytes
 
     def finish(self) -> list[dict[str, Any]]:
-        """Close, name and verify the shards; return the manifest entries of all files."""
+        """Close, rename and verify the shards; return the manifest entries of all files."""
         if not self.shards:
-            self._open()  # a split without rows is one empty shard
+            self._open()  # a split without rows has one empty shard
         if self._file:
             self._close(self._file)
         self._flusher.wait()
@@ -157,7 +157,7 @@ class ShardWriter:
             name = f"data-{number:05d}-of-{len(self.shards):05d}.arrow"
             path = (self._directory / shard.name).rename(self._directory / name)
             shard.name = name
-            _verify(path, shard)
+            _verify_shard(path, shard)
         info = self._directory / "dataset_info.json"
         state = self._directory / "state.json"
         manifest.write_json(info, self._make_info())
@@ -169,7 +169,7 @@ class ShardWriter:
         ] + [manifest.file_entry(root, info), manifest.file_entry(root, state)]
 
     def summary(self) -> dict[str, Any]:
-        """Return what later stages want to know: rows, bytes of text, and rows per shard."""
+        """Return the summary for later stages: rows, bytes of text, and rows per shard."""
         return {
             "rows": self.rows,
             "text_bytes": sum(shard.text_bytes for shard in self.shards),
@@ -177,7 +177,7 @@ class ShardWriter:
         }
 
     def close(self) -> None:
-        """Let go of a shard that will not be finished."""
+        """Close the open shard without finishing it."""
         if self._file:
             self._file.close()
 
@@ -197,7 +197,7 @@ class ShardWriter:
 
     def _write(self, file: io.FileIO, data: Any) -> None:
         view = memoryview(data)
-        while view:  # an unbuffered write may take only a part
+        while view:  # an unbuffered write may be partial
             view = view[file.write(view) :]
         self._hasher.update(data)
         self.shards[-1].bytes += len(data)
@@ -214,7 +214,7 @@ class ShardWriter:
         self.shards[-1].digest = hashing.digest(self._hasher)
 
     def _make_info(self) -> dict[str, Any]:
-        features = {field.name: _feature(field.type) for field in self._schema}
+        features = {field.name: _describe_feature(field.type) for field in self._schema}
         split = {
             "name": self._split,
             "num_bytes": self.summary()["text_bytes"],
@@ -230,7 +230,7 @@ class ShardWriter:
         }
 
     def _make_state(self) -> dict[str, Any]:
-        # datasets keys its caches by the fingerprint: it must change with the content.
+        # The library uses the fingerprint as a cache key, so it must change with the content.
         fingerprint = hashing.fingerprint([shard.digest for shard in self.shards])
         return {
             "_data_files": [{"filename": shard.name} for shard in self.shards],
@@ -243,19 +243,19 @@ class ShardWriter:
         }
 
 
-def _feature(kind: Any) -> dict[str, Any]:
-    """Return how `datasets` names an Arrow type."""
+def _describe_feature(kind: Any) -> dict[str, Any]:
+    """Return the description of an Arrow type in the features of `datasets`."""
     import pyarrow as pa
 
     if pa.types.is_large_list(kind):
-        return {"feature": _feature(kind.value_type), "_type": "LargeList"}
+        return {"feature": _describe_feature(kind.value_type), "_type": "LargeList"}
     if pa.types.is_struct(kind):
-        return {field.name: _feature(field.type) for field in kind}
+        return {field.name: _describe_feature(field.type) for field in kind}
     return {"dtype": {"float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
 
 
 def restore_names(directory: Path) -> None:
-    """Give shards that `finish` has named the names that they had before."""
+    """Undo the renaming of `finish`, for a run that was killed after it."""
     for path in directory.rglob("data-*-of-*.arrow"):
         path.rename(path.with_name(_UNFINISHED.format(int(path.name.split("-")[1]))))
 
@@ -266,10 +266,10 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _verify(path: Path, shard: Shard) -> None:
-    """Read a shard back; ArtifactError when rows are missing.
+def _verify_shard(path: Path, shard: Shard) -> None:
+    """Read a shard back; raises ArtifactError if rows are missing.
 
-    A stream cut between two batches opens without complaint, so rows are counted.
+    A stream that is cut between two batches opens without an error, so the rows are counted.
     """
     import pyarrow as pa
 
@@ -277,7 +277,7 @@ def _verify(path: Path, shard: Shard) -> None:
         rows = sum(batch.num_rows for batch in stream)
     if rows != shard.rows or path.stat().st_size != shard.bytes:
         raise ArtifactError(
-            f"{path} did not reach the disk as it was written",
+            f"{path} on disk differs from the data written",
             expected=f"{shard.rows:,} rows",
             found=f"{rows:,} rows",
         )

@@ -1,4 +1,4 @@
-"""Reads CSV and TSV: the first row names the columns, then each row is a document."""
+"""Read CSV and TSV: the first row names the columns, each later row is a document."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LONG_ROW = 20  # lines
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
-_Line = tuple[int | None, int, str]  # offset (bytes) if it is known, number from 1, text with end
+_Line = tuple[int | None, int, str]  # offset in bytes if known, number from 1, text with line end
 
 
 class _Lines:
-    """Decodes the lines of a file.
+    """Decode the lines of a file for csv.reader.
 
-    row: those that were read of the row at hand. last: read last. repeated: come once
-    more, first.
+    row: lines of the current row. last: the last line read. repeated: lines to yield again before
+    the next line of the file.
     """
 
     def __init__(self, raw: RawFile, documents: Documents) -> None:
@@ -56,7 +56,7 @@ class _Lines:
 
 
 def read_table(raw: RawFile, documents: Documents) -> None:
-    """Hand on one document per row; a row that is not CSV is dropped and the next one read."""
+    """Add one document per row; a row that is not valid CSV is dropped."""
     csv.field_size_limit(LARGE_BYTES)
     lines = _Lines(raw, documents)
     rows = csv.reader(lines, strict=True, delimiter="\t" if raw.kind == "tsv" else ",")
@@ -68,7 +68,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         except StopIteration:
             break
         except csv.Error as error:
-            _drop(lines, header, rows.dialect, str(error), documents)
+            _drop_row(lines, header, rows.dialect, str(error), documents)
             continue
         if raw.damage and not lines.last[2].endswith("\n"):
             break  # the last row is cut
@@ -79,8 +79,8 @@ def read_table(raw: RawFile, documents: Documents) -> None:
             if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
                 documents.note(
                     "quote",
-                    f"this row takes lines {number:,} to {lines.last[1]:,}, "
-                    "which look like rows: a quote may not be closed in it",
+                    f"this row spans lines {number:,} to {lines.last[1]:,}, which look like "
+                    "rows; it may contain an unclosed quote",
                     KEPT,
                     offset,
                     number,
@@ -90,46 +90,46 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
 
-def _drop(
+def _drop_row(
     lines: _Lines, header: list[str] | None, dialect: Dialect, error: str, documents: Documents
 ) -> None:
-    """Note a row that is not CSV, with what it took along.
+    """Report a row that is not valid CSV, and the lines that are lost with it.
 
-    A quote that is not closed takes all lines up to the next quote, or to the end. Where these are
-    rows by their number of cells, only the line with the quote is dropped.
+    An unclosed quote extends a row to the next quote, or to the end of the file. If the number of
+    cells shows that these lines are rows, only the line with the quote is dropped.
     """
     (offset, number, _), *rest = lines.row
     last = lines.last[1]
-    what = f"not valid CSV: {error}"
+    message = f"not valid CSV: {error}"
     if rest and _are_rows(rest, header, dialect):
-        what += (
-            f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line "
-            f"{last:,}, are read as rows"
+        message += (
+            f"; the unclosed quote spans {units.counted(len(rest), 'more line')}, up to line "
+            f"{last:,}, which are read as rows"
         )
         lines.repeated.extendleft(reversed(rest))
     elif rest:
-        what += (
-            f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} "
-            f"along, {units.counted(len(lines.row), 'line')} in all"
+        message += (
+            f"; lines {number:,} to {last:,} are lost because of a quote that opens in line "
+            f"{number:,}, {units.counted(len(lines.row), 'line')} in all"
         )
         documents.tally.lines_lost += len(lines.row)
-    documents.note("syntax", what, DROPPED, offset, number)
+    documents.note("syntax", message, DROPPED, offset, number)
 
 
 def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) -> bool:
-    """Tell whether lines are rows rather than the text of one cell: nine of ten have all cells."""
+    """Return whether lines are rows, not the text of one cell: 90 % have all cells."""
     if header is None or len(header) < 2:
         return False
     counts: list[int] = []
-    with suppress(csv.Error):  # the next quote that is not closed
+    with suppress(csv.Error):  # raised at the next unclosed quote
         counts += (len(row) for row in csv.reader((text for *_, text in lines), dialect) if row)
     return 10 * counts.count(len(header)) >= 9 * max(1, len(counts))
 
 
 def _make_document(header: list[str], row: list[str], as_data: bool) -> dict[str, Any]:
-    """Return a row by column; empty cells are no value, and numbers are no text.
+    """Return a row as a dict by column name; empty cells and numbers become None.
 
-    Cells beyond the header are kept under the name "". as_data: numbers are kept, as text.
+    Surplus cells are kept under the name "". as_data: keep numbers, as strings.
     """
     cells = [
         None if not cell or (not as_data and _NUMBER.fullmatch(cell)) else cell for cell in row

@@ -1,4 +1,4 @@
-"""Holds what rows shall look like, and counts what became of the input."""
+"""Define the options for rows, and count the documents and problems of the input."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lib.corpus.chat_tally import ChatTally
 
 TRAIN = "train"
 VALIDATION = "validation"
-TEXT, CHAT = FORMATS = "text", "chat"  # of a dataset
+TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
 ERRORS = "errors.jsonl"
-# Problems by which a file counts as failed; of the others it simply holds no (clean) text.
+# Kinds of problems that count a file as failed. The other kinds mean that it has no clean text.
 FAILURES = {
     "syntax",
     "unreadable",
@@ -28,8 +28,8 @@ FAILURES = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Holds the options of stage 02 that decide how documents become rows."""
+class RowOptions:
+    """Contain the options of stage 02 that determine how documents become rows."""
 
     fields: tuple[str, ...] = ()
     strings: str = "joined"
@@ -48,11 +48,14 @@ class Shape:
 
 @dataclass
 class Tally:
-    """Counts what became of some input.
+    """Count the documents and problems of some input.
 
-    other_fields: how many documents have text under keys that --fields does not name, of the first
-    thousand of each unit. as_text: how many conversations became plain text, by their format, of
-    the first documents of each file. chat: of a chat dataset.
+    documents: documents with a row. short: rows shorter than --min-chars. replaced: replacements of
+    invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes. problems: lines of
+    errors.jsonl by kind. failed: paths of failed files. fields_seen: names in --fields that occur.
+    other_fields: number of documents with text under other keys, among the first thousand of each
+    unit. as_text: conversations that became plain text, by format, among the first documents of
+    each file. chat: the tally of a chat dataset.
     """
 
     documents: int = 0
@@ -67,7 +70,10 @@ class Tally:
     chat: ChatTally = field(default_factory=ChatTally)
 
     def add(self, other: Tally, lines_before: int = 0) -> None:
-        """Add what became of other input. lines_before: of a file that is cut, before this part."""
+        """Add the tally of other input.
+
+        lines_before: number of lines before this input, if it is a later span of a large file.
+        """
         self.chat.add(other.chat, lines_before)
         for name, more in vars(other).items():
             if name != "chat":
@@ -75,7 +81,7 @@ class Tally:
                 setattr(self, name, join(getattr(self, name), more))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the tally as values for JSON."""
         return vars(self) | {
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
@@ -84,7 +90,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:
-        """Return what `to_json` was made of."""
+        """Return the tally that `to_json` has converted."""
         return cls(
             **value
             | {

@@ -1,4 +1,4 @@
-"""Reads YAML, one document per YAML document; aliases and merge keys expand up to a limit."""
+"""Read YAML: one document per YAML document, with aliases and merge keys expanded up to a limit."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from lib.corpus.encoding import Locator
 from lib.corpus.raw_file import RawFile
 
 _MAX_DEPTH = 1024
-# Nodes take up to a hundred times the room of their text.
+# Parsed nodes take up to a hundred times the memory of their text.
 LARGE = 16_000_000
 _GROUP = 2_000_000
-# What aliases may expand a document to, in characters and nodes: a file of 289 bytes can stand
-# for a million strings.
+# Limits for the expansion of aliases, in characters and nodes: a file of 289 bytes can expand to a
+# million strings.
 _FREE_EXPANSION = 1_000_000
 _EXPANSION_PER_CHARACTER = 10
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Refused(Exception):
-    """Says why a document is not expanded: (kind of problem, message)."""
+    """Explain why a document is not expanded: (kind of problem, message)."""
 
 
 class _Merge:
-    """Stands for the key `<<`."""
+    """Represent the merge key `<<`."""
 
 
 def read_yaml(raw: RawFile, documents: Documents) -> None:
-    """Hand on every YAML document up to the first syntax error.
+    """Add every YAML document up to the first syntax error.
 
-    A file that is large is cut where lines start with `---`, so that its nodes fit in memory.
+    A large file is cut at lines that start with `---`, so that its nodes fit in memory.
     """
     data = raw.read(LARGE)
     if data is None:
         decoded = raw.decode(documents.fallback)
-        texts = _group(decoded)
+        texts = _group_documents(decoded)
     else:
         decoded = None
         texts = iter([documents.decode(data)])
@@ -46,12 +46,12 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
     while following is not None:
         text = following
         following = next(texts, None)
-        if raw.damage and following is None:  # the last document may be cut anywhere and valid
+        if raw.damage and following is None:  # a cut document may still be valid, so it is dropped
             text = text[: text.rfind("\n---") + 1]
         locator.move(locator.end(), text)
         if len(text) > LARGE:
             documents.note(*TOO_LARGE, DROPPED, *locator.at(0))
-        elif not _read_text(text, locator, documents):
+        elif not _read_text_documents(text, locator, documents):
             break
     if decoded:
         documents.tally.replaced += decoded.replaced
@@ -59,8 +59,8 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST, *locator.at(locator.end()))
 
 
-def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
-    """Hand on the documents in a text and tell whether there was no syntax error."""
+def _read_text_documents(text: str, locator: Locator, documents: Documents) -> bool:
+    """Add the documents in a text; return False after a syntax error."""
     import yaml
 
     loader = _make_loader(documents.as_data)(text)
@@ -71,7 +71,7 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
             place = locator.at(node.start_mark.index)
             try:
                 value = _Plain(limit).copy(loader.construct_document(node))
-                if documents.as_data and isinstance(value, list):  # of records, as in JSON
+                if documents.as_data and isinstance(value, list):  # a list of records, as in JSON
                     for item, child in zip(value, node.value, strict=True):
                         documents.add_value(item, *locator.at(child.start_mark.index))
                 else:
@@ -80,12 +80,14 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
                 kind, message = refusal.args
                 documents.note(kind, message, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
-                documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED, *place)
+                documents.note(
+                    "syntax", f"not valid YAML: {_describe_error(error)}", DROPPED, *place
+                )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         documents.note(
             "syntax",
-            f"not valid YAML: {_describe(error)}",
+            f"not valid YAML: {_describe_error(error)}",
             DROPPED_REST,
             *(locator.at(mark.index) if mark else ()),
         )
@@ -95,10 +97,11 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     return True
 
 
-def _group(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield a text in parts of some megabytes that start with a line of `---`.
+def _group_documents(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces of a few megabytes, each starting at a line of `---`.
 
-    Of a document larger than LARGE only a part is yielded that is larger than that, too.
+    If a document is larger than LARGE, only a piece of it is yielded, also larger than LARGE, and
+    the rest is skipped. The caller reports such a piece as too large.
     """
     text = ""
     is_skipping = False
@@ -118,56 +121,56 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(getattr(error, "problem", "") or error).splitlines()[0]
 
 
 class _Plain:
-    """Copies what a loader made into nested dicts and lists without aliases and merge keys."""
+    """Copy a loaded value to nested dicts and lists without aliases and merge keys."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
         self._open: set[int] = set()
 
     def copy(self, value: Any, depth: int = 0) -> Any:
-        """Return the copy; _Refused when it is too large or too deep, or contains itself."""
+        """Return the copy; raises _Refused if it is too large, too deep, or contains itself."""
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
-            raise _Refused("aliases", "aliases expand it beyond the limit")
+            raise _Refused("aliases", "aliases expand the document beyond the limit")
         if not isinstance(value, (dict, list)):
             return value
         if id(value) in self._open:
-            raise _Refused("aliases", "an alias makes it contain itself")
+            raise _Refused("aliases", "an alias makes the document contain itself")
         if depth > _MAX_DEPTH:
             raise _Refused("nesting", f"nested more than {_MAX_DEPTH} levels deep")
         self._open.add(id(value))
         if isinstance(value, list):
-            made: Any = [self.copy(item, depth + 1) for item in value]
+            result: Any = [self.copy(item, depth + 1) for item in value]
         else:
-            made = self._merge(value, depth)
-            made |= {
+            result = self._merge(value, depth)
+            result |= {
                 key: self.copy(item, depth + 1) for key, item in value.items() if key is not _Merge
             }
         self._open.discard(id(value))
-        return made
+        return result
 
     def _merge(self, mapping: dict, depth: int) -> dict:
-        """Return what the merge key brings in; of several mappings the first counts."""
-        made: dict = {}
+        """Return the entries from the merge key; the first of several mappings takes precedence."""
+        merged: dict = {}
         bases = mapping.get(_Merge, [])
         for base in reversed(bases if isinstance(bases, list) else [bases]):
             if isinstance(base, dict):
-                made |= self.copy(base, depth + 1)
-        return made
+                merged |= self.copy(base, depth + 1)
+        return merged
 
 
 @lru_cache(maxsize=2)
 def _make_loader(as_data: bool) -> type:
-    """Return a loader class (libyaml's when present) that makes strings, dicts and lists.
+    """Return a loader class (of libyaml if available) that produces strings, dicts and lists.
 
-    Every other scalar becomes a tuple (tag, text): not a string, yet it can be a key. Nothing is
+    Every other scalar becomes a tuple (tag, text), which is no string but can be a key. Nothing is
     converted, so no date, number or unknown tag can fail. as_data: numbers, booleans and null are
-    converted, and what is none of them is the text that stands there.
+    converted, and other scalars become their text.
     """
     import yaml
 
@@ -175,7 +178,7 @@ def _make_loader(as_data: bool) -> type:
 
     class PlainLoader(safe):
         def flatten_mapping(self, node: Any) -> None:
-            """Leave merge keys to _Plain, which bounds what they expand to."""
+            """Do nothing: _Plain expands merge keys, with a limit."""
 
     def scalar(loader: Any, node: Any) -> tuple[str, str]:
         return node.tag, node.value
@@ -186,18 +189,18 @@ def _make_loader(as_data: bool) -> type:
     def any_tag(loader: Any, node: Any) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return node.value
-        made_by = (
+        construct = (
             PlainLoader.construct_yaml_seq
             if isinstance(node, yaml.SequenceNode)
             else PlainLoader.construct_yaml_map
         )
-        return made_by(loader, node)
+        return construct(loader, node)
 
     def plain(loader: Any, node: Any) -> Any:
         kind = node.tag.removeprefix(_TAG)
         try:
             return getattr(loader, f"construct_yaml_{kind}")(node)
-        except (ValueError, KeyError, IndexError, OverflowError):  # of an explicit tag, say
+        except (ValueError, KeyError, IndexError, OverflowError):  # such as `!!int x`
             return node.value
 
     for name in ("int", "float", "bool", "null"):

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from lib.core.conversation import Conversation, Place
-from lib.corpus import inputs, work
+from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.tally import Shape
+from lib.corpus.tally import RowOptions
 from lib.tokens.chat import table_rows
 
 
@@ -56,14 +56,14 @@ def read(tmp_path: Path) -> Read:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        found, skipped = inputs.find(folder, False)
-        with DatasetWriter(out, Shape(**shape)) as dataset:
+        found, skipped = inputs.find_inputs(folder, False)
+        with DatasetWriter(out, RowOptions(**shape)) as dataset:
             dataset.note_skipped(skipped)
-            for unit in work.cut(folder, found, out / PARTS, Shape(**shape)):
-                dataset.add(work.process(unit))
+            for unit in work_units.cut_files(folder, found, out / PARTS, RowOptions(**shape)):
+                dataset.add(work_units.process_unit(unit))
             dataset.finish()
         homes = (
-            {split: out / split for split in Shape(**shape).splits}
+            {split: out / split for split in RowOptions(**shape).splits}
             if shape.get("validation_percent")
             else {"train": out}
         )

@@ -35,9 +35,9 @@ def test_rows_come_back_as_they_went_in() -> None:
             Place("b/c.parquet", 17),
         ),
     ]
-    batch = chat_rows.batch(rows)
-    assert batch.schema == chat_rows.schema()
+    batch = chat_rows.make_batch(rows)
+    assert batch.schema == chat_rows.make_schema()
     assert table_rows.conversations(batch) == rows
     assert table_rows.conversations(batch.slice(1)) == rows[1:]
-    for empty in (batch.slice(0, 0), chat_rows.batch([])):
+    for empty in (batch.slice(0, 0), chat_rows.make_batch([])):
         assert table_rows.conversations(empty) == []

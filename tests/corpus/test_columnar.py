@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lib.corpus import columnar_reader, work
+from lib.corpus import columnar_reader, work_units
 
 ROWS = [
     {
@@ -136,7 +136,7 @@ def test_cut_files_keep_what_is_whole_and_never_raise(read):
 
 
 def test_large_files_are_read_in_pieces_by_row_group(read, monkeypatch):
-    monkeypatch.setattr(work, "UNIT_BYTES", 5_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 5_000)
     monkeypatch.setattr(columnar_reader, "_BATCH_ROWS", 7)
     table = pa.Table.from_pylist([*ROWS, {"n": 1}])
     files = {
@@ -144,13 +144,13 @@ def test_large_files_are_read_in_pieces_by_row_group(read, monkeypatch):
         "b.arrow": ipc(table, max_chunksize=90),
     }
     seen = []
-    process = work.process
+    process = work_units.process_unit
 
     def note_and_process(unit):
         seen.append(unit)
         return process(unit)
 
-    monkeypatch.setattr(work, "process", note_and_process)
+    monkeypatch.setattr(work_units, "process_unit", note_and_process)
     outcome = read(files)
     assert outcome.rows == TEXTS * 2 and len(seen) > 8
     assert sum(unit.bytes for unit in seen) == sum(map(len, files.values()))

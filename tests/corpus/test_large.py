@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
-from lib.corpus import inputs, json_reader, raw_file, table_reader, work, yaml_reader
-from lib.corpus.tally import Shape
+from lib.corpus import inputs, json_reader, raw_file, table_reader, work_units, yaml_reader
+from lib.corpus.tally import RowOptions
 
 LIMIT = 1000
 
@@ -73,12 +73,14 @@ def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_file, "_CHUNK", 10_000)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 8000))
-    files, _ = inputs.find(tmp_path / "data", False)
-    [unit] = work.cut(tmp_path / "data", files, tmp_path / "parts", Shape(min_chars=1000))
-    work.process(unit)  # imports what is needed
+    files, _ = inputs.find_inputs(tmp_path / "data", False)
+    [unit] = work_units.cut_files(
+        tmp_path / "data", files, tmp_path / "parts", RowOptions(min_chars=1000)
+    )
+    work_units.process_unit(unit)  # imports what is needed
     tracemalloc.start()
     try:
-        assert work.process(unit).tally.short == 8000
+        assert work_units.process_unit(unit).tally.short == 8000
         assert tracemalloc.get_traced_memory()[1] < files[0].bytes / 4
     finally:
         tracemalloc.stop()
@@ -198,4 +200,4 @@ def test_a_fallback_encoding_reads_what_is_no_utf8(read, filler):
         fallback_encoding="cp1252",
     )
     assert outcome.rows == [filler + "café à", filler + "café"]
-    assert outcome.kinds == ["encoding"] and "read as cp1252" in outcome.problems[0]["message"]
+    assert outcome.kinds == ["encoding"] and "cp1252" in outcome.problems[0]["message"]

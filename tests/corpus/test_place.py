@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from lib.corpus.place import deal
+from lib.corpus.place import assign_to_splits
 
 
 def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:
     """Return counts and byte sums per split."""
     counts = Counter()
     sums = Counter()
-    for size, split in zip(sizes, deal(sizes, splits), strict=True):
+    for size, split in zip(sizes, assign_to_splits(sizes, splits), strict=True):
         counts[split] += 1
         sums[split] += size
     return [counts[i] for i in range(splits)], [sums[i] for i in range(splits)]
@@ -60,4 +60,4 @@ def test_skewed_sizes_come_out_even(splits):
 
 def test_the_answer_is_always_the_same():
     sizes = [random.Random(1).randint(1, 9) for _ in range(500)]
-    assert deal(sizes, 20) == deal(sizes, 20)
+    assert assign_to_splits(sizes, 20) == assign_to_splits(sizes, 20)

@@ -7,9 +7,9 @@ import json
 import pyarrow as pa
 import pytest
 
-from lib.corpus import inputs, parts, raw_file, shards, work
+from lib.corpus import inputs, parts, raw_file, shards, work_units
 from lib.corpus.shards import Flusher
-from lib.corpus.tally import Shape
+from lib.corpus.tally import RowOptions
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_the_validation_split_depends_on_the_text_alone(read, tmp_path):
 
 
 def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read, monkeypatch):
-    monkeypatch.setattr(work, "UNIT_BYTES", 100)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 100)
     monkeypatch.setattr(raw_file, "_BUFFER", 64)
     lines = [json.dumps("x" * (i % 40) + str(i)) for i in range(200)]
     lines[150] = "bad"
@@ -114,7 +114,7 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):
         for size in sizes:
             part.add(b"x" * size, "")
         part.flush()
-    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_schema(False), flusher)
+    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_text_schema(False), flusher)
     writer.append(tmp_path / "part", part.rows, part.text_bytes)
     writer.finish()
     with pa.OSFile(str(tmp_path / "out/data-00000-of-00001.arrow")) as file:
@@ -142,24 +142,24 @@ def test_rows_added_at_once_make_the_same_batches(tmp_path, monkeypatch):
 
 
 def test_a_part_written_over_another_holds_nothing_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(work, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 4000)
     (tmp_path / "data").mkdir()
     for name, size in (("a.txt", 3900), ("b.txt", 2000)):
         (tmp_path / "data" / name).write_text(name[0] * size)
-    files, _ = inputs.find(tmp_path / "data", False)
-    fresh = work.cut(tmp_path / "data", files, tmp_path / "fresh", Shape())
-    again = work.cut(tmp_path / "data", files, tmp_path / "again", Shape())
+    files, _ = inputs.find_inputs(tmp_path / "data", False)
+    fresh = work_units.cut_files(tmp_path / "data", files, tmp_path / "fresh", RowOptions())
+    again = work_units.cut_files(tmp_path / "data", files, tmp_path / "again", RowOptions())
     for unit in fresh + again[:1]:
-        work.process(unit)
-    work.release(again[0].part("train"))
-    work.process(again[1])
+        work_units.process_unit(unit)
+    work_units.release_part(again[0].part("train"))
+    work_units.process_unit(again[1])
     assert again[1].part("train").read_bytes() == fresh[1].part("train").read_bytes()
     assert not list((tmp_path / "again/free").iterdir())
 
 
 def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch, flusher):
     monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
-    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_schema(True), flusher)
+    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_text_schema(True), flusher)
     for number in range(10):
         with (tmp_path / "part").open("wb") as file:
             part = parts.PartWriter(file, keep_source=True)
@@ -175,7 +175,7 @@ def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeyp
     path = tmp_path / "out" / shard.name
     with pa.OSFile(str(path)) as file:
         first = next(iter(pa.ipc.open_stream(file)))
-    schema = parts.make_schema(True)
+    schema = parts.make_text_schema(True)
     path.write_bytes(schema.serialize().to_pybytes() + first.serialize().to_pybytes())
-    with pytest.raises(shards.ArtifactError, match="did not reach the disk"):
-        shards._verify(path, shard)
+    with pytest.raises(shards.ArtifactError, match="on disk differs"):
+        shards._verify_shard(path, shard)

@@ -11,7 +11,7 @@ import pytest
 
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import saved
-from lib.corpus.scan import DESCRIPTION, Rules, scan
+from lib.corpus.scan import DESCRIPTION, Rules, scan_tree
 from tests.conftest import ROOT
 
 ORGANISE = "01_organize_data.py"
@@ -38,7 +38,7 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_splits_are_not_mixed(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [BUILD, "--data-folder", "both", "--save-dir", "out"])
-    with pytest.raises(UsageError, match="several splits of a dataset") as caught:
+    with pytest.raises(UsageError, match="several splits") as caught:
         run(BUILD, "--data-folder", both, "--save-dir", "out")
     assert caught.value.found == "test, train"
     assert caught.value.run.endswith("--save-dir out --data-folder both/train")
@@ -49,7 +49,7 @@ def test_splits_are_not_mixed(both: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
     Path("raw").mkdir()
     both.rename("raw/both")
-    with pytest.raises(UsageError, match="raw/both holds several splits"):
+    with pytest.raises(UsageError, match="raw/both contains several splits"):
         run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
     run(
         ORGANISE,
@@ -92,7 +92,7 @@ def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) ->
         ("sub/cache-1.arrow", "x"),
     ):
         (tmp_path / name).write_text(json.dumps(content))
-    assert not [entry for entry in scan(tmp_path, Rules()) if entry.skipped]
+    assert not [entry for entry in scan_tree(tmp_path, Rules()) if entry.skipped]
 
 
 def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]}).save_to_disk(
         str(tmp_path / "prepared")
     )
-    with pytest.raises(UsageError, match="is tokenised already, and holds no text") as caught:
+    with pytest.raises(UsageError, match="tokenised") as caught:
         run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
     assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
 
@@ -121,7 +121,9 @@ def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column:
     datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
         str(tmp_path / "saved")
     )
-    saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
+    saved.require_readable(
+        tmp_path / "saved", "--data-folder", scan_tree(tmp_path / "saved", Rules())
+    )
 
 
 def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: Path) -> None:
@@ -143,12 +145,12 @@ def test_splits_that_are_no_list_of_names_are_damage(both: Path, names: object) 
 def test_splits_saved_one_by_one_are_not_mixed(both: Path, held_out: str) -> None:
     (both / "dataset_dict.json").unlink()
     (both / "test").rename(both / held_out)
-    with pytest.raises(UsageError, match="both holds several splits") as caught:
+    with pytest.raises(UsageError, match="both contains several splits") as caught:
         run(BUILD, "--data-folder", both, "--save-dir", "out")
     assert caught.value.run.endswith("--data-folder both/train")
     Path("raw").mkdir()
     both.rename("raw/both")
-    with pytest.raises(UsageError, match="raw/both holds several splits"):
+    with pytest.raises(UsageError, match="raw/both contains several splits"):
         run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
 
 

@@ -14,11 +14,19 @@ import pytest
 from lib.core import partial_dirs
 from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
-from lib.corpus.scan import MADE, Rules, Scan, escape, identify, scan, select_taken
+from lib.corpus.scan import (
+    ARTIFACT,
+    Rules,
+    Scan,
+    escape_path,
+    identify_files,
+    scan_tree,
+    select_taken,
+)
 
 
 def verdicts(root: Path, *args, **rules) -> dict[str, str]:
-    return {entry.path: entry.skipped for entry in scan(root, Rules(**rules), *args)}
+    return {entry.path: entry.skipped for entry in scan_tree(root, Rules(**rules), *args)}
 
 
 def test_every_entry_has_a_verdict(tmp_path):
@@ -127,27 +135,28 @@ def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monk
 
     bad = SimpleNamespace(name="bad.txt", path=str(tmp_path / "bad.txt"), stat=fail)
     with pytest.raises(OSError, match="Stale"):
-        Scan(tmp_path, Rules())._look(bad, "bad.txt", ())
+        Scan(tmp_path, Rules())._examine(bad, "bad.txt", ())
     assert (
-        Scan(tmp_path, Rules(exclude=("bad*",)))._look(bad, "bad.txt", ()).skipped == "unreadable"
+        Scan(tmp_path, Rules(exclude=("bad*",)))._examine(bad, "bad.txt", ()).skipped
+        == "unreadable"
     )
     monkeypatch.setattr(os, "read", fail)
     with pytest.raises(OSError, match="Stale"):
-        place._sniff_some([str(tmp_path / "a.txt")])
+        place._sniff_chunk([str(tmp_path / "a.txt")])
 
 
 def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):
     one = tmp_path / "one"
     one.mkdir()
     (one / "a.txt").write_text("x")
-    before = identify(select_taken(scan(one, Rules())))
-    assert identify(select_taken(scan(one.rename(tmp_path / "two"), Rules()))) == before
+    before = identify_files(select_taken(scan_tree(one, Rules())))
+    assert identify_files(select_taken(scan_tree(one.rename(tmp_path / "two"), Rules()))) == before
     os.utime(tmp_path / "two/a.txt", ns=(1, 1))
-    assert identify(select_taken(scan(tmp_path / "two", Rules()))) != before
+    assert identify_files(select_taken(scan_tree(tmp_path / "two", Rules()))) != before
 
 
 def test_names_that_are_no_text_can_be_shown():
-    assert escape(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
+    assert escape_path(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ def test_names_that_are_no_text_can_be_shown():
     ],
 )
 def test_kinds(name, head, kind):
-    assert kinds.sniff(name, head) == kind
+    assert kinds.sniff_kind(name, head) == kind
 
 
 def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
@@ -186,7 +195,7 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
     source = tmp_path / "a"
     source.write_text("x")
     os.utime(source, ns=(5, 7))
-    assert place.place(source, tmp_path / "b", "hardlink") == "copy"
+    assert place.place_file(source, tmp_path / "b", "hardlink") == "copy"
     assert (tmp_path / "b").read_text() == "x"
     assert (tmp_path / "b").stat().st_mtime_ns == 7
     assert place.choose_mode(source, tmp_path, "hardlink", 1) == "copy"
@@ -207,9 +216,14 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "state.json", "checkpoints/x.txt"):
         (tmp_path / "run" / name).write_text("text")
-    entries = scan(tmp_path, Rules())
+    entries = scan_tree(tmp_path, Rules())
     assert {e.path.partition("/")[0] for e in select_taken(entries)} == {"fetched", "foreign"}
-    assert [e.path for e in entries if e.skipped == MADE] == ["corpus/", "model/", "run/", "store/"]
+    assert [e.path for e in entries if e.skipped == ARTIFACT] == [
+        "corpus/",
+        "model/",
+        "run/",
+        "store/",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
@@ -217,22 +231,22 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
 def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypatch, mode, size):
     """Of a copy it may be half the old and half the new content, of the same size."""
     root = tmp_path / "raw"
-    act = place.place
+    act = place.place_file
     root.mkdir()
     (root / "a.txt").write_text("text")
-    [entry] = scan(root, Rules(), progress=False)
+    [entry] = scan_tree(root, Rules(), progress=False)
 
     def disturbed(source: str, *arguments: str) -> str:
         way = act(source, *arguments)
         Path(source).write_text("x" * size)
         return way
 
-    monkeypatch.setattr(place, "place", disturbed)
+    monkeypatch.setattr(place, "place_file", disturbed)
     with (
         place.Workers(1) as workers,
-        pytest.raises(UsageError, match=r"changed while|written to while"),
+        pytest.raises(UsageError, match=r"changed|written to"),
     ):
-        place.place_all(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
+        place.place_files(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
 
 
 def _die(paths: list[str]) -> list[str]:

@@ -242,7 +242,7 @@ def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: P
         "tool_calls": [{"type": "function", "function": {"name": "f"}}],
     }
     rows = [(Conversation([*turns, calls]), Place("a", n)) for n in range(50)]
-    chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.batch(rows)]))
+    chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.make_batch(rows)]))
     chat.save_to_disk(tmp_path / "chat")
 
     train(tmp_path / "chat", tmp_path / "it", 300)

@@ -47,14 +47,14 @@ def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
         (path / name).mkdir()
         placed = [(chat, Place(f"{name}.jsonl", n + 1, 100 * n)) for n, chat in enumerate(chats)]
         shard = path / name / "data-00000-of-00001.arrow"
-        with pa.ipc.new_stream(str(shard), chat_rows.schema()) as writer:
+        with pa.ipc.new_stream(str(shard), chat_rows.make_schema()) as writer:
             for first in range(0, len(placed), rows):
-                writer.write_batch(chat_rows.batch(placed[first : first + rows]))
+                writer.write_batch(chat_rows.make_batch(placed[first : first + rows]))
         (path / name / "state.json").write_text(
             json.dumps({"_data_files": [{"filename": shard.name}]})
         )
         (path / name / "dataset_info.json").write_text(
-            json.dumps({"features": {column: {} for column in chat_rows.schema().names}})
+            json.dumps({"features": {column: {} for column in chat_rows.make_schema().names}})
         )
     return path
 

@@ -150,7 +150,7 @@ def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
 
 
 def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
-    batch = chat_rows.batch([(chats.talk(1), Place("a", 1, 0))])
+    batch = chat_rows.make_batch([(chats.talk(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
         list(table_rows.read(batch.set_column(1, "tools", broken)))

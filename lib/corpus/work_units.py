@@ -1,4 +1,7 @@
-"""Cuts the work of stage 02 into units that depend on the input alone, and does one of them."""
+"""Divide the input of stage 02 into work units, and process one unit in a worker.
+
+The division depends on the input and the options only, not on the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,25 @@ from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
-from lib.corpus.scan import escape
-from lib.corpus.tally import CHAT, Shape, Tally
+from lib.corpus.scan import escape_path
+from lib.corpus.tally import CHAT, RowOptions, Tally
 from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
-_FREE = "free"  # a directory beside the parts
-_FILE_OVERHEAD = 16_000  # opening a file costs about as much as reading this many bytes
+_FREE = "free"  # directory for parts whose files can be reused
+_FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this many bytes
 
-# Estimates of how much is written.
-_INFLATED = 4  # times the bytes of a compressed file
-_ARROW_OVERHEAD = 1.05  # times the bytes of the text
-_IN_FLIGHT = 64_000_000  # bytes
+# Assumptions for the estimate of the disk space.
+_INFLATED = 4  # bytes of text per byte of a compressed file
+_ARROW_OVERHEAD = 1.05  # bytes in a dataset per byte of text
+_IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Names a file to read, or of a large one a part: [start, stop) as RawFile has it.
+    """Name a file to read, or the span [start, stop) of a large file (see RawFile).
 
-    bytes: of the part.
+    bytes: estimated size of the span.
     """
 
     file: InputFile
@@ -45,53 +48,54 @@ class FileSpan:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it is all of its file."""
+        """Return whether the span is the complete file."""
         return self.start == 0 and self.stop is None
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Names what one worker reads at a time.
+    """Describe the input that a worker reads at a time.
 
-    number: from 0 in its split of the data folder. folder: the data folder. out: where its parts
-    go. avoid: files that ended a worker process.
+    number: from 0 in its split of the data folder. folder: the data folder. out: directory for its
+    parts. avoid: files that have crashed a worker process.
     """
 
     number: int
     spans: tuple[FileSpan, ...]
     folder: str
     out: str
-    shape: Shape
+    row_options: RowOptions
     avoid: frozenset[str] = frozenset()
 
     @property
     def begins(self) -> bool:
-        """Tell whether it has the beginning of its first file."""
+        """Return whether the unit contains the beginning of its first file."""
         return self.spans[0].start == 0
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes of input it reads."""
+        """Return the number of input bytes."""
         return sum(span.bytes for span in self.spans)
 
     def part(self, name: str) -> Path:
-        """Return the path of its part of a split, of that part's `digests`, or of `errors`."""
+        """Return the path of a file of this unit: a split, `SPLIT.digests`, or `errors`."""
         return Path(self.out) / f"{self.number:08d}.{name}"
 
     def parts(self) -> list[Path]:
-        """Return the paths of all its parts."""
-        splits = self.shape.splits
-        digests = [f"{split}.digests" for split in splits if self.shape.dedup != "none"]
+        """Return the paths of all files of this unit."""
+        splits = self.row_options.splits
+        digests = [f"{split}.digests" for split in splits if self.row_options.dedup != "none"]
         return [self.part(name) for name in (*splits, *digests, "errors")]
 
 
 @dataclass
 class UnitResult:
-    """Says what a unit gave.
+    """Describe the result of a unit.
 
-    rows, text_bytes: by split. rows_of: by split, how many there were after each span (for
-    --dedup). lines: see Documents. digests: of its parts by file name, when they were kept for a
-    merge. changed: the first file that changed since it was listed, and how, in words.
+    rows, text_bytes: by split. lines: see Documents. rows_of: by split, the number of rows after
+    each span (for --dedup). digests: digests of its parts by file name, if they are kept for a
+    merge. changed: path of the first file that changed since it was listed, and a description of
+    the change.
     """
 
     unit: WorkUnit
@@ -105,52 +109,54 @@ class UnitResult:
 
     @property
     def lines_of_part(self) -> int:
-        """Return how many lines it has read of a file that goes on in the next unit."""
+        """Return the number of lines read, if the unit is a span of a larger file, else 0."""
         return 0 if self.unit.spans[0].is_whole else self.lines
 
 
 def require_unchanged(done: UnitResult) -> None:
-    """Raise UsageError when a file that a unit has read is not the one that was listed.
+    """Raise UsageError if a file has changed since it was listed.
 
-    What is published is then not what was identified: a file that shrank would lose its rest.
+    The dataset would not match its recorded inputs, and could lack the end of the file.
     """
     if done.changed:
-        path, what = done.changed
+        path, change = done.changed
         raise UsageError(
-            f"{escape(path)} changed while it was read; nothing was published",
-            found=what,
-            hint=f"once nothing writes to {done.unit.folder}:",
+            f"{escape_path(path)} changed while it was read; nothing was published",
+            found=change,
+            hint=f"when no other process writes to {done.unit.folder}:",
             run=commands.as_typed(),
         )
 
 
 def estimate_room(files: Sequence[InputFile]) -> int:
-    """Return about how many bytes a dataset of some files takes while it is built."""
+    """Return the estimated disk space in bytes for building a dataset from some files."""
     compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
     text = sum(
         file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
     )
-    largest = max((file.bytes for file in files), default=0)  # in the part of its unit, too
+    largest = max((file.bytes for file in files), default=0)  # stored in its unit's part as well
     return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
 
 
-def cut_by_split(
-    folder: Path, files: Sequence[InputFile], out: Path, shape: Shape
+def cut_splits(
+    folder: Path, files: Sequence[InputFile], out: Path, row_options: RowOptions
 ) -> list[WorkUnit]:
-    """Return the units of all splits; none has files of two, so a split can be built by itself."""
+    """Return the units of all splits. Each unit belongs to one split, so splits build alone."""
     return [
         unit
         for split, members in inputs.group_by_split(files).items()
-        for unit in cut(folder, members, out / split, shape)
+        for unit in cut_files(folder, members, out / split, row_options)
     ]
 
 
-def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[WorkUnit]:
-    """Cut files into units of about 16 MB, in order; a larger file is a unit of its own."""
+def cut_files(
+    folder: Path, files: Sequence[InputFile], out: Path, row_options: RowOptions
+) -> list[WorkUnit]:
+    """Return units of about 16 MB from files in order; a larger file is a separate unit."""
     grouped: list[list[FileSpan]] = []
     cost = UNIT_BYTES
     for file in files:
-        spans = list(_cut(folder, file))
+        spans = list(_cut_file(folder, file))
         if len(spans) > 1:
             grouped += [[span] for span in spans]
             cost = UNIT_BYTES
@@ -161,13 +167,13 @@ def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> li
         grouped[-1] += spans
         cost += file.bytes + _FILE_OVERHEAD
     return [
-        WorkUnit(number, tuple(spans), str(folder), str(out), shape)
+        WorkUnit(number, tuple(spans), str(folder), str(out), row_options)
         for number, spans in enumerate(grouped)
     ]
 
 
-def _cut(folder: Path, file: InputFile) -> Iterator[FileSpan]:
-    """Yield a file as one span, or a large one of a kind that can be cut as spans of 16 MB."""
+def _cut_file(folder: Path, file: InputFile) -> Iterator[FileSpan]:
+    """Yield a file as one span, or as spans of 16 MB if it is large and its format allows it."""
     starts = [0] if file.bytes < 2 * UNIT_BYTES else _find_cuts(f"{folder}/{file.path}", file.bytes)
     size = file.bytes // len(starts)
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
@@ -175,13 +181,13 @@ def _cut(folder: Path, file: InputFile) -> Iterator[FileSpan]:
 
 
 def _find_cuts(path: str, size: int) -> list[int]:
-    """Return where to cut a large file: [0] for not at all."""
+    """Return the starts of the spans of a large file, [0] if it cannot be cut."""
     try:
         with Path(path).open("rb") as file:
             head = file.read(kinds.HEAD_BYTES)
     except OSError:
-        return [0]  # whoever reads it will note why
-    kind = kinds.sniff(path, head)
+        return [0]  # the worker reports the error
+    kind = kinds.sniff_kind(path, head)
     if kind == "jsonl" and not kinds.is_utf16(head):
         return list(range(0, size, UNIT_BYTES))
     if kind in ("parquet", "arrow"):
@@ -189,8 +195,8 @@ def _find_cuts(path: str, size: int) -> list[int]:
     return [0]
 
 
-def show_rebuild(directory: Path) -> str:
-    """Return the commands that build the parts of one split again, and go on with the merge."""
+def format_rebuild_commands(directory: Path) -> str:
+    """Return the commands that rebuild the parts of one split and then merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
         (
@@ -201,7 +207,7 @@ def show_rebuild(directory: Path) -> str:
     )
 
 
-def process(unit: WorkUnit) -> UnitResult:
+def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     done = UnitResult(unit)
     Path(unit.out).mkdir(parents=True, exist_ok=True)
@@ -212,21 +218,21 @@ def process(unit: WorkUnit) -> UnitResult:
 
         parts = {
             split: _make_part(
-                unit.shape,
-                stack.enter_context(_reuse(unit.part(split))),
-                create(f"{split}.digests") if unit.shape.dedup != "none" else None,
+                unit.row_options,
+                stack.enter_context(_reuse_file(unit.part(split))),
+                create(f"{split}.digests") if unit.row_options.dedup != "none" else None,
             )
-            for split in unit.shape.splits
+            for split in unit.row_options.splits
         }
-        documents: Documents = (ChatDocuments if unit.shape.format == CHAT else TextDocuments)(
-            unit.shape, parts, create("errors")
-        )
+        documents: Documents = (
+            ChatDocuments if unit.row_options.format == CHAT else TextDocuments
+        )(unit.row_options, parts, create("errors"))
         for span in unit.spans:
-            _read(unit, span, documents)
-            if what := _find_change(unit, span.file):
-                done.changed = span.file.path, what
+            _read_span(unit, span, documents)
+            if change := _find_change(unit, span.file):
+                done.changed = span.file.path, change
                 break
-            if unit.shape.dedup != "none":
+            if unit.row_options.dedup != "none":
                 for split, part in parts.items():
                     done.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
@@ -238,17 +244,17 @@ def process(unit: WorkUnit) -> UnitResult:
     return done
 
 
-def _make_part(shape: Shape, file: BinaryIO, digests: BinaryIO | None) -> Any:
-    """Return what takes the rows of a split."""
-    if shape.format == CHAT:
+def _make_part(row_options: RowOptions, file: BinaryIO, digests: BinaryIO | None) -> Any:
+    """Return the writer for the rows of a split."""
+    if row_options.format == CHAT:
         return ChatPartWriter(file, digests)
-    return PartWriter(file, shape.keep_source, digests)
+    return PartWriter(file, row_options.keep_source, digests)
 
 
-def release(part: Path) -> None:
-    """Give up a part whose content is in the dataset; the next unit may write over it.
+def release_part(part: Path) -> None:
+    """Release a part whose content is in the dataset, so that a later unit can overwrite it.
 
-    Its pages are in memory already, so that takes a quarter of the time of writing a new file.
+    Its pages are already in memory, so that takes a quarter of the time of writing a new file.
     """
     if UNIT_BYTES // 4 < part.stat().st_size < 2 * UNIT_BYTES:
         free = part.parent / _FREE
@@ -258,33 +264,33 @@ def release(part: Path) -> None:
         part.unlink()
 
 
-def _reuse(part: Path) -> BinaryIO:
-    """Open a part for writing: a file that was given up, or a new one."""
+def _reuse_file(part: Path) -> BinaryIO:
+    """Open a part for writing: a released file, or a new one."""
     for free in (part.parent / _FREE).glob("*"):
-        with suppress(FileNotFoundError):  # another worker was faster
+        with suppress(FileNotFoundError):  # another worker has taken it
             free.rename(part)
             return part.open("rb+")
     return part.open("wb")
 
 
 def _find_change(unit: WorkUnit, file: InputFile) -> str:
-    """Return what became of a file since it was listed, empty when it is the same.
+    """Return how a file has changed since it was listed, "" if it has not.
 
-    After it was read, so that this holds for all that was read of it.
+    Called after the file was read, so that a change during the reading is noticed.
     """
     try:
         info = Path(unit.folder, file.path).stat()
     except FileNotFoundError:
-        return "it is gone"
+        return "the file no longer exists"
     except OSError:
-        return ""  # whoever read it has noted why
+        return ""  # _read_span has reported the error
     if info.st_size != file.bytes:
-        return f"it held {file.bytes:,} bytes when it was listed, and {info.st_size:,} now"
+        return f"it contained {file.bytes:,} bytes when it was listed, now {info.st_size:,}"
     return "it was written to" if info.st_mtime_ns != file.mtime_ns else ""
 
 
-def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
-    """Hand on the documents of one file, or note why it cannot be read."""
+def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
+    """Add the documents of one span, or report why it cannot be read."""
     from lib.corpus import readers
 
     documents.begin(span.file.path, span.file.source)
@@ -293,10 +299,10 @@ def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
         return
     try:
         with RawFile(f"{unit.folder}/{span.file.path}", span.start, span.stop, unit.out) as raw:
-            readers.read(raw, documents)
+            readers.read_documents(raw, documents)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):
-            raise  # a part could not be written: no fault of the input
+            raise  # writing a part failed, which is no problem of the input
         documents.note("unreadable", error.strerror or str(error), SKIPPED_FILE)
     except MemoryError:
         documents.note("unreadable", "too large for the memory of this machine", SKIPPED_FILE)
