@@ -296,7 +296,7 @@ def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     try:
         wanted = {
             "dataset": open_dataset(dataset).fingerprint,
-            "tokenizer": encode.tokenizer_fingerprint(model),
+            "tokenizer": encode.fingerprint_tokenizer(model),
         }
     except ArtifactError:  # a model without a tokenizer
         return []

@@ -8,7 +8,7 @@ from typing import Any
 from lib.core import arrow_files, commands, hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.tokens import columns, lacking
+from lib.tokens import columns, dataset_errors
 from lib.tokens.columns import CHAT
 
 SPLITS = ("train", "validation")
@@ -32,11 +32,13 @@ def require_dataset(path: Path) -> dict[str, Any] | None:
     if path.is_file():
         if path.suffix == arrow_files.SUFFIX:
             return None
-        raise lacking.raw(path, f"{path} is a file, and not a dataset")
+        raise dataset_errors.make_raw_text_error(path, f"{path} is a file, and not a dataset")
     content = manifest.read_if_any(path)
     kind = manifest.kind_of(path)
     if kind.startswith("splits/"):
-        raise lacking.raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
+        raise dataset_errors.make_raw_text_error(
+            path, f"{path} holds splits of stage 01, and is not a dataset yet"
+        )
     if kind and not kind.startswith("dataset/"):
         raise UsageError(
             f"{path} is not a dataset", expected="one that stage 02 has made", found=f"kind {kind}"
@@ -70,7 +72,7 @@ def find_homes(path: Path) -> dict[str, Path]:
     if (path / "dataset_dict.json").exists():
         named = _read_json(path / "dataset_dict.json").get("splits", [])
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-            raise _malformed(path / "dataset_dict.json")
+            raise _make_damage_error(path / "dataset_dict.json")
         if "train" not in named:
             raise UsageError(
                 f"dataset {path} has no split `train`", found=f"splits {', '.join(named)}"
@@ -88,19 +90,19 @@ def find_homes(path: Path) -> dict[str, Path]:
             found=found,
             expected="what stage 02 or `Dataset.save_to_disk` writes",
         )
-    if inside := _datasets_in(path):
+    if inside := _list_datasets(path):
         raise UsageError(
             f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
             found=", ".join(p.name for p in inside),
             hint=f"-d takes one of them, {inside[0].name} for example:"
             if inside[1:]
             else "-d takes it:",
-            run=commands.replaced(lacking.OPTION, path, inside[0]),
+            run=commands.replaced(dataset_errors.OPTION, path, inside[0]),
         )
-    raise lacking.raw(path, f"{path} is not a dataset directory", found)
+    raise dataset_errors.make_raw_text_error(path, f"{path} is not a dataset directory", found)
 
 
-def _datasets_in(directory: Path) -> list[Path]:
+def _list_datasets(directory: Path) -> list[Path]:
     """Return the datasets that lie directly in a directory; a split to train on comes first."""
     inside = [
         path
@@ -113,13 +115,13 @@ def _datasets_in(directory: Path) -> list[Path]:
 
 def find_splits(path: Path, homes: dict[str, Path]) -> dict[str, list[Path]]:
     """Return the shards of each split in order; raises for one that lacks any. homes: see above."""
-    return {name: _shards(home) for name, home in homes.items()} or _plain_splits(path)
+    return {name: _list_shards(home) for name, home in homes.items()} or _find_plain_splits(path)
 
 
 def require_format(path: Path, homes: dict[str, Path], splits: dict[str, list[Path]]) -> str:
     """Return the format of a dataset, TEXT or CHAT; UsageError where its splits have several."""
-    formats = {_format(home) for home in homes.values()} or {
-        _plain_format(shard) for shards in splits.values() for shard in shards
+    formats = {_detect_format(home) for home in homes.values()} or {
+        _detect_plain_format(shard) for shards in splits.values() for shard in shards
     }
     if len(formats) > 1:
         raise UsageError(
@@ -131,15 +133,15 @@ def require_format(path: Path, homes: dict[str, Path], splits: dict[str, list[Pa
 def require_chat_columns(path: Path, splits: dict[str, list[Path]]) -> None:
     """Raise UsageError if the rows of a chat dataset that was made elsewhere have other columns."""
     for shard in (shard for shards in splits.values() for shard in shards):
-        if problem := columns.chat_problem(shard):
-            raise lacking.chats(
+        if problem := columns.describe_chat_problem(shard):
+            raise dataset_errors.make_chats_error(
                 path,
                 f"{path} is not a chat dataset as stage 02 writes it",
                 f"{shard.name}: {problem}",
             )
 
 
-def _plain_splits(path: Path) -> dict[str, list[Path]]:
+def _find_plain_splits(path: Path) -> dict[str, list[Path]]:
     """Return the Arrow files of each split; UsageError where there is none to train on."""
     found = arrow_files.find_splits(path)
     if "train" not in found:
@@ -150,40 +152,42 @@ def _plain_splits(path: Path) -> dict[str, list[Path]]:
     return {name: found[name] for name in SPLITS if name in found}
 
 
-def _plain_format(shard: Path) -> str:
+def _detect_plain_format(shard: Path) -> str:
     """Return the format of an Arrow file; UsageError where it is neither text nor conversations."""
-    kinds = columns.kinds(shard)
-    if columns.format_of(kinds) != CHAT and (lacks := columns.lack(kinds)):
-        raise lacking.text(shard, f"{shard} has no column `text` of strings", kinds, lacks)
-    return columns.format_of(kinds)
+    kinds = columns.read_column_types(shard)
+    if columns.detect_format(kinds) != CHAT and (lacks := columns.describe_text_problem(kinds)):
+        raise dataset_errors.make_columns_error(
+            shard, f"{shard} has no column `text` of strings", kinds, lacks
+        )
+    return columns.detect_format(kinds)
 
 
-def _format(directory: Path) -> str:
+def _detect_format(directory: Path) -> str:
     """Return the format of a split; UsageError where it is neither text nor conversations."""
     features = _read_json(directory / "dataset_info.json").get("features") or {}
     if not isinstance(features, dict):
-        raise _malformed(directory / "dataset_info.json")
+        raise _make_damage_error(directory / "dataset_info.json")
     kinds = {
         name: str(feature.get("dtype") or feature.get("_type", ""))
         if isinstance(feature, dict)
         else "a list"
         for name, feature in features.items()
     }
-    if columns.format_of(kinds) != CHAT and (lacks := columns.lack(kinds)):
-        raise lacking.text(
+    if columns.detect_format(kinds) != CHAT and (lacks := columns.describe_text_problem(kinds)):
+        raise dataset_errors.make_columns_error(
             directory, f"dataset {directory} has no column `text` of strings", kinds, lacks
         )
-    return columns.format_of(kinds)
+    return columns.detect_format(kinds)
 
 
-def _shards(directory: Path) -> list[Path]:
+def _list_shards(directory: Path) -> list[Path]:
     """Return the shards of a split in order; ArtifactError where one is missing."""
     try:
         named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
-        raise _malformed(directory / "state.json") from None
+        raise _make_damage_error(directory / "state.json") from None
     if not all(isinstance(name, str) for name in named):
-        raise _malformed(directory / "state.json")
+        raise _make_damage_error(directory / "state.json")
     there = {path.name for path in directory.glob("*.arrow") if path.is_file()}  # and nowhere else
     if missing := [name for name in named if name not in there]:
         raise ArtifactError(
@@ -193,7 +197,7 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in named]
 
 
-def _malformed(path: Path) -> ArtifactError:
+def _make_damage_error(path: Path) -> ArtifactError:
     return ArtifactError(f"{path} is damaged", expected="what `save_to_disk` writes")
 
 
@@ -205,7 +209,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"dataset {path.parent} is damaged", found=f"no readable {path.name} ({error})"
         ) from None
     if not isinstance(content, dict):
-        raise _malformed(path)
+        raise _make_damage_error(path)
     return content
 
 

@@ -20,9 +20,9 @@ from lib.tokens.raw_shards import COMPRESSIONS, Span
 try:
     import orjson
 
-    _fast: Callable[[bytes], Any] = orjson.loads
+    _fast_loads: Callable[[bytes], Any] = orjson.loads
 except ImportError:
-    _fast = json.loads
+    _fast_loads = json.loads
 
 _BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class Block(NamedTuple):
     start: int
 
 
-def read(
+def read_blocks(
     path: Path, span: Span, place: int | None, text_field: str, too_long: Callable[[int], None]
 ) -> Iterator[Block]:
     """Yield the blocks of a span from the document at `place` on, or from its beginning.
@@ -55,7 +55,7 @@ def read(
     one of DAMAGE where a file is damaged, after all that could be read.
     """
     if path.suffix.lower() == ".parquet":
-        yield from _rows(path, span, place or 0, text_field)
+        yield from _read_parquet(path, span, place or 0, text_field)
         return
     compression = COMPRESSIONS.get(path.suffix.lower())
     with io.BufferedReader(RetryingFile(str(path))) as plain:
@@ -71,12 +71,12 @@ def read(
             log.info(
                 f"{path.name}: decompressing {units.size(place)} again, up to where the run stood"
             )
-        yield from _lines(file, span, place, too_long)
+        yield from _read_lines(file, span, place, too_long)
         if damage:
             raise EOFError(*damage)
 
 
-def names(path: Path, span: Span) -> list[str]:
+def read_field_names(path: Path, span: Span) -> list[str]:
     """Return the fields of the first record of a span, or its columns; none where it has none."""
     try:
         if path.suffix.lower() == ".parquet":
@@ -84,7 +84,7 @@ def names(path: Path, span: Span) -> list[str]:
 
             with ParquetFile(path) as parquet:
                 return list(parquet.schema_arrow.names)
-        block = next(read(path, span, None, "", lambda place: None))
+        block = next(read_blocks(path, span, None, "", lambda place: None))
         assert isinstance(block.content, bytes)
         first = next(line for line in block.content.split(b"\n") if line.strip())
         return list(_parse(first))
@@ -92,15 +92,15 @@ def names(path: Path, span: Span) -> list[str]:
         return []
 
 
-def _lines(
+def _read_lines(
     file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None]
 ) -> Iterator[Block]:
     here = place or 0
     if place:
-        _forward(file, place)
+        _skip_bytes(file, place)
     elif place is None and span.start:
         # The line that is cut here belongs to the span before; one that begins here does not.
-        _forward(file, span.start - 1)
+        _skip_bytes(file, span.start - 1)
         here = span.start - 1 + skip_line(file)
     while span.end is None or here < span.end:
         left = _BLOCK_BYTES if span.end is None else span.end - here
@@ -120,7 +120,7 @@ def _lines(
         here = following
 
 
-def _forward(file: BinaryIO, amount: int) -> None:
+def _skip_bytes(file: BinaryIO, amount: int) -> None:
     """Go to a place, by decompressing what lies before it where there is no other way."""
     if file.seekable():
         file.seek(amount)
@@ -135,7 +135,7 @@ def _open_zstd(file: BinaryIO) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
 
-def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
+def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
     from pyarrow.parquet import ParquetFile
 
     with io.BufferedReader(RetryingFile(str(path))) as file, ParquetFile(file) as parquet:
@@ -146,29 +146,31 @@ def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block
         for group in range(span.start, end):
             rows = parquet.metadata.row_group(group).num_rows
             if first + rows > place:
-                yield from _group(parquet, group, text_field, first, place)
+                yield from _read_row_group(parquet, group, text_field, first, place)
             first += rows
 
 
-def _group(parquet: Any, group: int, text_field: str, first: int, place: int) -> Iterator[Block]:
+def _read_row_group(
+    parquet: Any, group: int, text_field: str, first: int, place: int
+) -> Iterator[Block]:
     """Yield the rows of a row group from `place` on; its first row has the number `first`."""
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
     for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
         done = max(0, place - first)
         if done < len(batch):
-            yield Block(_row_texts(batch.slice(done)), first + done)
+            yield Block(_decode_rows(batch.slice(done)), first + done)
         first += len(batch)
 
 
-def _row_texts(batch: Any) -> list[bytes | None]:
+def _decode_rows(batch: Any) -> list[bytes | None]:
     import pyarrow
 
     return batch.column(0).cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
 
 
 @dataclass
-class LeftOut:
+class SkippedRecords:
     """Counts what is left out.
 
     counts: how often, by reason. first: the words for the first, by reason.
@@ -183,47 +185,51 @@ class LeftOut:
         self.counts[reason] = self.counts.get(reason, 0) + count
 
 
-def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
-    """Return the texts of a block (UTF-8) and their places; `left` notes what has none."""
+def find_texts(
+    block: Block, text_field: str, skipped: SkippedRecords
+) -> tuple[list[bytes], list[int]]:
+    """Return the texts of a block (UTF-8) and their places; `skipped` notes what has none."""
     texts = []
     places = []
-    for place, text in _found(block, text_field, left):
+    for place, text in _find_each(block, text_field, skipped):
         if text:
             texts.append(text)
             places.append(place)
         elif text is not None:
-            left.add("an empty text", f"at {place:,}")
+            skipped.add("an empty text", f"at {place:,}")
     return texts, places
 
 
-def _found(block: Block, text_field: str, left: LeftOut) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the place and the text of each document; None where it has none and `left` says so."""
+def _find_each(
+    block: Block, text_field: str, skipped: SkippedRecords
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the place and text of each document; None for a text that `skipped` counts."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return
     here = block.start
     for line in block.content.split(b"\n"):
         if line.strip():
-            yield here, _find_text(line, text_field, here, left)
+            yield here, _find_text(line, text_field, here, skipped)
         here += len(line) + 1
 
 
-def _find_text(line: bytes, text_field: str, place: int, left: LeftOut) -> bytes | None:
+def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords) -> bytes | None:
     try:
         value = _parse(line)
     except (ValueError, RecursionError) as error:
-        left.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
+        skipped.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
         return None
     if not isinstance(value, dict):
-        left.add("a line that is not a JSON object", f"at {place:,}")
+        skipped.add("a line that is not a JSON object", f"at {place:,}")
         return None
     if text_field not in value:
         names = ", ".join(list(value)[:_NAMES_SHOWN]) or "no fields"
-        left.add(f"no field `{text_field}`", f"at {place:,}: it has {names}")
+        skipped.add(f"no field `{text_field}`", f"at {place:,}: it has {names}")
         return None
     text = value[text_field]
     if not isinstance(text, str):
-        left.add(f"`{text_field}` that is not a string", f"at {place:,}")
+        skipped.add(f"`{text_field}` that is not a string", f"at {place:,}")
         return None
     try:
         return text.encode()
@@ -233,6 +239,6 @@ def _find_text(line: bytes, text_field: str, place: int, left: LeftOut) -> bytes
 
 def _parse(line: bytes) -> Any:
     try:
-        return _fast(line)
+        return _fast_loads(line)
     except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN
         return json.loads(line.decode("utf-8-sig", "replace"))

@@ -92,7 +92,9 @@ def open_directory(root: Path) -> RawShards:
         raise UsageError(
             f"{root} is a prepared dataset", run=commands.as_typed(drop=["--streaming"])
         )
-    base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
+    base, found = (
+        (root.parent, [root.name]) if root.is_file() else (root, sorted(_list_files(root)))
+    )
     paths = [path for path in found if is_shard(path)]
     if not paths:
         raise UsageError(
@@ -101,8 +103,8 @@ def open_directory(root: Path) -> RawShards:
             found=", ".join(found[:8]) or "no files",
             hint="stages 01 and 02 read any kind of text",
         )
-    _warn_of_others(str(root), found, len(paths))
-    spans = [span for path in paths for span in _cut(base, path)]
+    _warn_about_other_files(str(root), found, len(paths))
+    spans = [span for path in paths for span in _cut_shard(base, path)]
     sizes = [(base / path).stat().st_size for path in paths]
     seen = [
         [path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
@@ -126,7 +128,7 @@ def open_repository(
             found=", ".join(sizes)[:200],
             hint="--include GLOB chooses other files",
         )
-    _warn_of_others(name, sorted(sizes), len(paths))
+    _warn_about_other_files(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
     return RawShards(
         name,
@@ -139,7 +141,7 @@ def open_repository(
     )
 
 
-def _warn_of_others(name: str, found: list[str], taken: int) -> None:
+def _warn_about_other_files(name: str, found: list[str], taken: int) -> None:
     """Name the files that are passed over; only the first rank does."""
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
@@ -151,7 +153,7 @@ def _warn_of_others(name: str, found: list[str], taken: int) -> None:
         )
 
 
-def _files(root: Path) -> Iterator[str]:
+def _list_files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files but hidden ones."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -162,7 +164,7 @@ def _files(root: Path) -> Iterator[str]:
         )
 
 
-def _cut(root: Path, path: str) -> list[Span]:
+def _cut_shard(root: Path, path: str) -> list[Span]:
     if path.lower().endswith(".parquet"):
         return _cut_parquet(root, path)
     if not path.lower().endswith(_JSON_LINES):

@@ -22,11 +22,11 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import lacking, order, raw_encoder, raw_reader
+from lib.tokens import dataset_errors, order, raw_encoder, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
 from lib.tokens.order import Division
-from lib.tokens.raw_encoder import Encoded
-from lib.tokens.raw_reader import Block, LeftOut
+from lib.tokens.raw_encoder import EncodedBlock
+from lib.tokens.raw_reader import Block, SkippedRecords
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
 from lib.tokens.samples import Rows
 
@@ -51,7 +51,7 @@ class Origin(NamedTuple):
 
     first: int
     own: OwnSpan
-    block: Encoded
+    block: EncodedBlock
 
 
 class RawDocuments:
@@ -75,7 +75,7 @@ class RawDocuments:
         self.seed = seed
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self.left = LeftOut()
+        self.skipped = SkippedRecords()
         self._reported = 0
         self._tokens = 0
         self._reading = 1e-9  # seconds
@@ -103,28 +103,28 @@ class RawDocuments:
             else self.shards.spans[:: units.ceil_div(len(self.shards.spans), _SAMPLED_SPANS)]
         )
         texts: list[bytes] = []
-        left = LeftOut()
+        skipped = SkippedRecords()
         problems = []
         path = Path()
         for span in spans:
             try:
-                path = self._fetched(span)
-                blocks = raw_reader.read(
-                    path, span, None, self.text_field, lambda place: left.add("too long")
+                path = self._fetch_now(span)
+                blocks = raw_reader.read_blocks(
+                    path, span, None, self.text_field, lambda place: skipped.add("too long")
                 )
                 if block := next(blocks, None):
-                    found, _ = raw_reader.find_texts(block, self.text_field, left)
+                    found, _ = raw_reader.find_texts(block, self.text_field, skipped)
                     texts += found[: units.ceil_div(_SAMPLED_TEXTS, len(spans))]
             except raw_reader.NoColumn as error:
-                left.add(str(error), f"({span.path})")
+                skipped.add(str(error), f"({span.path})")
             except raw_reader.DAMAGE as error:
                 problems.append(f"{span.path}: {error}")
         if not texts:
-            fields = raw_reader.names(path, span)
-            if chats := lacking.streamed_chats(Path(self.shards.name), fields):
+            fields = raw_reader.read_field_names(path, span)
+            if chats := dataset_errors.make_streaming_error(Path(self.shards.name), fields):
                 raise chats
-            problems += [f"{reason} {words}" for reason, words in left.first.items()]
-            raise (UsageError if left.counts else ArtifactError)(
+            problems += [f"{reason} {words}" for reason, words in skipped.first.items()]
+            raise (UsageError if skipped.counts else ArtifactError)(
                 f"no readable document in {self.shards}",
                 found="\n".join(problems[:8]),
                 expected=f"one JSON object per line, or Parquet, with the text in "
@@ -136,7 +136,9 @@ class RawDocuments:
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
         """Start the worker processes; they need some seconds to get ready."""
         self._workers = [
-            Worker(f"tokenise {i}", raw_encoder.block_encoder, tokenizer, sample, self.text_field)
+            Worker(
+                f"tokenise {i}", raw_encoder.make_block_encoder, tokenizer, sample, self.text_field
+            )
             for i in range(workers)
         ]
 
@@ -156,7 +158,7 @@ class RawDocuments:
         first = 0
         with_text = cursor.epoch
         workers = itertools.cycle(self._workers)
-        blocks = self._blocks(cursor)
+        blocks = self._read_blocks(cursor)
         while True:
             while len(self._encoding_now) < len(self._workers):
                 began = time.perf_counter()
@@ -165,24 +167,24 @@ class RawDocuments:
                 self._encoding_now.append((own, worker := next(workers)))
                 worker.send(block)
             own, worker = self._encoding_now[0]
-            done: Encoded = worker.receive()
+            done: EncodedBlock = worker.receive()
             self._encoding_now.popleft()
-            self._note(done, own.span)
+            self._add_totals(done, own.span)
             if len(done.ids):
                 yield Origin(first, own, done)
                 first = first + len(done.ids)
                 with_text = own.epoch
             elif own.epoch > with_text + 1:
-                raise self._nothing(with_text + 1)
+                raise self._make_empty_error(with_text + 1)
 
-    def tell_left_out(self) -> None:
+    def log_skipped_records(self) -> None:
         """Log what was left out, if there is more of it than at the last call."""
-        if (total := sum(self.left.counts.values())) == self._reported:
+        if (total := sum(self.skipped.counts.values())) == self._reported:
             return
         self._reported = total
         reasons = ", ".join(
-            f"{count:,} × {reason} (the first in {self.left.first[reason]})"
-            for reason, count in list(self.left.counts.items())
+            f"{count:,} × {reason} (the first in {self.skipped.first[reason]})"
+            for reason, count in list(self.skipped.counts.items())
         )
         log.warn(f"left out so far: {reasons}")
 
@@ -201,35 +203,37 @@ class RawDocuments:
             f"{units.counted(self.dp_size, 'rank')}"
         }
 
-    def _sequence(self, cursor: Cursor) -> Iterator[OwnSpan]:
+    def _list_spans(self, cursor: Cursor) -> Iterator[OwnSpan]:
         """Yield the spans from the cursor's on, without end."""
         for epoch in itertools.count(cursor.epoch):
             start = cursor.piece if epoch == cursor.epoch else 0
             for number, span in enumerate(self.spans(epoch)[start:], start):
                 yield OwnSpan(epoch, number, span)
 
-    def _blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
+    def _read_blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
         """Yield the blocks from the cursor's document on. Skips unreadable ones with a warning."""
         place = cursor.place
         with_block = cursor.epoch
-        for own, path in self._at_hand(self._sequence(cursor)):
+        for own, path in self._fetch_ahead(self._list_spans(cursor)):
             if own.epoch > with_block + 1:
-                raise self._nothing(with_block + 1)
+                raise self._make_empty_error(with_block + 1)
 
             def too_long(at: int, span: Span = own.span) -> None:
-                self.left.add("a line longer than 16 MB", f"{span.path} at {at:,}")
+                self.skipped.add("a line longer than 16 MB", f"{span.path} at {at:,}")
 
             try:
-                for block in raw_reader.read(path, own.span, place, self.text_field, too_long):
+                for block in raw_reader.read_blocks(
+                    path, own.span, place, self.text_field, too_long
+                ):
                     with_block = own.epoch
                     yield own, block
             except raw_reader.DAMAGE as error:
-                self.left.add(
+                self.skipped.add(
                     "a file, or the rest of it, that cannot be read", f"{own.span.path}: {error}"
                 )
             place = None
 
-    def _at_hand(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
+    def _fetch_ahead(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
         """Yield what the sequence has with the path of the shard, fetched one ahead."""
         if (fetcher := self.shards.fetcher) is None:
             yield from ((own, self.shards.root / own.span.path) for own in sequence)
@@ -252,20 +256,20 @@ class RawDocuments:
         self._fetching_now -= 1
         return fetcher.receive()
 
-    def _fetched(self, span: Span) -> Path:
+    def _fetch_now(self, span: Span) -> Path:
         if self.shards.fetcher is None:
             return self.shards.root / span.path
         self._send(self.shards.fetcher, span)
         return self._receive(self.shards.fetcher)
 
-    def _note(self, done: Encoded, span: Span) -> None:
+    def _add_totals(self, done: EncodedBlock, span: Span) -> None:
         self._tokens += len(done.ids)
         self._encoding += done.seconds
-        for reason, count in done.left.counts.items():
-            self.left.add(reason, f"{span.path} {done.left.first[reason]}", count)
+        for reason, count in done.skipped.counts.items():
+            self.skipped.add(reason, f"{span.path} {done.skipped.first[reason]}", count)
 
-    def _nothing(self, epoch: int) -> ArtifactError:
-        self.tell_left_out()
+    def _make_empty_error(self, epoch: int) -> ArtifactError:
+        self.log_skipped_records()
         return ArtifactError(
             f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
             found=str(self.shards),
@@ -335,7 +339,7 @@ class RawStream(DataStream):
         return cursor.epoch + cursor.piece / len(self._documents.spans(cursor.epoch))
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
-        self._documents.tell_left_out()
+        self._documents.log_skipped_records()
         return {
             "perf/loader_share": times["time/data"] / times["time/total"],
             "perf/loader_tokens_per_sec_per_device": self._documents.speed(),

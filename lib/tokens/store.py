@@ -33,7 +33,7 @@ from lib.tokens.chat.outcome import ChatCounts, ChatFacts
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
-from lib.tokens.encode import Encoder, tokenizer_fingerprint
+from lib.tokens.encode import Encoder, fingerprint_tokenizer
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # of a store whose labels are told by bits
@@ -103,7 +103,7 @@ class Labels:
         bits = np.unpackbits(packed, bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
-    def counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def label_counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return how many labels each of some ranges holds; int64, both in ascending order."""
         found = np.zeros(len(starts), np.int64)
         first = 0
@@ -144,7 +144,7 @@ class TokenStore:
     chat: ChatFacts | None = None
 
 
-def identity(
+def make_identity(
     dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None
 ) -> dict[str, Any]:
     """Return what decides a store's content, in the form that identity.py compares.
@@ -153,7 +153,7 @@ def identity(
     """
     inputs: dict[str, Any] = {
         "dataset": dataset.fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+        "tokenizer": fingerprint_tokenizer(tokenizer_dir),
     }
     if chat:
         inputs |= {
@@ -165,15 +165,15 @@ def identity(
     return {"options": {}, "inputs": inputs}
 
 
-def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> Path:
+def find_store_dir(cache_dir: Path, dataset: Dataset, identity: dict[str, Any]) -> Path:
     """Return where the store of a dataset and a tokenizer lies, whatever the dataset is called."""
-    key = hashing.fingerprint([KIND, identity_["inputs"]])[:12]
+    key = hashing.fingerprint([KIND, identity["inputs"]])[:12]
     root = paths.tokens_root(cache_dir)
     there = sorted(root.glob(f"*-{key}"))
     return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
 
 
-def summarise(
+def summarise_store(
     dtype: str,
     encoder: Encoder,
     counts: dict[str, dict[str, int]],
@@ -220,7 +220,7 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     is_chat = summary.get("label_mask") == LABEL_MASK
     try:
         chat = _read_chat(path, summary["chat"]) if is_chat else None
-        sound = _is_sound(summary)
+        sound = _is_valid_summary(summary)
     except (KeyError, TypeError, ValueError, AttributeError):
         sound = False
         chat = None
@@ -253,13 +253,13 @@ def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads
 
 def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
     """Return the facts of a chat store. Raises KeyError, TypeError or ValueError if damaged."""
-    counts = {name: ChatCounts.of_record(record) for name, record in chat["splits"].items()}
+    counts = {name: ChatCounts.from_record(record) for name, record in chat["splits"].items()}
     names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
     template = (path / TEMPLATE).read_text(encoding="utf-8")
-    return outcome.made(template, counts, names)
+    return outcome.build_facts(template, counts, names)
 
 
-def _is_sound(summary: dict[str, Any]) -> bool:
+def _is_valid_summary(summary: dict[str, Any]) -> bool:
     """Tell whether a summary has the form in which it is written."""
     splits = summary.get("splits")
     return (

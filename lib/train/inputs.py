@@ -124,7 +124,7 @@ def find_inputs(
     source = chats.find_template(config, model_dir, corpora, begun_with)
     fingerprints = {
         "model": directory.fingerprint(model_dir),
-        "tokenizer": encode.tokenizer_fingerprint(model_dir),
+        "tokenizer": encode.fingerprint_tokenizer(model_dir),
         **(
             _shards_identity(config, shards)
             if shards
@@ -360,7 +360,7 @@ def model_from_scratch(
             _make(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
             yield Path(folder) / target.name
         return
-    build.once(
+    build.build_once(
         target,
         KIND,
         content,

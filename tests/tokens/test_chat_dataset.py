@@ -153,7 +153,7 @@ def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
     batch = chat_rows.batch([(chats.talk(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
-        list(table_rows.read(batch.set_column(1, "tools", broken)))
+        list(table_rows.read_rows(batch.set_column(1, "tools", broken)))
     path = chats.save(tmp_path / "d", train=[chats.talk(1)])
     shard = next((path / "train").glob("*.arrow"))
     text = chats.talk(1).messages[0]["content"].encode()

@@ -80,7 +80,7 @@ def test_the_vocabulary_ends_above_the_largest_id(tmp_path: Path) -> None:
 def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no tokenizer in"):
-        encode.tokenizer_fingerprint(tmp_path)
+        encode.fingerprint_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
@@ -92,13 +92,13 @@ def test_a_damaged_tokenizer_is_told(tokenizer: Path, content: str) -> None:
 
 
 def test_the_fingerprint_is_of_the_files_and_not_of_their_place(tokenizer: Path) -> None:
-    before = encode.tokenizer_fingerprint(tokenizer)
+    before = encode.fingerprint_tokenizer(tokenizer)
     moved = tokenizer.rename(tokenizer.with_name("moved"))
     (moved / "config.json").write_text("{}")
-    assert encode.tokenizer_fingerprint(moved) == before
+    assert encode.fingerprint_tokenizer(moved) == before
     with (moved / "tokenizer_config.json").open("a") as file:
         file.write(" ")
-    assert encode.tokenizer_fingerprint(moved) != before
+    assert encode.fingerprint_tokenizer(moved) != before
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -125,7 +125,7 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
     monkeypatch.setattr(encode, "_GROUP_BYTES", 200)
     encoder = Encoder(tokenizer, 1)
     encoder.tune(sample)
-    pieces, _ = encoder._pieces([b"short", text.encode(), b""])
+    pieces, _ = encoder._cut_texts([b"short", text.encode(), b""])
     assert len(pieces) > 20 and b"".join(pieces) == b"short" + text.encode()
     assert ids_of(encoder, ["short", text, ""]) == whole
 
@@ -151,10 +151,10 @@ def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
     encoder.tune(sample)
     assert isinstance(encoder._engine, encode.Gigatoken)
     assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)
-    honest = encode.Gigatoken._fast
+    honest = encode.Gigatoken._encode_fast
     monkeypatch.setattr(
         encode.Gigatoken,
-        "_fast",
+        "_encode_fast",
         lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]),
     )
     encoder.tune(sample)

@@ -28,12 +28,12 @@ _OF_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _LOOKED_AT = 1000  # files of a directory
 
 
-def missing(path: Path) -> ArtifactError:
+def make_missing_error(path: Path) -> ArtifactError:
     """Return the error for a dataset that is not there, with what makes it of what is there."""
     there = sorted(p.name for p in DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
     left = manifest.describe_leftovers(path)
-    if not left and _is_of_the_hub(path):
-        return _not_prepared(path.as_posix())
+    if not left and _is_hub_name(path):
+        return _make_unprepared_error(path.as_posix())
     remedy: manifest.Remedy = (
         {"hint": "-d takes one of these"}
         if there and not left
@@ -58,19 +58,19 @@ def missing(path: Path) -> ArtifactError:
     )
 
 
-def raw(path: Path, problem: str, found: str = "") -> UsageError:
+def make_raw_text_error(path: Path, problem: str, found: str = "") -> UsageError:
     """Return the error for raw text where a dataset is needed, with the commands that make one."""
-    name = "corpus" if (path / MANIFEST).exists() else _name_of(path)
+    name = "corpus" if (path / MANIFEST).exists() else _choose_name(path)
     target = DATASETS_ROOT / name
     if (target / MANIFEST).exists():
         hint = f"{target} may be what is meant:"
         run = commands.replaced(OPTION, path, target)
-    elif _is_of_saved(path):
+    elif _is_saved_file(path):
         hint = f"it is a file of the dataset {path.parent}:"
         run = commands.replaced(OPTION, path, path.parent)
     elif path.is_file() or not DATASETS_ROOT.resolve().is_relative_to(path.resolve()):
         hint = "make one:"
-        run = _commands(path, name, (path,), is_chat=hold_chats(path))
+        run = _list_commands(path, name, (path,), is_chat=has_chats(path))
     else:
         hint = "stage 02 makes one of a directory of raw text"
         run = ""
@@ -84,7 +84,7 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
     )
 
 
-def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
+def make_columns_error(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
     """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
     if not columns.hold_chats(names):
         if "input_ids" in names:
@@ -94,7 +94,7 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
                 hint="it is tokenised already: give stage 02 "
                 "the text or the conversations that it was made of",
             )
-        if "text" in names and found == columns.lack({"text": "null"}):
+        if "text" in names and found == columns.describe_text_problem({"text": "null"}):
             return UsageError(
                 problem, found=found, expected="a split with rows, or a dataset without this split"
             )
@@ -110,34 +110,34 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     missing = ", ".join(name for name in columns.CHAT_COLUMNS if name not in names)
-    return chats(
+    return make_chats_error(
         path,
         f"{dataset} holds conversations, and was not made by stage 02",
         f"{found}; missing columns of a chat dataset: {missing}",
     )
 
 
-def chats(path: Path, problem: str, found: str) -> UsageError:
+def make_chats_error(path: Path, problem: str, found: str) -> UsageError:
     """Return the error for conversations that stage 02 did not write, with what converts them."""
     return UsageError(
-        problem, found=found, hint="make a chat dataset of it:", run=commands_for_chats(path)
+        problem, found=found, hint="make a chat dataset of it:", run=list_chat_commands(path)
     )
 
 
-def commands_for_chats(path: Path) -> str:
+def list_chat_commands(path: Path) -> str:
     """Return the commands that make a chat dataset of an Arrow dataset, and train on it.
 
     path: of the dataset, its split `train`, or a file in it.
     """
-    if path.is_file() and not _is_of_saved(path):
-        return _commands(path, f"{_name_of(path)}-chat", (path, path.parent), is_chat=True)
+    if path.is_file() and not _is_saved_file(path):
+        return _list_commands(path, f"{_choose_name(path)}-chat", (path, path.parent), is_chat=True)
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     folder = folder / "train" if (folder / "dataset_dict.json").exists() else folder
-    return _commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
+    return _list_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
 
 
-def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
+def make_streaming_error(path: Path, names: Collection[str]) -> UsageError | None:
     """Return the error for conversations with --streaming, None where the fields are others.
 
     path: as -d names it. names: of the fields of a record.
@@ -158,25 +158,25 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
         problem,
         found=f"fields {found} in {path}",
         hint="make a chat dataset of it:",
-        run=_commands(path, _name_of(path), (path,), is_chat=True, drop=drop),
+        run=_list_commands(path, _choose_name(path), (path,), is_chat=True, drop=drop),
     )
 
 
-def hold_chats(path: Path) -> bool:
+def has_chats(path: Path) -> bool:
     """Return whether a raw file, or the first one in a directory, holds conversations."""
     files = [path] if path.is_file() else islice(path.rglob("*"), _LOOKED_AT)
     shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
     if shard is None or not shard.is_file():
         return False
-    return columns.hold_chats(raw_reader.names(shard, raw_shards.Span(shard.name)))
+    return columns.hold_chats(raw_reader.read_field_names(shard, raw_shards.Span(shard.name)))
 
 
-def _is_of_saved(path: Path) -> bool:
+def _is_saved_file(path: Path) -> bool:
     """Return whether a path is a file of a dataset that `save_to_disk` wrote."""
     return path.is_file() and any((path.parent / mark).exists() for mark in _OF_SAVED)
 
 
-def _name_of(path: Path) -> str:
+def _choose_name(path: Path) -> str:
     """Return the name for a dataset of a directory, or of a file: its own without suffixes."""
     path = path.resolve() if path.is_dir() else path
     name = path.name
@@ -185,14 +185,14 @@ def _name_of(path: Path) -> str:
     return name
 
 
-def _data_folder(path: Path) -> tuple[list[str], Path]:
+def _find_data_folder(path: Path) -> tuple[list[str], Path]:
     """Return a directory for stage 02, and the command that makes it of a single file, if any.
 
     Files beside the one that was named, or below, are not taken.
     """
     if not path.is_file():
         return [], path
-    splits = Path(f"splits-{_name_of(path)}")
+    splits = Path(f"splits-{_choose_name(path)}")
     words = ["--src-dir", path.parent, "--dst-root", splits, "--num-dirs", 1]
     words += ["--include", glob.escape(path.name)]
     if any(entry.is_dir() for entry in path.parent.iterdir()):
@@ -202,7 +202,7 @@ def _data_folder(path: Path) -> tuple[list[str], Path]:
     return [commands.script("01_organize_data.py", *words)], splits
 
 
-def _commands(
+def _list_commands(
     path: Path, name: str, given: Collection[Path], is_chat: bool, drop: Sequence[str] = ()
 ) -> str:
     """Return the commands that make a dataset of a directory or a file, and train on it.
@@ -210,7 +210,7 @@ def _commands(
     name: of the dataset. given: what -d may have named.
     """
     target = DATASETS_ROOT / name
-    organise, folder = _data_folder(path)
+    organise, folder = _find_data_folder(path)
     words = ["--data-folder", folder, "--save-dir", target]
     if is_chat:
         words += ["--format", columns.CHAT]
@@ -226,7 +226,7 @@ def _commands(
     return "\n".join([*make, train])
 
 
-def _is_of_the_hub(path: Path) -> bool:
+def _is_hub_name(path: Path) -> bool:
     """Tell whether a path that is not there can be the name of a dataset on the Hub."""
     name = _HUB_NAME.fullmatch(path.as_posix())
     if not name or path.suffix in _OF_FILES:
@@ -234,12 +234,12 @@ def _is_of_the_hub(path: Path) -> bool:
     return Path(name[1]) != DATASETS_ROOT and not Path(name[1]).exists()
 
 
-def _not_prepared(name: str) -> ArtifactError:
+def _make_unprepared_error(name: str) -> ArtifactError:
     """Return the error for the name of a dataset on the Hub, of which nothing is prepared here."""
     fetched, target = (root / paths.model_dir_name(name) for root in (_RAW_ROOT, DATASETS_ROOT))
     problem = f"dataset {name} is not prepared"
     expected = f"{target}, made by stage 02"
-    if cached := sorted(set(_cached(name))):
+    if cached := sorted(set(_find_cached(name))):
         return ArtifactError(
             problem,
             expected=expected,
@@ -250,7 +250,7 @@ def _not_prepared(name: str) -> ArtifactError:
     build = commands.script(
         "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target
     )
-    if hold_chats(fetched):
+    if has_chats(fetched):
         build += f" --format {columns.CHAT}"
     has_record = (fetched / paths.RAW_RECORD / MANIFEST).exists()
     files = {path.name for path in fetched.iterdir()} if has_record else set()
@@ -281,7 +281,7 @@ def _not_prepared(name: str) -> ArtifactError:
     )
 
 
-def _cached(name: str) -> Iterator[Path]:
+def _find_cached(name: str) -> Iterator[Path]:
     """Yield the directories of Arrow files that the cache of `datasets` holds of a dataset."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
