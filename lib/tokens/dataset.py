@@ -127,7 +127,7 @@ class Dataset:
             yield from (rest.slice(start, step) for start in range(0, len(rest), step))
 
     def sample(self, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
-        """Return the middle parts of texts or conversations, spread evenly over the training split."""
+        """Return the middles of texts or conversations, spread evenly over the training split."""
         chosen = [
             b"\n".join(columns.list_contents(row)[0])
             if self.format == CHAT

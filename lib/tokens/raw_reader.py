@@ -1,7 +1,7 @@
-"""Reading a span of a raw shard from any document on, in blocks that worker processes tokenise.
+"""Read a span of a raw shard from any document on, in blocks for worker processes to tokenise.
 
-The process that trains reads blocks: whole lines as they lie, or the texts of rows. A worker
-process finds the text of each document in a block and encodes it (raw_encoder.py).
+The training process reads blocks: whole raw lines, or the texts of rows. A worker process finds the
+text of each document in a block and encodes it (raw_encoder.py).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 16 << 20
 _NAMES_SHOWN = 8
 
-# What a damaged file raises on the way: OSError, or one of these.
+# The errors that reading a damaged file can raise.
 DAMAGE = (OSError, EOFError, ValueError, NotImplementedError)
 
 
 class NoColumn(ValueError):
-    """A Parquet file has no column of that name."""
+    """Raised if a Parquet file lacks the text column."""
 
 
 class Block(NamedTuple):
-    """Holds some documents: whole lines as they lie, or the texts of rows.
+    """Holds some documents: whole raw lines, or the texts of rows.
 
-    start: the place of the first, in bytes of the (decompressed) file or rows of the span.
+    start: the place of the first document, in bytes of the (decompressed) file or rows of the span.
     """
 
     content: bytes | list[bytes | None]
@@ -51,8 +51,8 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Yield the blocks of a span from the document at `place` on, or from its beginning.
 
-    too_long: is called with the place of each line that is left out since it is too long. Raises
-    one of DAMAGE where a file is damaged, after all that could be read.
+    too_long: called with the place of each line that is skipped because it is too long. If a file
+    is damaged, raises one of DAMAGE after the blocks that could be read.
     """
     if path.suffix.lower() == ".parquet":
         yield from _read_parquet(path, span, place or 0, text_field)
@@ -68,16 +68,14 @@ def read_blocks(
             else plain
         )
         if compression and place:
-            log.info(
-                f"{path.name}: decompressing {units.size(place)} again, up to where the run stood"
-            )
+            log.info(f"{path.name}: decompressing {units.size(place)} again to continue after them")
         yield from _read_lines(file, span, place, too_long)
         if damage:
             raise EOFError(*damage)
 
 
 def read_field_names(path: Path, span: Span) -> list[str]:
-    """Return the fields of the first record of a span, or its columns; none where it has none."""
+    """Return the field names of a span's first record, or its columns; [] if it is unreadable."""
     try:
         if path.suffix.lower() == ".parquet":
             from pyarrow.parquet import ParquetFile
@@ -99,14 +97,14 @@ def _read_lines(
     if place:
         _skip_bytes(file, place)
     elif place is None and span.start:
-        # The line that is cut here belongs to the span before; one that begins here does not.
+        # A line cut by the start of the span belongs to the previous span.
         _skip_bytes(file, span.start - 1)
         here = span.start - 1 + skip_line(file)
     while span.end is None or here < span.end:
         left = _BLOCK_BYTES if span.end is None else span.end - here
         block = file.read(min(_BLOCK_BYTES, left))
         if not block and span.end is not None:
-            raise EOFError(f"it ends at byte {here:,}, and had {span.end:,} when the run began")
+            raise EOFError(f"it ends at byte {here:,} but had {span.end:,} when the run began")
         if not block:
             return
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
@@ -121,7 +119,7 @@ def _read_lines(
 
 
 def _skip_bytes(file: BinaryIO, amount: int) -> None:
-    """Go to a place, by decompressing what lies before it where there is no other way."""
+    """Go to a place in a file; a compressed file is decompressed up to it."""
     if file.seekable():
         file.seek(amount)
         return
@@ -140,7 +138,7 @@ def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterat
 
     with io.BufferedReader(RetryingFile(str(path))) as file, ParquetFile(file) as parquet:
         if text_field not in (names := parquet.schema_arrow.names):
-            raise NoColumn(f"no column `{text_field}`, it has {', '.join(names)}")
+            raise NoColumn(f"no column `{text_field}`; the columns are {', '.join(names)}")
         first = 0
         end = parquet.num_row_groups if span.end is None else span.end
         for group in range(span.start, end):
@@ -153,7 +151,7 @@ def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterat
 def _read_row_group(
     parquet: Any, group: int, text_field: str, first: int, place: int
 ) -> Iterator[Block]:
-    """Yield the rows of a row group from `place` on; its first row has the number `first`."""
+    """Yield the rows of a row group from `place` on. first: the number of its first row."""
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
     for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
@@ -171,24 +169,26 @@ def _decode_rows(batch: Any) -> list[bytes | None]:
 
 @dataclass
 class SkippedRecords:
-    """Counts what is left out.
+    """Counts skipped records.
 
-    counts: how often, by reason. first: the words for the first, by reason.
+    counts: reason → number of records. first: reason → description of the first record.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, words: str = "", count: int = 1) -> None:
-        """Note documents that are left out."""
-        self.first.setdefault(reason, words)  # first: another thread may read, by the counts
+        """Count skipped records."""
+        self.first.setdefault(
+            reason, words
+        )  # before the counts, since another thread reads those first
         self.counts[reason] = self.counts.get(reason, 0) + count
 
 
 def find_texts(
     block: Block, text_field: str, skipped: SkippedRecords
 ) -> tuple[list[bytes], list[int]]:
-    """Return the texts of a block (UTF-8) and their places; `skipped` notes what has none."""
+    """Return the texts of a block (UTF-8) and their places; count the others in `skipped`."""
     texts = []
     places = []
     for place, text in _find_each(block, text_field, skipped):
@@ -224,8 +224,8 @@ def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords
         skipped.add("a line that is not a JSON object", f"at {place:,}")
         return None
     if text_field not in value:
-        names = ", ".join(list(value)[:_NAMES_SHOWN]) or "no fields"
-        skipped.add(f"no field `{text_field}`", f"at {place:,}: it has {names}")
+        names = ", ".join(list(value)[:_NAMES_SHOWN]) or "none"
+        skipped.add(f"no field `{text_field}`", f"at {place:,}: its fields are {names}")
         return None
     text = value[text_field]
     if not isinstance(text, str):
@@ -233,7 +233,7 @@ def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords
         return None
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 

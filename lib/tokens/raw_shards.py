@@ -1,7 +1,7 @@
-"""Raw shards of text as they lie, JSON Lines and Parquet: which there are, and in what spans.
+"""Find raw shards of text (JSON Lines and Parquet) and cut them into spans.
 
-A span is what one rank reads of a shard: about 16 MB of plain JSON Lines, as many row groups of
-Parquet, or a whole file where it is compressed or not here yet.
+One rank reads a span at a time: about 16 MB of plain JSON Lines or of Parquet row groups, or a
+whole file if it is compressed or not fetched yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ENDS_BYTES = 64 << 10
 class Span(NamedTuple):
     """Names a part of a shard.
 
-    path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the span
-    it begins in; row groups of Parquet. end None: up to the end.
+    path: relative to the root. start, end: bytes of JSON Lines, or row groups of Parquet. A line
+    belongs to the span in which it begins. end None: up to the end of the file.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Fetcher(Protocol):
-    """Brings shards from elsewhere, in the order asked for, the next while one is read."""
+    """Fetches shards in the order of the requests, in the background."""
 
     def send(self, path: str) -> None: ...
     def receive(self) -> Path: ...
@@ -46,10 +46,10 @@ class Fetcher(Protocol):
 
 @dataclass(frozen=True)
 class RawShards:
-    """Names the files of text that --streaming reads, cut into spans.
+    """Describes the text files that --streaming reads, cut into spans.
 
-    root: where they lie. fetcher: what brings them, None where they are there. fingerprint: of the
-    content, wherever it lies. bytes: of all files. commit: of a repository, else "".
+    root: their directory. fetcher: fetches the files, None if they are local. fingerprint: of the
+    content, independent of the path. bytes: of all files. commit: of the repository, or "".
     """
 
     name: str
@@ -70,21 +70,21 @@ class RawShards:
 
 
 def is_json_lines(path: str) -> bool:
-    """Tell by its name whether a file holds JSON Lines, compressed or not."""
+    """Return whether a file name is that of JSON Lines, compressed or not."""
     name = PurePosixPath(path.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix in _JSON_LINES
 
 
 def is_shard(path: str) -> bool:
-    """Tell by its name whether a file can be read."""
+    """Return whether a file name is that of a readable shard."""
     return is_json_lines(path) or path.lower().endswith(".parquet")
 
 
 def open_directory(root: Path) -> RawShards:
-    """Find the shards of a directory tree, or take one file.
+    """Return the shards of a directory tree, or a single file as a shard.
 
-    Raises ArtifactError when there is nothing, UsageError when there is no shard, or a dataset
-    that needs no streaming.
+    Raises ArtifactError if the path does not exist. Raises UsageError if it contains no shard, or
+    is a prepared dataset, which needs no streaming.
     """
     if not root.exists():
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
@@ -116,9 +116,9 @@ def open_directory(root: Path) -> RawShards:
 def open_repository(
     name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path, fetcher: Fetcher
 ) -> RawShards:
-    """Return the shards of a repository, a span each.
+    """Return the shards of a repository, one span per file.
 
-    sizes: bytes and digest by path. Raises UsageError when no file can be read.
+    sizes: path → bytes and digest. Raises UsageError if the repository contains no shard.
     """
     paths = sorted(filter(is_shard, sizes))
     if not paths:
@@ -142,19 +142,19 @@ def open_repository(
 
 
 def _warn_about_other_files(name: str, found: list[str], taken: int) -> None:
-    """Name the files that are passed over; only the first rank does."""
+    """Warn on rank 0 about the files that are not read."""
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
         shown = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
         log.warn(
-            f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
-            f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "
-            f"their names: {shown} (stages 01 and 02 read any kind of text)"
+            f"--streaming reads {taken:,} of the {units.counted(len(found), 'file')} in {name}. "
+            f"{len(left):,} are skipped: their names are neither those of JSON Lines nor of "
+            f"Parquet: {shown} (stages 01 and 02 read any kind of text)"
         )
 
 
 def _list_files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of all files but hidden ones."""
+    """Yield the relative paths of all files except hidden ones."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (
@@ -181,7 +181,7 @@ def _cut_parquet(root: Path, path: str) -> list[Span]:
     try:
         metadata = pyarrow.parquet.read_metadata(root / path)
     except (OSError, ValueError):
-        return [Span(path)]  # who reads it will say what is wrong
+        return [Span(path)]  # reading it will report the damage
     spans = []
     start = 0
     size = 0

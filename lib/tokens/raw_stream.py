@@ -1,11 +1,11 @@
-"""Raw shards as an endless stream of windows, tokenised while training: `--streaming`.
+"""Stream raw shards as an endless sequence of windows, tokenised while training: `--streaming`.
 
-1. The spans of an epoch have an order drawn from seed and epoch; dp rank r of W takes the places
-   r, r + W, … of it, so an epoch of all ranks holds every document once.
-2. Worker processes tokenise blocks of a span, a block each ahead; results come in their order.
-3. The documents of a rank follow each other, and are cut into windows across them.
-Each rank starts its next epoch when it is through with its own part. So the position is a cursor
-per rank, and belongs to that number of ranks.
+1. Seed and epoch decide the order of the spans. dp rank r of W reads the spans at r, r + W, … in
+   that order, so an epoch of all ranks contains every document once.
+2. Worker processes tokenise the blocks of a span, one block ahead each. Results keep their order.
+3. The documents of a rank are concatenated and cut into windows, across document boundaries.
+Each rank starts its next epoch at the end of its own part. So the position is one cursor per rank,
+and is valid for that number of ranks only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SAMPLED_BYTES = 20_000
 
 
 class OwnSpan(NamedTuple):
-    """Names a span that a rank reads, and its number among the rank's own of the epoch."""
+    """Names a span that a rank reads, and its number among the rank's spans of the epoch."""
 
     epoch: int
     number: int
@@ -47,7 +47,7 @@ class OwnSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Holds a block of the stream, the number of its first token, and where it is from."""
+    """Holds a block of the stream, the number of its first token, and its span."""
 
     first: int
     own: OwnSpan
@@ -55,9 +55,9 @@ class Origin(NamedTuple):
 
 
 class RawDocuments:
-    """Reads the documents of one rank's part of the shards, tokenised by processes.
+    """Reads one rank's part of the shards, tokenised by worker processes.
 
-    Raises UsageError when there are fewer spans than ranks.
+    Raises UsageError if there are fewer spans than ranks.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class RawDocuments:
             raise UsageError(
                 f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
                 f"{units.counted(dp_size, 'rank')}",
-                expected="a piece per rank at least: more files, or fewer ranks (a "
-                "compressed file, and one from the Hub, is one piece)",
+                expected="at least one piece per rank: more files, or fewer ranks (a compressed "
+                "file, or one from the Hub, is one piece)",
             )
         self.shards = shards
         self.text_field = text_field
@@ -81,7 +81,7 @@ class RawDocuments:
         self._reading = 1e-9  # seconds
         self._encoding = 0.0  # seconds
         self._workers: list[Worker] = []
-        # What has been asked for and not yet come: of the workers, and paths of the fetcher.
+        # Pending requests: blocks that workers encode, and the number of files to fetch.
         self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()
         self._fetching_now = 0
 
@@ -92,10 +92,10 @@ class RawDocuments:
         return [self.shards.spans[number] for number in numbers[self.dp_rank :: self.dp_size]]
 
     def sample(self) -> list[bytes]:
-        """Return the beginnings of some documents: from all over the shards where they are here,
-        else from the first span.
+        """Return the beginnings of some documents.
 
-        Raises UsageError when none has the text field, ArtifactError when none can be read.
+        They come from all over the shards if these are local, otherwise from the first span. Raises
+        UsageError if no document contains the text field, ArtifactError if none can be read.
         """
         spans = (
             self.spans(0)[:1]
@@ -128,13 +128,13 @@ class RawDocuments:
                 f"no readable document in {self.shards}",
                 found="\n".join(problems[:8]),
                 expected=f"one JSON object per line, or Parquet, with the text in "
-                f"`{self.text_field}` (--text-field names another)",
+                f"`{self.text_field}` (choose another field with --text-field)",
             )
-        # The cut may fall inside a character: what is left of it is dropped.
+        # A cut may fall inside a character; its remaining bytes are dropped.
         return [text[:_SAMPLED_BYTES].decode("utf-8", "ignore").encode() for text in texts]
 
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
-        """Start the worker processes; they need some seconds to get ready."""
+        """Start the worker processes; they need some seconds until they are ready."""
         self._workers = [
             Worker(
                 f"tokenise {i}", raw_encoder.make_block_encoder, tokenizer, sample, self.text_field
@@ -143,15 +143,15 @@ class RawDocuments:
         ]
 
     def close(self) -> None:
-        """End the processes that tokenise and fetch."""
+        """Stop the processes that tokenise and fetch."""
         for process in (*self._workers, *filter(None, [self.shards.fetcher])):
             process.close()
 
     def encoded(self, cursor: Cursor) -> Iterator[Origin]:
-        """Yield the rank's documents from a cursor on (from the first token of its document).
+        """Yield the rank's blocks from the start of the cursor's document on.
 
-        Only one at a time can be used: what an earlier one has asked for is thrown away. Raises
-        ArtifactError when a whole epoch gave no document.
+        Only one iterator can be used at a time: a new one discards the pending requests of an
+        earlier one. Raises ArtifactError if a whole epoch contains no document.
         """
         while self._encoding_now:
             self._encoding_now.popleft()[1].receive()
@@ -178,7 +178,7 @@ class RawDocuments:
                 raise self._make_empty_error(with_text + 1)
 
     def log_skipped_records(self) -> None:
-        """Log what was left out, if there is more of it than at the last call."""
+        """Warn about skipped records, if their number has grown since the last call."""
         if (total := sum(self.skipped.counts.values())) == self._reported:
             return
         self._reported = total
@@ -186,16 +186,14 @@ class RawDocuments:
             f"{count:,} × {reason} (the first in {self.skipped.first[reason]})"
             for reason, count in list(self.skipped.counts.items())
         )
-        log.warn(f"left out so far: {reasons}")
+        log.warn(f"skipped so far: {reasons}")
 
     def speed(self) -> float:
-        """Return how many tokens per second can be made for this rank, about: reading goes on in
-        one thread, encoding in all workers.
-        """
+        """Estimate the tokens per second for this rank: one thread reads, all workers encode."""
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
 
     def describe(self, numbers: int) -> dict[str, str]:
-        """Return what a plan says of the spans, whatever the number of samples."""
+        """Return the rows about the spans for the printed plan."""
         count = len(self.shards.spans)
         return {
             "pieces": f"{count / self.dp_size:,.1f} per rank = {count:,} of about "
@@ -204,14 +202,14 @@ class RawDocuments:
         }
 
     def _list_spans(self, cursor: Cursor) -> Iterator[OwnSpan]:
-        """Yield the spans from the cursor's on, without end."""
+        """Yield the rank's spans from the cursor on, without end."""
         for epoch in itertools.count(cursor.epoch):
             start = cursor.piece if epoch == cursor.epoch else 0
             for number, span in enumerate(self.spans(epoch)[start:], start):
                 yield OwnSpan(epoch, number, span)
 
     def _read_blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
-        """Yield the blocks from the cursor's document on. Skips unreadable ones with a warning."""
+        """Yield the blocks from the cursor's document on. Count unreadable files as skipped."""
         place = cursor.place
         with_block = cursor.epoch
         for own, path in self._fetch_ahead(self._list_spans(cursor)):
@@ -234,7 +232,7 @@ class RawDocuments:
             place = None
 
     def _fetch_ahead(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
-        """Yield what the sequence has with the path of the shard, fetched one ahead."""
+        """Yield each span with the path of its shard, fetching one shard ahead."""
         if (fetcher := self.shards.fetcher) is None:
             yield from ((own, self.shards.root / own.span.path) for own in sequence)
             return
@@ -271,14 +269,14 @@ class RawDocuments:
     def _make_empty_error(self, epoch: int) -> ArtifactError:
         self.log_skipped_records()
         return ArtifactError(
-            f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
+            f"the part of rank {self.dp_rank} contains no document in epoch {epoch}",
             found=str(self.shards),
             expected="other files, or fewer ranks",
         )
 
 
 class TokenRuns:
-    """Gives tokens of documents in runs that overlap by the token that is only a label."""
+    """Cuts the token stream into runs that overlap by one token, which is only a label."""
 
     def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
         self._encoded = documents.encoded(cursor)
@@ -289,7 +287,7 @@ class TokenRuns:
             self.take(cursor.token)
 
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
-        """Return the next tokens and the one after them (int64 [count + 1]), and where that is."""
+        """Return the next tokens with one more (int64 [count + 1]), and the cursor of that one."""
         parts = [self._tokens]
         there = len(self._tokens)
         while there <= count:
@@ -316,7 +314,7 @@ class TokenRuns:
 
 
 class RawStream(DataStream):
-    """Gives windows across the documents of raw shards; every rank reads its own part."""
+    """Yields windows across the documents of raw shards; every rank reads its own part."""
 
     def __init__(
         self, documents: RawDocuments, seq_length: int, division: Division, device: torch.device
@@ -334,7 +332,7 @@ class RawStream(DataStream):
         )
 
     def epoch(self, position: Position) -> float:
-        """Return how often this rank's part has been gone through, in whole spans."""
+        """Return the epochs this rank has read of its part, in whole spans."""
         cursor = position.cursor or Cursor()
         return cursor.epoch + cursor.piece / len(self._documents.spans(cursor.epoch))
 

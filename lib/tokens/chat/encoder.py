@@ -132,9 +132,9 @@ class ChatEncoder:
         """
         longest = self._policy.longest
         tokens = int(sizes.sum())
-        problem = f"it has {sizes.max():,} tokens, and a sample has at most {longest:,}"
+        reason = f"it has {sizes.max():,} tokens, and a sample has at most {longest:,}"
         if self._policy.too_long == DROP:
-            return [], Dropped(number, "too long", problem, tokens=tokens)
+            return [], Dropped(number, "too long", reason, tokens=tokens)
 
         def encode_part(part: Conversation) -> EncodedTexts | None:
             coded, _, dropped = self._encode_all([part])
@@ -153,7 +153,7 @@ class ChatEncoder:
         return parts, Dropped(
             number,
             "too long",
-            f"{problem}; {units.counted(lost, 'answer')} of it with the question before did not fit",
+            f"{reason}; {units.counted(lost, 'answer')} of it with the question before did not fit",
             tokens=max(0, tokens - kept),
             partly=bool(kept),
         )
