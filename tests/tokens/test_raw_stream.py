@@ -264,11 +264,11 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
         (tmp_path / f"page_{number}.txt").write_text("x")
     raw_shards.open_directory(tmp_path)
     assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
-    assert "passes over 7" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
+    assert "7 are skipped" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
     raw_shards.open_repository(
         "org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None
     )
-    assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
+    assert "reads 1 of the 2 files in org/name" in told[1]
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
