@@ -52,7 +52,7 @@ def render_sample(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colou
             if text.startswith(before)
             else tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False)
         )
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+        text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
         if colour:  # line by line, since pagers reset colours at a line break
             paint = _TRAINED if trained[start] else _READ
             text = "\n".join(f"{paint}{line}{_END}" if line else "" for line in text.split("\n"))
@@ -64,7 +64,7 @@ def render_sample(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colou
 
 def mark_trained(text: str, is_trained: bool) -> str:
     """Return a part of a sample, in ⟦…⟧ if it is trained, with brackets in the text escaped."""
-    text = _OWN_BRACKETS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    text = _OWN_BRACKETS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return f"{_OPEN}{text}{_CLOSE}" if is_trained else text
 
 

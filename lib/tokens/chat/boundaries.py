@@ -115,7 +115,7 @@ class Boundaries:
         edges = []
         for number, (text, spans) in enumerate(texts):
             first = firsts[number]
-            starts = [found.start() for found in self._special.finditer(text)]
+            starts = [match.start() for match in self._special.finditer(text)]
             if (
                 len(starts) != firsts[number + 1] - first
             ):  # this tokenizer reads some of them as plain text
@@ -134,15 +134,15 @@ class Boundaries:
         """Return the ids of each head as bytes, from the cache or by encoding it."""
         if len(self._known) > _MOST_HEADS:
             self._known.clear()
-        found = {head: self._known[head] for head in heads if head in self._known}
-        new = [*(heads - found.keys())]
+        id_bytes = {head: self._known[head] for head in heads if head in self._known}
+        new = [*(heads - id_bytes.keys())]
         ids, lengths = self._encoder.encode_bare([head.encode("utf-8", "replace") for head in new])
         coded = ids.tobytes()
         ends = (np.cumsum(lengths) * ids.itemsize).tolist()
         for head, begin, end in zip(new, [0, *ends], ends, strict=False):
-            found[head] = coded[begin:end]
-        self._known |= {head: found[head] for head in new if len(head) <= _LONGEST_HEAD}
-        return found
+            id_bytes[head] = coded[begin:end]
+        self._known |= {head: id_bytes[head] for head in new if len(head) <= _LONGEST_HEAD}
+        return id_bytes
 
 
 def _make_token_pattern(token: Any) -> str:
@@ -161,5 +161,5 @@ def _find_lines(text: str, place: int) -> tuple[str, str]:
     """
     start = text.rfind("\n", 0, max(0, place - 1)) + 1
     end = text.find("\n", place)
-    whole = text[start:end] if end >= 0 else text[start:]
-    return text[start:place], whole
+    line = text[start:end] if end >= 0 else text[start:]
+    return text[start:place], line

@@ -123,7 +123,7 @@ def warn_about_samples(name: str, chats: ChatCounts, errors: Path) -> None:
         log.info(f"  {errors} lists the dropped conversations")
     refused = sum(chats.dropped[cause] for cause in _OF_TEMPLATE)
     if refused > _MOST_REFUSED * chats.conversations:
-        cause = max(_OF_TEMPLATE, key=lambda each: chats.dropped[each])
+        cause = max(_OF_TEMPLATE, key=lambda cause: chats.dropped[cause])
         log.warn(
             f"{name}: the chat template cannot render {refused:,} of "
             f"{units.counted(chats.conversations, 'conversation')}; they were dropped. "

@@ -35,7 +35,7 @@ class ControlTokens:
             if tools:
                 texts += _list_strings(tools)
         joined = "\0".join(texts)
-        return not any(finder.search(joined) for finder in self._control[False])
+        return not any(pattern.search(joined) for pattern in self._control[False])
 
     def require_plain(self, conversation: Conversation) -> None:
         """Raise ControlToken if a message or a tool contains a control token."""
@@ -49,9 +49,9 @@ class ControlTokens:
         ]
         for what, is_answer, value in [*turns, ("a tool", False, conversation.tools)]:
             for text in _list_strings(value):
-                for finder in self._control[is_answer]:
-                    if found := finder.search(text):
-                        token = found[0].encode("utf-8", "backslashreplace").decode()
+                for pattern in self._control[is_answer]:
+                    if match := pattern.search(text):
+                        token = match[0].encode("utf-8", "backslashreplace").decode()
                         raise ControlToken(f"{what} spells the token {token}")
 
 
@@ -66,7 +66,7 @@ def _compile_patterns(tokens: Iterable[str]) -> list[re.Pattern[str]]:
     by_first: dict[str, list[str]] = {}
     for token in tokens:
         by_first.setdefault(token[0], []).append(token)
-    return [compile_alternatives(several) for several in by_first.values()]
+    return [compile_alternatives(tokens) for tokens in by_first.values()]
 
 
 def _list_strings(value: Any) -> list[str]:

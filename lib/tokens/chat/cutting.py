@@ -34,15 +34,15 @@ def split_conversation(
         end = first + 1
         while end < count and cut.size(first, end + 1) <= budget:
             end += 1
-        found = encode(cut.part(first, end))
-        while found is None and end > first + 1:
+        encoded = encode(cut.part(first, end))
+        while encoded is None and end > first + 1:
             end -= 1
-            found = encode(cut.part(first, end))
-        if found is None:
-            found, missed = _shorten_group(cut, first, encode)
+            encoded = encode(cut.part(first, end))
+        if encoded is None:
+            encoded, missed = _shorten_group(cut, first, encode)
             lost += missed
-        if found is not None and len(found.ids):
-            parts.append(found)
+        if encoded is not None and len(encoded.ids):
+            parts.append(encoded)
         first = end
     return parts, lost
 
@@ -55,9 +55,9 @@ def _take_last_turns(
     budget = share * cut.size(0, count)
     first = next((n for n in range(count) if cut.size(n, count) <= budget), count - 1)
     for start in range(first, count):
-        found = encode(cut.part(start, count))
-        if found is not None:
-            return ([found] if len(found.ids) else []), 0
+        encoded = encode(cut.part(start, count))
+        if encoded is not None:
+            return ([encoded] if len(encoded.ids) else []), 0
     return [], 1
 
 
@@ -65,9 +65,9 @@ def _shorten_group(cut: _Groups, group: int, encode: EncodePart) -> tuple[Encode
     """Return the turns of one question up to the last answer that fits, and the lost answers."""
     answers = cut.trained(group)
     for kept in range(len(answers) - 1, 0, -1):
-        found = encode(cut.part(group, group + 1, answers[kept - 1] + 1))
-        if found is not None:
-            return found, len(answers) - kept
+        encoded = encode(cut.part(group, group + 1, answers[kept - 1] + 1))
+        if encoded is not None:
+            return encoded, len(answers) - kept
     return None, len(answers)
 
 

@@ -189,12 +189,12 @@ class ChatEncoder:
         dropped = {}
         are_plain = self._finder.control.are_plain(conversations)
         with sandbox.limit_rendering() as begin:
-            for number, each in enumerate(conversations):
+            for number, conversation in enumerate(conversations):
                 begin()
                 try:
                     if not are_plain:
-                        self._finder.control.require_plain(each)
-                    found = self._finder.find_texts(each)
+                        self._finder.control.require_plain(conversation)
+                    rendered = self._finder.find_texts(conversation)
                 except TemplateError as error:
                     dropped[number] = Dropped(number, "template", str(error))
                 except NoAnswerBoundary as error:
@@ -202,8 +202,8 @@ class ChatEncoder:
                 except ControlToken as error:
                     dropped[number] = Dropped(number, "control token", str(error))
                 else:
-                    texts += found
-                    owned += [number] * len(found)
+                    texts += rendered
+                    owned += [number] * len(rendered)
         return texts, owned, dropped
 
     def _add_bos(self, coded: EncodedTexts) -> EncodedTexts:
@@ -243,24 +243,24 @@ def _merge_parts(
     """
     if not any(parts.values()):
         return coded, owners
-    whole = np.split(np.arange(len(coded.ids)), np.cumsum(coded.lengths)[:-1])
-    several = (
+    places = np.split(np.arange(len(coded.ids)), np.cumsum(coded.lengths)[:-1])
+    samples = (
         [
             (number, coded.ids[at], coded.trained[at])
-            for number, at in zip(owners.tolist(), whole, strict=True)
+            for number, at in zip(owners.tolist(), places, strict=True)
         ]
         if len(owners)
         else []
     )
-    for number, found in parts.items():
-        for part in found:
+    for number, pieces in parts.items():
+        for part in pieces:
             ends = np.cumsum(part.lengths)[:-1]
-            several += [
+            samples += [
                 (number, *both)
                 for both in zip(np.split(part.ids, ends), np.split(part.trained, ends), strict=True)
             ]
-    several.sort(key=lambda sample: sample[0])
-    numbers, ids, trained = zip(*several, strict=True)
+    samples.sort(key=lambda sample: sample[0])
+    numbers, ids, trained = zip(*samples, strict=True)
     lengths = np.array([len(one) for one in ids], np.int64)
     return EncodedTexts(np.concatenate(ids), np.concatenate(trained), lengths, {}), np.array(
         numbers

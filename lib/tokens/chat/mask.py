@@ -137,7 +137,7 @@ class AnswerFinder:
         template_omissions.require_tools(tools, whole.text)
         if template_omissions.is_system_prompt_missing(messages[0], whole.text):
             self.template_omissions["system prompt"] += 1
-        found: list[TextWithSpans] = []
+        texts: list[TextWithSpans] = []
         for i in reversed(trained):
             answer = self._find_answer(messages, tools, whole, answers, i)
             end = answer.spans[-1][1]
@@ -147,13 +147,13 @@ class AnswerFinder:
                 )
                 if template_omissions.are_thoughts_missing(messages[i], answer.text):
                     self.template_omissions["thoughts"] += 1
-            if found and (
-                answer.text is found[-1].text or found[-1].text.startswith(answer.text[:end])
+            if texts and (
+                answer.text is texts[-1].text or texts[-1].text.startswith(answer.text[:end])
             ):
-                found[-1].spans.extend(answer.spans)
+                texts[-1].spans.extend(answer.spans)
             else:
-                found.append(answer)
-        return found[::-1]
+                texts.append(answer)
+        return texts[::-1]
 
     def _take_whole(
         self,
@@ -190,16 +190,16 @@ class AnswerFinder:
             self._template.render(messages, tools, prompt).text for prompt in (False, True)
         )
         end = find_shared_length(text, asked)
-        if end < min(
-            len(text), len(asked)
-        ):  # the texts differ inside a token: go back to its start
+        if end < min(len(text), len(asked)):
+            # The texts may differ inside a token: go back to its start.
             end = min(
                 (
                     end - cut
                     for token in self._ends
                     for cut in range(1, len(token))
-                    for each in (text, asked)
-                    if each[:end].endswith(token[:cut]) and each.startswith(token, end - cut)
+                    for rendered in (text, asked)
+                    if rendered[:end].endswith(token[:cut])
+                    and rendered.startswith(token, end - cut)
                 ),
                 default=end,
             )
@@ -276,7 +276,7 @@ class AnswerFinder:
             ):
                 return len(text) - len(run) + kept
         at = len(text)
-        found = []
+        tokens = []
         while True:
             while at > start and text[at - 1].isspace():
                 at -= 1
@@ -285,11 +285,11 @@ class AnswerFinder:
             token = next((each for each in self._ends if text.endswith(each, start, at)), None)
             if token is None:
                 break
-            found.append((at, token))
+            tokens.append((at, token))
             at -= len(token)
-        if not found:
+        if not tokens:
             return -1
-        end = next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
+        end = next((end for end, token in reversed(tokens) if token in self.closing), tokens[-1][0])
         if len(self._endings) < _MOST_ENDINGS and not text[at - 1].isspace():
             self._endings[text[at:]] = end - at
         return end

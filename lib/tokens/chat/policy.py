@@ -97,7 +97,7 @@ def _has_turn_tokens(model_dir: Path) -> bool:
 
 def _read_templates(model_dir: Path) -> dict[str, str]:
     """Return the chat templates of a model by name."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = model_dir / name
         try:
@@ -105,20 +105,20 @@ def _read_templates(model_dir: Path) -> dict[str, str]:
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{path} cannot be read", found=str(error)) from error
         value = content.get("chat_template") if isinstance(content, dict) else None
-        several = value if isinstance(value, list) else [{"name": "default", "template": value}]
-        found |= {
-            each["name"]: each["template"]
-            for each in several
-            if isinstance(each, dict)
-            and isinstance(each.get("name"), str)
-            and isinstance(each.get("template"), str)
+        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+        templates |= {
+            entry["name"]: entry["template"]
+            for entry in entries
+            if isinstance(entry, dict)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
         }
     files = {path.stem: path for path in (model_dir / "additional_chat_templates").glob("*.jinja")}
     if (model_dir / _NAME).is_file():
         files["default"] = model_dir / _NAME
     for name, path in files.items():
         try:
-            found[name] = path.read_text(encoding="utf-8")
+            templates[name] = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{path} cannot be read", found=str(error)) from error
-    return found
+    return templates

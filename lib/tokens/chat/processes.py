@@ -130,8 +130,8 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
     """
     read = list(table_rows.read_rows(batch))
     sound = [number for number, (chat, _) in enumerate(read) if isinstance(chat, Conversation)]
-    several = [chat for chat, _ in read if isinstance(chat, Conversation)]
-    encoded = chats.encode(several)
+    conversations = [chat for chat, _ in read if isinstance(chat, Conversation)]
+    encoded = chats.encode(conversations)
     begins = np.cumsum(encoded.lengths) - encoded.lengths
     if len(begins) and (
         encoded.trained[begins].any()
@@ -149,7 +149,7 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
     )
     counts = ChatCounts(
         len(read),
-        sum(len(chat.messages) for chat in several),
+        sum(len(chat.messages) for chat in conversations),
         len(encoded.lengths),
         len(encoded.tokens),
         int(encoded.trained.sum()),

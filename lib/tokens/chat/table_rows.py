@@ -90,22 +90,24 @@ def _read_calls(message: Message, number: int) -> None:
         message[CALLS] = calls
 
 
-def _parse_functions(text: str, what: str) -> list[dict[str, Any]]:
+def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
     """Parse the JSON list of functions, or of function calls, in a column."""
     try:
-        found = records.parse_json(text, DEEPEST)
+        functions = records.parse_json(text, DEEPEST)
     except ValueError as error:
         raise Refused(
             "content",
-            f"{what} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
+            f"{name} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
         ) from error
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise Refused("content", f"{what} is not a list of objects")
+    if not isinstance(functions, list) or not all(
+        isinstance(function, dict) for function in functions
+    ):
+        raise Refused("content", f"{name} is not a list of objects")
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(functions, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise Refused(
             "content",
-            f"{what} contains a number that is not finite, or a text that is not valid Unicode",
+            f"{name} contains a number that is not finite, or a text that is not valid Unicode",
         ) from error
-    return found
+    return functions
