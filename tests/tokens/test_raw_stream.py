@@ -263,7 +263,7 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
     for number in range(7):
         (tmp_path / f"page_{number}.txt").write_text("x")
     raw_shards.open_directory(tmp_path)
-    assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
+    assert len(told) == 1 and "reads 1 of the 8 files" in told[0]
     assert "7 are skipped" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
     raw_shards.open_repository(
         "org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None
@@ -280,7 +280,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
     with pytest.raises(UsageError, match="no readable document") as told:
         part_of(tmp_path).sample()
-    assert "it has content, url" in told.value.found
+    assert "content, url" in told.value.found
     assert part_of(tmp_path, field="content").sample() == [b"x"]
     with pytest.raises(UsageError, match="1 piece for 2 ranks"):
         part_of(tmp_path, dp_size=2)
@@ -290,7 +290,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pq.write_table(pa.table({"words": ["row"]}), tmp_path / "a.parquet")
     with pytest.raises(UsageError, match="no readable document") as told:
         part_of(tmp_path).sample()
-    assert "it has words (a.parquet)" in told.value.found
+    assert "words (a.parquet)" in told.value.found
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     for path in (tmp_path, tmp_path / "b.jsonl"):
