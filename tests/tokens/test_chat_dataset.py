@@ -87,7 +87,10 @@ COLUMNS = {
         ({"messages": [[{"role": "user"}]]}, "all fields strings"),
         ({"messages": [[{"role": 1, "content": "a"}]]}, "all fields strings"),
         ({"messages": [[{"role": "user", "content": [{"type": "text"}]}]]}, "all fields strings"),
-        ({"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]}, "all fields strings"),
+        (
+            {"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]},
+            "all fields strings",
+        ),
         ({"messages": [None]}, "empty in all rows"),
         ({"tools": [["f"]]}, "`tools` is list<"),
         ({"weights": ["1"]}, "`weights` is string"),
