@@ -174,7 +174,7 @@ def _rate(it: Any, said: list[Any]) -> str:
     lost = 0
     for group in groups:
         began = time.process_time()
-        it._texts(group)
+        it._render_texts(group)
         between = time.process_time()
         lost += len(it.encode(group).dropped)
         seconds.append((between - began, time.process_time() - between))

@@ -937,12 +937,12 @@ def test_the_command_for_a_file_of_a_dataset_names_the_dataset(
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--out", "b", "--dataset", str(file)])
-    with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
+    with pytest.raises(UsageError, match="is a file") as caught:
         bundle_contents._dataset(str(file))
     assert caught.value.run.endswith("pack --out b --dataset saved/train")
     (words := Path("words")).mkdir()
     (words / "a.txt").write_text("words")
     monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--dataset", "words/a.txt"])
-    with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
+    with pytest.raises(UsageError, match="is a file") as caught:
         bundle_contents._dataset("words/a.txt")
     assert caught.value.run.splitlines()[2].endswith("pack --dataset hf_datasets/a")

@@ -585,7 +585,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     Path("words").mkdir()
     Path("words/tokenizer.json").touch()
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
-    yield lambda: build.require_same(Path("words"), "of another one")
+    yield lambda: build.require_same_tokenizer(Path("words"), "of another one")
     sink = object.__new__(split_writer.Sink)
     sink.path = Path("words/sink")
     sink.bytes = 1

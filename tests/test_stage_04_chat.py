@@ -102,7 +102,7 @@ def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "trai
     )
     opened = store.open_store(directory)
     if packed:
-        return packing.prepare(opened, LENGTH)[split]
+        return packing.prepare_packs(opened, LENGTH)[split]
     found = opened.splits[split]
     return Windows(found.tokens, LENGTH, found.labels)
 
@@ -282,7 +282,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
         4,
         cwd=project,
     )
-    assert "of them trained" in done.stdout
+    assert " trained (" in done.stdout
     corpora = mixture.open_corpora(
         [f"{project}/hf_datasets/{name}={weight}" for name, weight in (("talks", 2), ("text", 1))]
     )
@@ -310,7 +310,7 @@ def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
     assert "--packing" not in done.stdout
     plan = (*TRAIN, "-e", "x", "-d", "talks", "--dry-run")
     done = run_stage(*plan, cwd=project)
-    assert "of them trained" in done.stdout and "(a chat dataset)" in done.stdout
+    assert " trained (" in done.stdout and "(a chat dataset)" in done.stdout
     (project / "model/chat_template.jinja").unlink()
     done = run_stage(*plan, cwd=project, expect=2)
     assert "has no chat template" in done.stderr and "chat_templates/chatml.jinja" in done.stderr

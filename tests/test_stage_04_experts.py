@@ -106,7 +106,7 @@ def samples_of(project: Path, packing_: str) -> Samples:
     )
     tokens = store.open_store(directory)
     if packing_ == "documents":
-        return packing.prepare(tokens, SEQ_LENGTH)["train"]
+        return packing.prepare_packs(tokens, SEQ_LENGTH)["train"]
     return Windows(tokens.splits["train"].tokens, SEQ_LENGTH)
 
 

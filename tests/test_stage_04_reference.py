@@ -225,7 +225,7 @@ def samples_of(root: Path, packing_: str, length: int) -> Samples:
     return (
         Windows(tokens.splits["train"].tokens, length)
         if packing_ == "concat"
-        else packing.prepare(tokens, length)["train"]
+        else packing.prepare_packs(tokens, length)["train"]
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from lib.core import options, paths
 from lib.core.declared import flag, option
 from lib.core.errors import UsageError
-from lib.tokens import lacking
+from lib.tokens import dataset_errors
 from lib.train import stage_04
 from lib.train.config import Config
 
@@ -63,7 +63,9 @@ class RawText:
         ]
 
 
-_C4 = RawText(data="allenai/c4", include=[lacking.FIRST_FILES["allenai/c4"][0]], fields="text")
+_C4 = RawText(
+    data="allenai/c4", include=[dataset_errors.FIRST_FILES["allenai/c4"][0]], fields="text"
+)
 
 
 def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:

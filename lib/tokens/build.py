@@ -1,4 +1,4 @@
-"""Making a token store: once per dataset and tokenizer, before any process group exists."""
+"""Build a token store once per dataset and tokenizer, before any process group exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lib.tokens.split_writer import PROGRESS, TextWriter, Written
 _POLL_S = 0.5
 
 
-def prepare(
+def prepare_store(
     dataset: Dataset,
     tokenizer_dir: Path,
     cache_dir: Path,
@@ -32,30 +32,30 @@ def prepare(
     verify: bool = False,
     chat: ChatPolicy | None = None,
 ) -> Path:
-    """Return the finished store of a dataset and a tokenizer, building it when needed.
+    """Return the path of the token store for a dataset and a tokenizer; build it if needed.
 
-    Every process of a launch may call it (see `once`). `model_vocab`: ids the model can embed.
-    verify: hash a store that is there already also when it has not changed since it was hashed.
-    chat: how the conversations of a chat dataset become samples. Raises UsageError when the
-    tokenizer can give larger ids, the dataset is replaced meanwhile, or no conversation can be
-    trained on; ArtifactError when a store is there and damaged.
+    Every process of a launch may call this function (see `build_once`). model_vocab: the number of
+    ids the model can embed. verify: hash an existing store even if it has not changed since the
+    last time. chat: the options for conversations, for a chat dataset. Raises UsageError if the
+    tokenizer can give larger ids, the dataset was replaced meanwhile, or no conversation can be
+    trained on. Raises ArtifactError if the existing store is damaged.
     """
-    identity = store.identity(dataset, tokenizer_dir, chat)
-    target = store.directory(cache_dir, dataset, identity)
+    identity = store.make_identity(dataset, tokenizer_dir, chat)
+    target = store.find_store_dir(cache_dir, dataset, identity)
 
-    @cache  # for who waits and tries again
-    def encoder() -> Encoder:
-        made = Encoder(tokenizer_dir, num_workers)
-        require_vocabulary(made.vocab_size, model_vocab, tokenizer_dir)
-        return made
+    @cache  # `build_once` may call `build` several times
+    def load_encoder() -> Encoder:
+        encoder = Encoder(tokenizer_dir, num_workers)
+        require_vocabulary(encoder.vocab_size, model_vocab, tokenizer_dir)
+        return encoder
 
     def build() -> None:
-        _build(dataset, encoder(), target, identity, num_workers, progress, chat)
+        _build_store(dataset, load_encoder(), target, identity, num_workers, progress, chat)
         verified.record_intact(
             target, manifest.read(target, store.KIND, "the token store"), cache_dir
         )
 
-    once(
+    build_once(
         target,
         store.KIND,
         identity,
@@ -72,23 +72,23 @@ def prepare(
         ),
     )
     if verify:
-        log.info(f"{target}: every byte is as it was written")
-    dataset.require_same()  # or another rank, which looked later, waits for another store
+        log.info(f"{target}: all checksums match")
+    dataset.require_same()  # otherwise ranks that looked later would wait for another store
     return target
 
 
-def once(
+def build_once(
     target: Path,
     kind: str,
     identity: dict[str, Any],
     build: Callable[[], None],
     verify: Callable[[dict[str, Any]], None] = lambda content: None,
 ) -> None:
-    """Have an artifact built by one process of each machine while the others wait.
+    """Build an artifact in one process of each machine while the others wait.
 
-    They wait for the manifest to appear, without any collective that could time out. verify: done
-    by that process with the manifest of one that was there, or that another machine has built.
-    Raises ArtifactError when something damaged is there.
+    The others wait for the manifest to appear, without a collective that could time out. verify:
+    called by that one process with the manifest of an artifact that existed, or that another
+    machine has built. Raises ArtifactError if the existing artifact is damaged.
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
         raise ArtifactError(
@@ -105,7 +105,7 @@ def once(
                 build()
                 return
             except publish.AlreadyBuilding:
-                pass  # another machine or launch that shares this directory is at it
+                pass  # another machine or launch is building in this directory
         if not waited:
             log.info(f"waiting for {target} to be built by another process")
             waited = True
@@ -115,7 +115,7 @@ def once(
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
-    """Raise UsageError when a tokenizer can give ids that the model cannot embed."""
+    """Raise UsageError if a tokenizer can give ids that the model cannot embed."""
     if vocab_size > model_vocab:
         raise UsageError(
             f"the tokenizer in {tokenizer_dir} is larger than the model's vocabulary",
@@ -125,7 +125,7 @@ def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -
         )
 
 
-def _build(
+def _build_store(
     dataset: Dataset,
     encoder: Encoder,
     target: Path,
@@ -137,13 +137,13 @@ def _build(
     text_bytes = dataset.total_bytes()
     if encoder.eos is None and not chat:
         log.warn(
-            "the tokenizer has no EOS token: documents follow each other with nothing in between, "
-            "and the model does not learn where a text ends"
+            "the tokenizer has no EOS token, so nothing separates documents and the model does "
+            "not learn where a text ends"
         )
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         try:
-            counts, began = _fill(build, dataset, encoder, num_workers, progress, chat)
-        except (ArtifactError, UsageError):  # nothing that could go on from what is there
+            counts, began = _fill_store(build, dataset, encoder, num_workers, progress, chat)
+        except (ArtifactError, UsageError):  # a later run cannot continue after this error
             build.resumable = False
             raise
     seconds = time.monotonic() - began
@@ -155,7 +155,7 @@ def _build(
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
-def _fill(
+def _fill_store(
     build: publish.Build,
     dataset: Dataset,
     encoder: Encoder,
@@ -163,23 +163,23 @@ def _fill(
     progress: bool,
     chat: ChatPolicy | None,
 ) -> tuple[dict[str, dict[str, int]], float]:
-    """Write and publish a store; return its counts by split, and when tokenising began."""
+    """Write and publish a store; return its counts by split, and the time when tokenising began."""
     dataset.check_content()
     text_bytes = dataset.total_bytes()
-    # A store is rarely larger than its text: a token stands for 3 bytes or more, and takes 2 or 4.
+    # A store is rarely larger than its text: a token takes 2 or 4 bytes and covers 3 or more.
     publish.require_space(build.dir, text_bytes, "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
     log.info(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
-    if not chat:  # whose processes do so themselves
+    if not chat:  # the worker processes for conversations tune their own encoders
         encoder.tune(dataset.sample())
-    require_same(encoder.directory, build.identity["inputs"]["tokenizer"])
+    require_same_tokenizer(encoder.directory, build.identity["inputs"]["tokenizer"])
     dataset.require_same()
     began = time.monotonic()
     with Progress("tokenising", text_bytes, "B", progress) as bar:
         from lib.tokens.chat import preparation  # which takes time to import
 
         written = (
-            preparation.write(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
+            preparation.write_splits(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
             if chat
             else _write_texts(build.dir, dataset, encoder, dtype, bar)
         )
@@ -190,7 +190,7 @@ def _fill(
         stage="04_train_fsdp.py",
         options={"num_workers": num_workers},
         files=written.files,
-        summary=store.summarise(dtype, encoder, written.counts, written.chat),
+        summary=store.summarise_store(dtype, encoder, written.counts, written.chat),
     )
     return written.counts, began
 
@@ -198,23 +198,23 @@ def _fill(
 def _write_texts(
     directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
 ) -> Written:
-    """Write the splits of a dataset of text."""
+    """Write the splits of a text dataset."""
     written = Written({}, [])
     for name in dataset.splits:
         writer = TextWriter(directory, name, dtype, dataset)
         writer.run(encoder, bar)
         dataset.require_same()
-        written.counts[name] = writer.counts()
+        written.counts[name] = writer.manifest_counts()
         written.files.extend(writer.close())
     return written
 
 
-def require_same(tokenizer_dir: Path, fingerprint: str) -> None:
-    """Raise UsageError when a tokenizer is not the one any more that was fingerprinted."""
+def require_same_tokenizer(tokenizer_dir: Path, fingerprint: str) -> None:
+    """Raise UsageError if a tokenizer has changed since its fingerprint was taken."""
     if tokenizer_fingerprint(tokenizer_dir) != fingerprint:
         raise UsageError(
             f"the tokenizer in {tokenizer_dir} was replaced while it was read; "
-            "nothing was made of it",
-            hint="once nothing writes to it:",
+            "no token store was published",
+            hint="when no other process writes to it any more:",
             run=commands.as_typed(),
         )

@@ -1,4 +1,4 @@
-"""The columns of Arrow files that are trained on, a batch of rows at a time."""
+"""Read the text or chat columns of Arrow files, one batch of rows at a time."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 TEXT = "text"
 CHAT = "chat"
 CHAT_COLUMNS = ("messages", "tools", "weights", *Place._fields)
-# Of conversations in the formats that stage 02 reads.
+# The columns of each conversation format that stage 02 reads.
 _OF_CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 _STRINGS = ("string", "large_string")
 
 
-def format_of(names: Collection[str]) -> str:
-    """Return the format of a dataset with columns of these names, empty where it has none."""
+def detect_format(names: Collection[str]) -> str:
+    """Return TEXT or CHAT for a dataset with these column names, "" for other columns."""
     if "text" in names:
         return TEXT
     return CHAT if set(CHAT_COLUMNS) <= set(names) else ""
 
 
 def hold_chats(names: Collection[str]) -> bool:
-    """Tell whether columns of these names hold conversations, in a format that stage 02 reads."""
+    """Return whether these columns are conversations in a format that stage 02 reads."""
     return any(each <= set(names) for each in _OF_CHATS)
 
 
-def read(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of some files, as many at a time as they hold; ArtifactError when damaged.
+def read_batches(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of Arrow files. Raise ArtifactError if a file is damaged.
 
-    mapped: only what is looked at is read, for a look at a small part.
+    mapped: map the files, so only the parts in use are read.
     """
     for shard in shards:
-        with _opened(shard, mapped) as reader:
-            yield from _batches(reader)
+        with _open_reader(shard, mapped) as reader:
+            yield from _list_batches(reader)
 
 
-def texts(column: Any) -> list[bytes]:
-    """Return the texts of an array as UTF-8, an empty one for null."""
+def decode_texts(column: Any) -> list[bytes]:
+    """Return the texts of an array as UTF-8, with b"" for null."""
     import pyarrow
 
     binary = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
     return [text or b"" for text in binary.to_pylist()]
 
 
-def values(column: Any) -> list[Any]:
-    """Return the values of an array; ArtifactError if one of them is a string but not UTF-8."""
+def list_values(column: Any) -> list[Any]:
+    """Return the values of an array. Raise ArtifactError if a string is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError as error:
@@ -64,32 +64,33 @@ def values(column: Any) -> list[Any]:
         ) from None
 
 
-def contents(rows: pa.RecordBatch) -> list[list[bytes]]:
-    """Return the words of each conversation as UTF-8: contents, thoughts and calls of its turns."""
-    columns = [values(column) for column in _words(rows)]
+def list_contents(rows: pa.RecordBatch) -> list[list[bytes]]:
+    """Return the texts of each conversation as UTF-8: contents, thoughts and calls of its turns."""
+    columns = [list_values(column) for column in _select_words(rows)]
     turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
     return [
-        [text for turn in turns[first:end] for text in turn] for first, end in pairwise(ends(rows))
+        [text for turn in turns[first:end] for text in turn]
+        for first, end in pairwise(find_conversation_edges(rows))
     ]
 
 
-def content_bytes(rows: pa.RecordBatch) -> int:
-    """Return how many bytes of UTF-8 `contents` has, from the offsets alone."""
+def count_content_bytes(rows: pa.RecordBatch) -> int:
+    """Return the UTF-8 bytes that `list_contents` would return, from the offsets alone."""
     import pyarrow.compute
 
     return sum(
         pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
-        for column in _words(rows)
+        for column in _select_words(rows)
     )
 
 
-def messages(rows: pa.RecordBatch) -> pa.StructArray:
-    """Return the messages of all rows, one after the other."""
-    return rows.column("messages").flatten()  # of these rows alone
+def flatten_messages(rows: pa.RecordBatch) -> pa.StructArray:
+    """Return the messages of all rows, concatenated."""
+    return rows.column("messages").flatten()  # respects slices, unlike `.values`
 
 
-def field_of(messages: pa.StructArray, name: str) -> pa.Array:
-    """Return a field of messages as large strings, null for messages without it."""
+def read_field(messages: pa.StructArray, name: str) -> pa.Array:
+    """Return a field of messages as large strings, with null for messages without it."""
     import pyarrow
 
     if messages.type.get_field_index(name) < 0:
@@ -97,22 +98,22 @@ def field_of(messages: pa.StructArray, name: str) -> pa.Array:
     return messages.flatten()[messages.type.get_field_index(name)].cast(pyarrow.large_string())
 
 
-def ends(rows: pa.RecordBatch) -> list[int]:
-    """Return where each conversation begins in `messages`, and where the last one ends."""
+def find_conversation_edges(rows: pa.RecordBatch) -> list[int]:
+    """Return the first message of each conversation in `messages`, then the end of the last."""
     lengths = rows.column("messages").value_lengths().to_pylist()
     return list(accumulate((length or 0 for length in lengths), initial=0))
 
 
-def _words(rows: pa.RecordBatch) -> list[Any]:
-    each = messages(rows)
-    return [field_of(each, name) for name in ("content", "reasoning_content", CALLS)]
+def _select_words(rows: pa.RecordBatch) -> list[Any]:
+    messages = flatten_messages(rows)
+    return [read_field(messages, name) for name in ("content", "reasoning_content", CALLS)]
 
 
-def chat_problem(shard: Path) -> str:
-    """Return how the columns of a file differ from those of a chat dataset, "" if they do not."""
+def describe_chat_problem(shard: Path) -> str:
+    """Return how a file's columns differ from those of a chat dataset, "" if they do not."""
     import pyarrow
 
-    with _opened(shard, mapped=False) as reader:
+    with _open_reader(shard, mapped=False) as reader:
         schema = reader.schema
     if lacks := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
         return f"no column {', '.join(lacks)}"
@@ -125,11 +126,11 @@ def chat_problem(shard: Path) -> str:
         "weights": (_is_list_of_numbers, "a list of numbers"),
         "messages": (
             _is_list_of_messages,
-            "a list of structs with role and content, and strings alone",
+            "a list of structs with role and content, all fields strings",
         ),
     }
     wrong = [
-        f"`{name}` is {schema.field(name).type}, and not {expected}"
+        f"`{name}` is {schema.field(name).type}, not {expected}"
         for name, (fits, expected) in wanted.items()
         if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)
     ]
@@ -168,14 +169,14 @@ def _is_list_of_messages(kind: pa.DataType) -> bool:
     )
 
 
-def kinds(shard: Path) -> dict[str, str]:
+def read_column_types(shard: Path) -> dict[str, str]:
     """Return the names and types of a file's columns."""
-    with _opened(shard, mapped=False) as reader:
+    with _open_reader(shard, mapped=False) as reader:
         return dict(zip(reader.schema.names, map(str, reader.schema.types), strict=True))
 
 
-def lack(kinds: Mapping[str, str]) -> str:
-    """Return what a file has instead of a column `text` of strings, empty where it has one."""
+def describe_text_problem(kinds: Mapping[str, str]) -> str:
+    """Return what a file contains instead of a string column `text`, "" if it has one."""
     if "text" not in kinds:
         return f"columns {', '.join(kinds) or 'none'}"
     if kinds["text"] == "null":
@@ -184,8 +185,8 @@ def lack(kinds: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _opened(shard: Path, mapped: bool) -> Iterator[Any]:
-    """Open a stream, or a file for random access; errors about its content are ArtifactError."""
+def _open_reader(shard: Path, mapped: bool) -> Iterator[Any]:
+    """Open an Arrow stream or file. Raise ArtifactError if its content is damaged."""
     import pyarrow
 
     path = str(shard)
@@ -196,13 +197,13 @@ def _opened(shard: Path, mapped: bool) -> Iterator[Any]:
             (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader,
         ):
             yield reader
-    except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the shard is cut short or corrupt
         if is_of_disk(error):
             raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
         raise ArtifactError(f"{path} cannot be read", found=str(error)) from error
 
 
-def _batches(reader: Any) -> Iterator[Any]:
+def _list_batches(reader: Any) -> Iterator[Any]:
     if hasattr(reader, "num_record_batches"):
         return (reader.get_batch(number) for number in range(reader.num_record_batches))
     return iter(reader)

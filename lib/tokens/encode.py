@@ -1,6 +1,6 @@
-"""Documents to token ids, with one policy for the tokens around a document.
+"""Encode documents as token ids, with BOS and EOS around each document.
 
-What encodes is the Hugging Face tokenizer itself, or a faster engine with equal ids.
+The engine is the Hugging Face tokenizer itself, or a faster one with equal ids.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from lib.tokens.dataset import Dataset
 
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
-# At most, for an estimate.
+# Limits for an estimate.
 _SAMPLED_TEXTS = 200
 _SAMPLED_BYTES = 4000  # of each text
-# Between a line and the next word: where byte-level tokenizers start a new piece anyway.
+# Between a line break and a word, where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
-Ids = tuple[np.ndarray, np.ndarray]  # uint32 [tokens], int64 [texts]: the ids, and how many of each
+Ids = tuple[
+    np.ndarray, np.ndarray
+]  # the ids (uint32 [tokens]) and the number of ids per text (int64 [texts])
 
 
 class Engine(Protocol):
@@ -35,13 +37,13 @@ class Engine(Protocol):
 
 
 class HuggingFace:
-    """Encodes by the tokenizer as transformers loads it; a Rust one uses all threads it may."""
+    """Encodes with the tokenizer that transformers loads; a Rust one uses several threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._rust = getattr(tokenizer, "backend_tokenizer", None)
         if self._rust is not None:
-            # A tokenizer.json may carry these from its training; documents must stay whole.
+            # A tokenizer.json may set these, but documents must stay whole.
             self._rust.no_truncation()
             self._rust.no_padding()
 
@@ -58,11 +60,11 @@ class HuggingFace:
 
 
 class Gigatoken:
-    """Encodes by gigatoken (dozens of times as fast), for tokenizers that it gets right.
+    """Encodes with gigatoken (dozens of times as fast), for tokenizers it supports.
 
-    Texts in which a `special` token is spelled out go to the Hugging Face tokenizer: whether they
-    count as that token is a setting of each tokenizer. Raises whatever gigatoken raises for a
-    tokenizer.json that it does not support.
+    The Hugging Face tokenizer encodes texts that spell a `special` token, since each tokenizer
+    decides by a setting whether that is the token itself. Raises whatever gigatoken raises for an
+    unsupported tokenizer.json.
     """
 
     def __init__(self, directory: Path, reference: HuggingFace, special: Sequence[str]) -> None:
@@ -72,16 +74,18 @@ class Gigatoken:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = gigatoken.Tokenizer.from_json(text)
         self._special = [one.encode() for one in special if one]
-        self._prefix = _common_prefix(self._special)
+        self._prefix = _find_common_prefix(self._special)
 
     def encode(self, texts: Sequence[bytes]) -> Ids:
         odd = np.array([self._spells_special(text) for text in texts], dtype=bool)
         if not odd.any():
-            return self._fast(texts)
+            return self._encode_fast(texts)
         slow = self._reference.encode(
             [text for text, is_odd in zip(texts, odd, strict=True) if is_odd]
         )
-        fast = self._fast([text for text, is_odd in zip(texts, odd, strict=True) if not is_odd])
+        fast = self._encode_fast(
+            [text for text, is_odd in zip(texts, odd, strict=True) if not is_odd]
+        )
         lengths = np.empty(len(texts), np.int64)
         lengths[odd] = slow[1]
         lengths[~odd] = fast[1]
@@ -91,10 +95,10 @@ class Gigatoken:
         flat[~of_odd] = fast[0]
         return flat, lengths
 
-    def _fast(self, texts: Sequence[bytes]) -> Ids:
+    def _encode_fast(self, texts: Sequence[bytes]) -> Ids:
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
-        # An awkward array: one flat array of ids, and where each text's begin.
+        # An awkward array: a flat array of ids, and the offset of each text.
         rows = self._tokenizer.encode_batch(list(texts)).layout.to_ListOffsetArray64(True)
         offsets = np.asarray(rows.offsets.data, dtype=np.int64)
         return np.asarray(rows.content.data[: offsets[-1]], dtype=np.uint32), np.diff(offsets)
@@ -104,16 +108,16 @@ class Gigatoken:
 
 
 class Encoder:
-    """Encodes documents by a Hugging Face tokenizer, as the token store holds them.
+    """Encodes documents with a Hugging Face tokenizer for the token store.
 
-    A document becomes [BOS] ids [EOS]: BOS if the tokenizer itself puts one in front of a text,
-    EOS whenever the tokenizer has one.
+    A document becomes [BOS] ids [EOS]: BOS if the tokenizer itself adds one before a text, EOS if
+    the tokenizer has one.
 
-    vocab_size: one above the largest id it can give. Raises ArtifactError when it cannot be read.
+    vocab_size: the largest id plus one. Raises ArtifactError if the tokenizer cannot be read.
     """
 
     def __init__(self, directory: Path, num_workers: int) -> None:
-        # The Rust tokenizers read these when they first make their thread pools.
+        # The Rust tokenizers read these when they create their thread pool.
         os.environ["RAYON_NUM_THREADS"] = str(num_workers)
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         from transformers import AutoTokenizer
@@ -123,8 +127,8 @@ class Encoder:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-            self.bos = self._leading_bos()
-        except Exception as error:  # each tokenizer class fails in a way of its own
+            self.bos = self._find_leading_bos()
+        except Exception as error:  # each tokenizer class raises other errors
             raise ArtifactError(
                 f"the tokenizer in {directory} cannot be read",
                 found=(str(error).strip() or repr(error)).splitlines()[0],
@@ -135,44 +139,45 @@ class Encoder:
         self._may_cut = False
 
     def tune(self, sample: Sequence[bytes], spelled: bool = False) -> None:
-        """Take the fastest way that gives the tokenizer's ids on a sample of the corpus.
+        """Choose the fastest engine that gives the tokenizer's ids on a sample of the corpus.
 
-        spelled: its texts spell special tokens that are meant, so they have to be read alike too.
+        spelled: the texts contain special tokens as text, so the engine must read those as well.
         """
         self._engine = _choose_engine(self.directory, self.tokenizer, sample, spelled)
-        self._may_cut = self._cutting_is_harmless(sample)
+        self._may_cut = self._is_cutting_harmless(sample)
 
     def encode(self, texts: Sequence[bytes]) -> Ids:
-        """Return uint32 [tokens] of all texts, BOS and EOS included, and int64 [texts], how many
-        belong to each.
+        """Return the ids of texts with BOS and EOS, and the number of ids per text.
 
-        A text of hundreds of megabytes is encoded in pieces where the tokenizer allows it.
+        A text of hundreds of megabytes is encoded in pieces if the tokenizer allows it.
         """
-        pieces, owners = self._pieces(texts)
+        pieces, owners = self._cut_texts(texts)
         ids, lengths = self._encode_pieces(pieces)
         per_text = np.zeros(len(texts), np.int64)
         np.add.at(per_text, owners, lengths)
-        return self._framed(ids, per_text)
+        return self._add_bos_eos(ids, per_text)
 
     def read_special_tokens(self) -> None:
-        """Read special tokens that a text spells as such, also where the tokenizer would not; call
-        it before `tune`. In conversations a chat template writes them."""
+        """Read special tokens in a text as such, even if the tokenizer would not by default.
+
+        A chat template writes special tokens as text. Call this method before `tune`.
+        """
         self.tokenizer.split_special_tokens = False
         rust = getattr(self.tokenizer, "backend_tokenizer", None)
         if rust is not None:
             rust.encode_special_tokens = False
 
     def encode_bare(self, texts: Sequence[bytes]) -> Ids:
-        """Return the ids of texts and how many each has, none added."""
+        """Return the ids of texts without BOS and EOS, and the number of ids per text."""
         return self._engine.encode(texts)
 
-    def _leading_bos(self) -> int | None:
+    def _find_leading_bos(self) -> int | None:
         ids = self.tokenizer("a")["input_ids"]
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None and ids and ids[0] == bos else None
 
-    def _framed(self, ids: np.ndarray, lengths: np.ndarray) -> Ids:
-        """Put BOS and EOS around each text's ids."""
+    def _add_bos_eos(self, ids: np.ndarray, lengths: np.ndarray) -> Ids:
+        """Add BOS and EOS to the ids of each text."""
         framed = lengths + (self.bos is not None) + (self.eos is not None)
         ends = np.cumsum(framed)
         out = np.empty(int(framed.sum()), np.uint32)
@@ -198,31 +203,31 @@ class Encoder:
         done.append(self._engine.encode(group))
         return np.concatenate([ids for ids, _ in done]), np.concatenate([n for _, n in done])
 
-    def _pieces(self, texts: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
-        """Cut long texts; return the pieces and the number of the text that each belongs to."""
+    def _cut_texts(self, texts: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
+        """Cut long texts; return the pieces and the number of each piece's text."""
         if not self._may_cut or max(map(len, texts), default=0) <= _PIECE_BYTES:
             return list(texts), np.arange(len(texts))
         pieces = []
         owners = []
         for number, text in enumerate(texts):
-            cut = [text] if len(text) <= _PIECE_BYTES else _cut(text, _PIECE_BYTES)
+            cut = [text] if len(text) <= _PIECE_BYTES else _cut_text(text, _PIECE_BYTES)
             pieces += cut
             owners += [number] * len(cut)
         return pieces, np.array(owners)
 
-    def _cutting_is_harmless(self, sample: Sequence[bytes]) -> bool:
-        """Tell whether ids stay the same when texts of the sample are cut at boundaries."""
+    def _is_cutting_harmless(self, sample: Sequence[bytes]) -> bool:
+        """Return whether cutting the texts of a sample at boundaries leaves the ids the same."""
         whole = [text for text in sample if _BOUNDARY.search(text)]
-        cut = [piece for text in whole for piece in _cut(text, 1)]
+        cut = [piece for text in whole for piece in _cut_text(text, 1)]
         return bool(whole) and np.array_equal(
             self._engine.encode(whole)[0], self._engine.encode(cut)[0]
         )
 
 
-def estimated_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
-    """Return about how many tokens the training split has, from the middles of some texts.
+def estimate_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
+    """Estimate the tokens of the training split from a sample of its texts.
 
-    Raises ArtifactError when the tokenizer or the text cannot be read.
+    Raises ArtifactError if the tokenizer or the text cannot be read.
     """
     texts = dataset.sample(_SAMPLED_TEXTS, _SAMPLED_BYTES)
     encoder = Encoder(tokenizer_dir, os.cpu_count() or 1)
@@ -233,8 +238,8 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
     return round(size * per_byte) + around * documents
 
 
-def _cut(text: bytes, at_least: int) -> list[bytes]:
-    """Cut a text at boundaries into pieces of `at_least` bytes, as near as they allow."""
+def _cut_text(text: bytes, at_least: int) -> list[bytes]:
+    """Cut a text at the first boundary after every `at_least` bytes."""
     pieces = []
     start = 0
     while boundary := _BOUNDARY.search(text, start + at_least):
@@ -248,8 +253,8 @@ def _choose_engine(
 ) -> Engine:
     """Return the fastest engine whose ids equal the Hugging Face tokenizer's on a sample.
 
-    sample: texts of the corpus at hand. spelled: the engine has to read special tokens, too. The
-    choice and its reason are logged.
+    sample: texts of the corpus. spelled: the engine must read special tokens in texts. The choice
+    and its reason are logged.
     """
     reference = HuggingFace(tokenizer)
     if not (directory / "tokenizer.json").is_file():
@@ -263,24 +268,28 @@ def _choose_engine(
         special = []
     try:
         fast = Gigatoken(directory, reference, special)
-        if _equal(fast.encode(sample), reference.encode(sample)):
-            log.info(f"  encoder: gigatoken, equal to the tokenizer on {len(sample)} sampled texts")
+        if _are_equal(fast.encode(sample), reference.encode(sample)):
+            log.info(
+                f"  encoder: gigatoken, same ids as the tokenizer on {len(sample)} sampled texts"
+            )
             return fast
         reason = "its ids differ from the tokenizer's on a sample of this corpus"
     except ImportError:
         reason = "it is not installed (pip install gigatoken)"
-    except Exception as error:  # a young library: whatever it raises, the reference remains
-        reason = f"it does not take this tokenizer ({(str(error) or repr(error)).splitlines()[0]})"
-    log.info(f"  encoder: tokenizers; not gigatoken, {reason}")
+    except Exception as error:  # whatever gigatoken raises, the reference still works
+        reason = (
+            f"it does not support this tokenizer ({(str(error) or repr(error)).splitlines()[0]})"
+        )
+    log.info(f"  encoder: tokenizers, not gigatoken: {reason}")
     return reference
 
 
-def _equal(one: Ids, other: Ids) -> bool:
+def _are_equal(one: Ids, other: Ids) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _common_prefix(words: Sequence[bytes]) -> bytes:
-    """Return what all words begin with: one search for it rules most texts out."""
+def _find_common_prefix(words: Sequence[bytes]) -> bytes:
+    """Return the common prefix of words; most texts do not contain it, so one search is enough."""
     if not words:
         return b"\0 no special token"
     low = min(words)

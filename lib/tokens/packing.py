@@ -1,16 +1,16 @@
-"""Samples as packs of whole documents: `--packing documents`.
+"""Pack whole documents into samples: `--packing documents`.
 
-A document that fits a window stays whole; a longer one is cut into windows and a rest. The pieces
-are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling",
-arXiv 2404.10830). Short documents come last there and end up together, so a few packs would hold
-many times more than the others. The attention kernel needs memory for each document, and the plan
-of a run counts with the fullest pack, so packs far above `usual_limit` are divided (`divided`). The
-index is made once per store and length, beside the store; one that an earlier version made is used
-as it is, whatever that version divided:
+A document that fits a sample stays whole. A longer one is cut into pieces of the sequence length
+and a rest. The pieces are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve
+language modeling", arXiv 2404.10830). That order places short documents last and together, so a
+few packs would contain many times more documents than the others. The attention kernel needs memory
+for each document, and the memory estimate of a run uses the fullest pack. So packs far above
+`choose_document_limit` are split (`split_overfull_packs`). The index is built once per store and
+sequence length, next to the store. An index of an earlier version is used unchanged:
 
     .cache/tokens/<store>.packs-<T>/
-        train.starts.bin    int64 [pieces], where a piece begins in train.tokens.bin, pack by pack
-        train.lengths.bin   int32 [pieces], negative where a document ends with the piece
+        train.starts.bin    int64 [pieces], start of each piece in train.tokens.bin, pack by pack
+        train.lengths.bin   int32 [pieces], negative if a document ends with the piece
         train.packs.bin     int64 [packs + 1], the pieces of pack p are [packs[p], packs[p + 1])
         train.labels.bin    int32 [packs], label tokens of each pack
 """
@@ -33,17 +33,17 @@ from lib.tokens.samples import IGNORED, Rows, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
-_FEWEST = 64  # documents that a pack of any length may hold
-_TOKENS_EACH = 32  # a longer pack may hold a document for so many tokens
-_SHARE = 100  # one further pack for so many may come of dividing the fullest
+_LEAST_LIMIT = 64  # documents that a pack of any length may contain
+_TOKENS_EACH = 32  # a longer pack may contain one document per this many tokens
+_PACKS_PER_ADDED = 100  # splitting may add one pack per this many
 _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "int32"}
 
 
 class Packs(Samples):
-    """Makes sample p of the pieces of pack p, one after the other, and padding.
+    """Builds sample p from the pieces of pack p, concatenated, and padding.
 
-    Positions restart at each piece and in the padding, the last token of a document and the
-    padding carry no label, nor does a token that the store has no label for.
+    Positions restart at each piece and at the padding. The last token of a document, the padding
+    and tokens without a label in the store carry no label.
     """
 
     def __init__(self, split: Split, index: dict[str, Numbers], seq_length: int) -> None:
@@ -58,7 +58,7 @@ class Packs(Samples):
 
     @cached_property
     def most_documents(self) -> int:
-        """Return the most pieces of a pack and, one more, its padding."""
+        """Return the largest number of pieces in a pack, plus one for its padding."""
         return int(np.diff(self._index["packs"][:]).max(initial=0)) + 1
 
     def rows(self, samples: np.ndarray) -> Rows:
@@ -96,8 +96,8 @@ class Packs(Samples):
     def means(self) -> tuple[float, float]:
         """Return the label tokens and the tokens without padding of a sample on average.
 
-        Where all tokens are labels, that is all but the first of a document. Reads nothing of the
-        index.
+        If all tokens are labels, the first token of each document still is none. This method does
+        not read the index.
         """
         tokens = len(self.tokens)
         samples = max(1, len(self))
@@ -105,33 +105,33 @@ class Packs(Samples):
         return labels / samples, tokens / samples
 
     def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield start, length and whether a document ends there, which its negative length says."""
+        """Yield start and length of each piece, and whether a document ends with it."""
         first, last = self._index["packs"][pack : pack + 2]
         starts = self._index["starts"][first:last].tolist()
         for start, length in zip(starts, self._index["lengths"][first:last].tolist(), strict=True):
             yield start, abs(length), length < 0
 
 
-def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
-    """Return the packs of every split, making the index first when there is none.
+def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
+    """Return the packs of every split; build the index if there is none.
 
-    Every process of a launch may call it, before the process group exists.
+    Every process of a launch may call this function, before the process group exists.
     """
-    target = directory(tokens, seq_length)
+    target = find_packs_dir(tokens, seq_length)
     identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}
     cache_dir = target.parent.parent
-    build.once(
+    build.build_once(
         target,
         KIND,
         identity,
-        lambda: _build(tokens, seq_length, target, identity),
+        lambda: _build_packs(tokens, seq_length, target, identity),
         lambda content: verified.require_intact(
             target, content, "the packs", cache_dir, run=commands.delete_and_rerun(target)
         ),
     )
     summary = manifest.read(target, KIND, "the packs")["summary"]
     packs = {
-        name: Packs(split, _open(target, name, tokens.reads), seq_length)
+        name: Packs(split, _open_index(target, name, tokens.reads), seq_length)
         for name, split in tokens.splits.items()
     }
     try:
@@ -139,19 +139,19 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
             log.info(
                 f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
-                f"documents cut, at most {packs[name].most_documents - 1:,} in a pack"
+                f"documents cut, at most {packs[name].most_documents - 1:,} per pack"
             )
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(
             f"{target / MANIFEST} is damaged",
             run=commands.delete_and_rerun(target),
-            expected="the manifest that finished packs have",
+            expected="the manifest of finished packs",
         ) from None
     return packs
 
 
-def directory(tokens: TokenStore, seq_length: int) -> Path:
-    """Return where the index of a store and a length lies."""
+def find_packs_dir(tokens: TokenStore, seq_length: int) -> Path:
+    """Return the directory of the index for a store and a sequence length."""
     return tokens.path.with_name(f"{tokens.path.name}.packs-{seq_length}")
 
 
@@ -203,31 +203,31 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def usual_limit(seq_length: int) -> int:
-    """Return the number of documents that a pack may hold without being divided.
+def choose_document_limit(seq_length: int) -> int:
+    """Return the number of documents that a pack may contain before it is split.
 
     In its backward pass, the attention kernel sums the gradient of the queries in one row of
     float32 per token and 128 rows per document (mha_varlen_bwd in torch's flash_api.cpp). With a
     document for every 32 tokens, that is 5 rows per token: 20 bytes for each of a token's features,
-    about half of what one decoder block keeps. Without a limit, a pack of 8,192 documents of one
+    about half of what one decoder block stores. Without a limit, a pack of 8,192 documents of one
     token would take 17 GB with 32 heads of 128. Packs of fewer than 2,048 tokens may hold 64.
     """
-    return max(_FEWEST, seq_length // _TOKENS_EACH)
+    return max(_LEAST_LIMIT, seq_length // _TOKENS_EACH)
 
 
-def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
-    """Return the bin of each item, those of the most items dealt out to further bins.
+def split_overfull_packs(bins: np.ndarray, fewest: int) -> np.ndarray:
+    """Return the bin of each item after items of overfull bins have moved to new bins.
 
-    bins: int [N], no number left out. The limit is the smallest, from `fewest` and twice the mean
-    on, for which no more than 1 % is added to the bins: there are always as many as were given, or
-    more where any item has moved, so a run can tell by their number that its samples are others.
+    bins: int [N], every number is used. The limit is at least `fewest` and twice the mean. It is
+    the smallest limit that adds at most 1 % of bins. If any item moves, the number of bins grows,
+    so a run can see from that number that its samples have changed.
     """
     if not len(bins):
         return bins
     held = np.bincount(bins)
     fewest = max(fewest, 2 * len(bins) // len(held))
     limits = range(fewest, max(fewest, int(held.max())) + 1)
-    most_added = len(held) // _SHARE
+    most_added = len(held) // _PACKS_PER_ADDED
     limit = limits[
         bisect_left(limits, True, key=lambda limit: ((held - 1) // limit).sum() <= most_added)
     ]
@@ -237,18 +237,20 @@ def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
     parts = (count + limit - 1) // limit
     place = np.arange(len(full)) - (np.cumsum(count) - count)[of]
     part = place * parts[of] // count[of]
-    further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, less one
+    further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, minus one
     bins = bins.copy()
     bins[full] = np.where(part, further[of] + part, bins[full])
     return bins
 
 
-def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]) -> None:
+def _build_packs(
+    tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]
+) -> None:
     with publish.Build(target, KIND, identity, overwrite=False) as building:
         splits = {}
         files = []
         for name, split in tokens.splits.items():
-            index, splits[name] = _index(split, seq_length)
+            index, splits[name] = _pack_split(split, seq_length)
             for part, dtype in _FILES.items():
                 path = building.dir / f"{name}.{part}.bin"
                 path.write_bytes(index[part].astype(np.dtype(dtype).newbyteorder("<")).tobytes())
@@ -261,8 +263,8 @@ def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str
         )
 
 
-def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Cut the documents of a split into pieces and pack them; return the index and its figures."""
+def _pack_split(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Cut the documents of a split into pieces and pack them; return the index and statistics."""
     ends = np.asarray(split.ends, np.int64)
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     begins, ends = begins[ends > begins], ends[ends > begins]
@@ -272,12 +274,12 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     starts = begins[owner] + number * capacity
     lengths = np.minimum(ends[owner] - starts, capacity)
     is_end = starts + lengths == ends[owner]
-    bins = divided(best_fit(lengths, capacity), usual_limit(capacity))
+    bins = split_overfull_packs(best_fit(lengths, capacity), choose_document_limit(capacity))
     order = np.lexsort((starts, bins))
     count = int(bins.max()) + 1 if len(bins) else 0
     packs = np.searchsorted(bins[order], np.arange(count + 1))
-    labels = np.bincount(bins, _labels_of(split, starts, lengths - is_end), minlength=count)
-    # The sign tells a piece at whose end the document ends, so its last token has no label.
+    labels = np.bincount(bins, _count_labels(split, starts, lengths - is_end), minlength=count)
+    # A negative length marks the last piece of a document, whose last token has no label.
     signed = np.where(is_end, -lengths, lengths)
     figures = {
         "packs": count,
@@ -292,12 +294,14 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     }, figures
 
 
-def _labels_of(split: Split, starts: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the label tokens of each piece, of the `after` tokens that follow its first one."""
-    return after if split.labels is None else split.labels.counts(starts + 1, starts + 1 + after)
+def _count_labels(split: Split, starts: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the number of labels among the `after` tokens that follow the first of each piece."""
+    return (
+        after if split.labels is None else split.labels.label_counts(starts + 1, starts + 1 + after)
+    )
 
 
-def _open(target: Path, name: str, reads: str) -> dict[str, Numbers]:
+def _open_index(target: Path, name: str, reads: str) -> dict[str, Numbers]:
     return {
         part: store.open_file(target / f"{name}.{part}.bin", dtype, reads)
         for part, dtype in _FILES.items()

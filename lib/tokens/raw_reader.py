@@ -1,7 +1,7 @@
-"""Reading a span of a raw shard from any document on, in blocks that worker processes tokenise.
+"""Read a span of a raw shard from any document on, in blocks for worker processes to tokenise.
 
-The process that trains reads blocks: whole lines as they lie, or the texts of rows. A worker
-process finds the text of each document in a block and encodes it (raw_encoder.py).
+The training process reads blocks: whole raw lines, or the texts of rows. A worker process finds the
+text of each document in a block and encodes it (raw_encoder.py).
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from lib.tokens.raw_shards import COMPRESSIONS, Span
 try:
     import orjson
 
-    _fast: Callable[[bytes], Any] = orjson.loads
+    _fast_loads: Callable[[bytes], Any] = orjson.loads
 except ImportError:
-    _fast = json.loads
+    _fast_loads = json.loads
 
 _BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 16 << 20
 _NAMES_SHOWN = 8
 
-# What a damaged file raises on the way: OSError, or one of these.
+# The errors that reading a damaged file can raise.
 DAMAGE = (OSError, EOFError, ValueError, NotImplementedError)
 
 
 class NoColumn(ValueError):
-    """A Parquet file has no column of that name."""
+    """Raised if a Parquet file lacks the text column."""
 
 
 class Block(NamedTuple):
-    """Holds some documents: whole lines as they lie, or the texts of rows.
+    """Holds some documents: whole raw lines, or the texts of rows.
 
-    start: the place of the first, in bytes of the (decompressed) file or rows of the span.
+    start: the place of the first document, in bytes of the (decompressed) file or rows of the span.
     """
 
     content: bytes | list[bytes | None]
     start: int
 
 
-def read(
+def read_blocks(
     path: Path, span: Span, place: int | None, text_field: str, too_long: Callable[[int], None]
 ) -> Iterator[Block]:
     """Yield the blocks of a span from the document at `place` on, or from its beginning.
 
-    too_long: is called with the place of each line that is left out since it is too long. Raises
-    one of DAMAGE where a file is damaged, after all that could be read.
+    too_long: called with the place of each line that is skipped because it is too long. If a file
+    is damaged, raises one of DAMAGE after the blocks that could be read.
     """
     if path.suffix.lower() == ".parquet":
-        yield from _rows(path, span, place or 0, text_field)
+        yield from _read_parquet(path, span, place or 0, text_field)
         return
     compression = COMPRESSIONS.get(path.suffix.lower())
     with io.BufferedReader(RetryingFile(str(path))) as plain:
@@ -68,23 +68,21 @@ def read(
             else plain
         )
         if compression and place:
-            log.info(
-                f"{path.name}: decompressing {units.size(place)} again, up to where the run stood"
-            )
-        yield from _lines(file, span, place, too_long)
+            log.info(f"{path.name}: decompressing {units.size(place)} again to continue after them")
+        yield from _read_lines(file, span, place, too_long)
         if damage:
             raise EOFError(*damage)
 
 
-def names(path: Path, span: Span) -> list[str]:
-    """Return the fields of the first record of a span, or its columns; none where it has none."""
+def read_field_names(path: Path, span: Span) -> list[str]:
+    """Return the field names of a span's first record, or its columns; [] if it is unreadable."""
     try:
         if path.suffix.lower() == ".parquet":
             from pyarrow.parquet import ParquetFile
 
             with ParquetFile(path) as parquet:
                 return list(parquet.schema_arrow.names)
-        block = next(read(path, span, None, "", lambda place: None))
+        block = next(read_blocks(path, span, None, "", lambda place: None))
         assert isinstance(block.content, bytes)
         first = next(line for line in block.content.split(b"\n") if line.strip())
         return list(_parse(first))
@@ -92,21 +90,21 @@ def names(path: Path, span: Span) -> list[str]:
         return []
 
 
-def _lines(
+def _read_lines(
     file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None]
 ) -> Iterator[Block]:
     here = place or 0
     if place:
-        _forward(file, place)
+        _skip_bytes(file, place)
     elif place is None and span.start:
-        # The line that is cut here belongs to the span before; one that begins here does not.
-        _forward(file, span.start - 1)
+        # A line cut by the start of the span belongs to the previous span.
+        _skip_bytes(file, span.start - 1)
         here = span.start - 1 + skip_line(file)
     while span.end is None or here < span.end:
         left = _BLOCK_BYTES if span.end is None else span.end - here
         block = file.read(min(_BLOCK_BYTES, left))
         if not block and span.end is not None:
-            raise EOFError(f"it ends at byte {here:,}, and had {span.end:,} when the run began")
+            raise EOFError(f"it ends at byte {here:,} but had {span.end:,} when the run began")
         if not block:
             return
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
@@ -120,8 +118,8 @@ def _lines(
         here = following
 
 
-def _forward(file: BinaryIO, amount: int) -> None:
-    """Go to a place, by decompressing what lies before it where there is no other way."""
+def _skip_bytes(file: BinaryIO, amount: int) -> None:
+    """Go to a place in a file; a compressed file is decompressed up to it."""
     if file.seekable():
         file.seek(amount)
         return
@@ -135,104 +133,112 @@ def _open_zstd(file: BinaryIO) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
 
-def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
+def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
     from pyarrow.parquet import ParquetFile
 
     with io.BufferedReader(RetryingFile(str(path))) as file, ParquetFile(file) as parquet:
         if text_field not in (names := parquet.schema_arrow.names):
-            raise NoColumn(f"no column `{text_field}`, it has {', '.join(names)}")
+            raise NoColumn(f"no column `{text_field}`; the columns are {', '.join(names)}")
         first = 0
         end = parquet.num_row_groups if span.end is None else span.end
         for group in range(span.start, end):
             rows = parquet.metadata.row_group(group).num_rows
             if first + rows > place:
-                yield from _group(parquet, group, text_field, first, place)
+                yield from _read_row_group(parquet, group, text_field, first, place)
             first += rows
 
 
-def _group(parquet: Any, group: int, text_field: str, first: int, place: int) -> Iterator[Block]:
-    """Yield the rows of a row group from `place` on; its first row has the number `first`."""
+def _read_row_group(
+    parquet: Any, group: int, text_field: str, first: int, place: int
+) -> Iterator[Block]:
+    """Yield the rows of a row group from `place` on. first: the number of its first row."""
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
     for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
         done = max(0, place - first)
         if done < len(batch):
-            yield Block(_row_texts(batch.slice(done)), first + done)
+            yield Block(_decode_rows(batch.slice(done)), first + done)
         first += len(batch)
 
 
-def _row_texts(batch: Any) -> list[bytes | None]:
+def _decode_rows(batch: Any) -> list[bytes | None]:
     import pyarrow
 
     return batch.column(0).cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
 
 
 @dataclass
-class LeftOut:
-    """Counts what is left out.
+class SkippedRecords:
+    """Counts skipped records.
 
-    counts: how often, by reason. first: the words for the first, by reason.
+    counts: reason → number of records. first: reason → description of the first record.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, words: str = "", count: int = 1) -> None:
-        """Note documents that are left out."""
-        self.first.setdefault(reason, words)  # first: another thread may read, by the counts
+        """Count skipped records."""
+        self.first.setdefault(
+            reason, words
+        )  # before the counts, since another thread reads those first
         self.counts[reason] = self.counts.get(reason, 0) + count
 
 
-def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
-    """Return the texts of a block (UTF-8) and their places; `left` notes what has none."""
+def find_texts(
+    block: Block, text_field: str, skipped: SkippedRecords
+) -> tuple[list[bytes], list[int]]:
+    """Return the texts of a block (UTF-8) and their places; count the others in `skipped`."""
     texts = []
     places = []
-    for place, text in _found(block, text_field, left):
+    for place, text in _find_each(block, text_field, skipped):
         if text:
             texts.append(text)
             places.append(place)
         elif text is not None:
-            left.add("an empty text", f"at {place:,}")
+            skipped.add("an empty text", f"at {place:,}")
     return texts, places
 
 
-def _found(block: Block, text_field: str, left: LeftOut) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the place and the text of each document; None where it has none and `left` says so."""
+def _find_each(
+    block: Block, text_field: str, skipped: SkippedRecords
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the place and text of each document; None for a text that `skipped` counts."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return
     here = block.start
     for line in block.content.split(b"\n"):
         if line.strip():
-            yield here, _find_text(line, text_field, here, left)
+            yield here, _find_text(line, text_field, here, skipped)
         here += len(line) + 1
 
 
-def _find_text(line: bytes, text_field: str, place: int, left: LeftOut) -> bytes | None:
+def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords) -> bytes | None:
     try:
         value = _parse(line)
     except (ValueError, RecursionError) as error:
-        left.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
+        skipped.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
         return None
     if not isinstance(value, dict):
-        left.add("a line that is not a JSON object", f"at {place:,}")
+        skipped.add("a line that is not a JSON object", f"at {place:,}")
         return None
     if text_field not in value:
-        names = ", ".join(list(value)[:_NAMES_SHOWN]) or "no fields"
-        left.add(f"no field `{text_field}`", f"at {place:,}: it has {names}")
+        names = ", ".join(list(value)[:_NAMES_SHOWN]) or "none"
+        skipped.add(f"no field `{text_field}`", f"at {place:,}: its fields are {names}")
         return None
     text = value[text_field]
     if not isinstance(text, str):
-        left.add(f"`{text_field}` that is not a string", f"at {place:,}")
+        skipped.add(f"`{text_field}` that is not a string", f"at {place:,}")
         return None
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
 def _parse(line: bytes) -> Any:
     try:
-        return _fast(line)
+        return _fast_loads(line)
     except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN
         return json.loads(line.decode("utf-8-sig", "replace"))

@@ -1,7 +1,7 @@
-"""Raw shards of text as they lie, JSON Lines and Parquet: which there are, and in what spans.
+"""Find raw shards of text (JSON Lines and Parquet) and cut them into spans.
 
-A span is what one rank reads of a shard: about 16 MB of plain JSON Lines, as many row groups of
-Parquet, or a whole file where it is compressed or not here yet.
+One rank reads a span at a time: about 16 MB of plain JSON Lines or of Parquet row groups, or a
+whole file if it is compressed or not fetched yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ENDS_BYTES = 64 << 10
 class Span(NamedTuple):
     """Names a part of a shard.
 
-    path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the span
-    it begins in; row groups of Parquet. end None: up to the end.
+    path: relative to the root. start, end: bytes of JSON Lines, or row groups of Parquet. A line
+    belongs to the span in which it begins. end None: up to the end of the file.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Fetcher(Protocol):
-    """Brings shards from elsewhere, in the order asked for, the next while one is read."""
+    """Fetches shards in the order of the requests, in the background."""
 
     def send(self, path: str) -> None: ...
     def receive(self) -> Path: ...
@@ -46,10 +46,10 @@ class Fetcher(Protocol):
 
 @dataclass(frozen=True)
 class RawShards:
-    """Names the files of text that --streaming reads, cut into spans.
+    """Describes the text files that --streaming reads, cut into spans.
 
-    root: where they lie. fetcher: what brings them, None where they are there. fingerprint: of the
-    content, wherever it lies. bytes: of all files. commit: of a repository, else "".
+    root: their directory. fetcher: fetches the files, None if they are local. fingerprint: of the
+    content, independent of the path. bytes: of all files. commit: of the repository, or "".
     """
 
     name: str
@@ -70,21 +70,21 @@ class RawShards:
 
 
 def is_json_lines(path: str) -> bool:
-    """Tell by its name whether a file holds JSON Lines, compressed or not."""
+    """Return whether a file name is that of JSON Lines, compressed or not."""
     name = PurePosixPath(path.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix in _JSON_LINES
 
 
 def is_shard(path: str) -> bool:
-    """Tell by its name whether a file can be read."""
+    """Return whether a file name is that of a readable shard."""
     return is_json_lines(path) or path.lower().endswith(".parquet")
 
 
 def open_directory(root: Path) -> RawShards:
-    """Find the shards of a directory tree, or take one file.
+    """Return the shards of a directory tree, or a single file as a shard.
 
-    Raises ArtifactError when there is nothing, UsageError when there is no shard, or a dataset
-    that needs no streaming.
+    Raises ArtifactError if the path does not exist. Raises UsageError if it contains no shard, or
+    is a prepared dataset, which needs no streaming.
     """
     if not root.exists():
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
@@ -92,7 +92,9 @@ def open_directory(root: Path) -> RawShards:
         raise UsageError(
             f"{root} is a prepared dataset", run=commands.as_typed(drop=["--streaming"])
         )
-    base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
+    base, found = (
+        (root.parent, [root.name]) if root.is_file() else (root, sorted(_list_files(root)))
+    )
     paths = [path for path in found if is_shard(path)]
     if not paths:
         raise UsageError(
@@ -101,8 +103,8 @@ def open_directory(root: Path) -> RawShards:
             found=", ".join(found[:8]) or "no files",
             hint="stages 01 and 02 read any kind of text",
         )
-    _warn_of_others(str(root), found, len(paths))
-    spans = [span for path in paths for span in _cut(base, path)]
+    _warn_about_other_files(str(root), found, len(paths))
+    spans = [span for path in paths for span in _cut_shard(base, path)]
     sizes = [(base / path).stat().st_size for path in paths]
     seen = [
         [path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
@@ -114,9 +116,9 @@ def open_directory(root: Path) -> RawShards:
 def open_repository(
     name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path, fetcher: Fetcher
 ) -> RawShards:
-    """Return the shards of a repository, a span each.
+    """Return the shards of a repository, one span per file.
 
-    sizes: bytes and digest by path. Raises UsageError when no file can be read.
+    sizes: path → bytes and digest. Raises UsageError if the repository contains no shard.
     """
     paths = sorted(filter(is_shard, sizes))
     if not paths:
@@ -126,7 +128,7 @@ def open_repository(
             found=", ".join(sizes)[:200],
             hint="--include GLOB chooses other files",
         )
-    _warn_of_others(name, sorted(sizes), len(paths))
+    _warn_about_other_files(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
     return RawShards(
         name,
@@ -139,20 +141,20 @@ def open_repository(
     )
 
 
-def _warn_of_others(name: str, found: list[str], taken: int) -> None:
-    """Name the files that are passed over; only the first rank does."""
+def _warn_about_other_files(name: str, found: list[str], taken: int) -> None:
+    """Warn on rank 0 about the files that are not read."""
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
         shown = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
         log.warn(
-            f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
-            f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "
-            f"their names: {shown} (stages 01 and 02 read any kind of text)"
+            f"--streaming reads {taken:,} of the {units.counted(len(found), 'file')} in {name}. "
+            f"{len(left):,} are skipped: their names are neither those of JSON Lines nor of "
+            f"Parquet: {shown} (stages 01 and 02 read any kind of text)"
         )
 
 
-def _files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of all files but hidden ones."""
+def _list_files(root: Path) -> Iterator[str]:
+    """Yield the relative paths of all files except hidden ones."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (
@@ -162,7 +164,7 @@ def _files(root: Path) -> Iterator[str]:
         )
 
 
-def _cut(root: Path, path: str) -> list[Span]:
+def _cut_shard(root: Path, path: str) -> list[Span]:
     if path.lower().endswith(".parquet"):
         return _cut_parquet(root, path)
     if not path.lower().endswith(_JSON_LINES):
@@ -179,7 +181,7 @@ def _cut_parquet(root: Path, path: str) -> list[Span]:
     try:
         metadata = pyarrow.parquet.read_metadata(root / path)
     except (OSError, ValueError):
-        return [Span(path)]  # who reads it will say what is wrong
+        return [Span(path)]  # reading it will report the damage
     spans = []
     start = 0
     size = 0

@@ -1,11 +1,11 @@
-"""Raw shards as an endless stream of windows, tokenised while training: `--streaming`.
+"""Stream raw shards as an endless sequence of windows, tokenised while training: `--streaming`.
 
-1. The spans of an epoch have an order drawn from seed and epoch; dp rank r of W takes the places
-   r, r + W, … of it, so an epoch of all ranks holds every document once.
-2. Worker processes tokenise blocks of a span, a block each ahead; results come in their order.
-3. The documents of a rank follow each other, and are cut into windows across them.
-Each rank starts its next epoch when it is through with its own part. So the position is a cursor
-per rank, and belongs to that number of ranks.
+1. Seed and epoch decide the order of the spans. dp rank r of W reads the spans at r, r + W, … in
+   that order, so an epoch of all ranks contains every document once.
+2. Worker processes tokenise the blocks of a span, one block ahead each. Results keep their order.
+3. The documents of a rank are concatenated and cut into windows, across document boundaries.
+Each rank starts its next epoch at the end of its own part. So the position is one cursor per rank,
+and is valid for that number of ranks only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import lacking, order, raw_encoder, raw_reader
+from lib.tokens import dataset_errors, order, raw_encoder, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
 from lib.tokens.order import Division
-from lib.tokens.raw_encoder import Encoded
-from lib.tokens.raw_reader import Block, LeftOut
+from lib.tokens.raw_encoder import EncodedBlock
+from lib.tokens.raw_reader import Block, SkippedRecords
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
 from lib.tokens.samples import Rows
 
@@ -39,7 +39,7 @@ _SAMPLED_BYTES = 20_000
 
 
 class OwnSpan(NamedTuple):
-    """Names a span that a rank reads, and its number among the rank's own of the epoch."""
+    """Names a span that a rank reads, and its number among the rank's spans of the epoch."""
 
     epoch: int
     number: int
@@ -47,17 +47,17 @@ class OwnSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Holds a block of the stream, the number of its first token, and where it is from."""
+    """Holds a block of the stream, the number of its first token, and its span."""
 
     first: int
     own: OwnSpan
-    block: Encoded
+    block: EncodedBlock
 
 
 class RawDocuments:
-    """Reads the documents of one rank's part of the shards, tokenised by processes.
+    """Reads one rank's part of the shards, tokenised by worker processes.
 
-    Raises UsageError when there are fewer spans than ranks.
+    Raises UsageError if there are fewer spans than ranks.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class RawDocuments:
             raise UsageError(
                 f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
                 f"{units.counted(dp_size, 'rank')}",
-                expected="a piece per rank at least: more files, or fewer ranks (a "
-                "compressed file, and one from the Hub, is one piece)",
+                expected="at least one piece per rank: more files, or fewer ranks (a compressed "
+                "file, or one from the Hub, is one piece)",
             )
         self.shards = shards
         self.text_field = text_field
         self.seed = seed
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self.left = LeftOut()
+        self.skipped = SkippedRecords()
         self._reported = 0
         self._tokens = 0
         self._reading = 1e-9  # seconds
         self._encoding = 0.0  # seconds
         self._workers: list[Worker] = []
-        # What has been asked for and not yet come: of the workers, and paths of the fetcher.
+        # Pending requests: blocks that workers encode, and the number of files to fetch.
         self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()
         self._fetching_now = 0
 
@@ -92,10 +92,10 @@ class RawDocuments:
         return [self.shards.spans[number] for number in numbers[self.dp_rank :: self.dp_size]]
 
     def sample(self) -> list[bytes]:
-        """Return the beginnings of some documents: from all over the shards where they are here,
-        else from the first span.
+        """Return the beginnings of some documents.
 
-        Raises UsageError when none has the text field, ArtifactError when none can be read.
+        They come from all over the shards if these are local, otherwise from the first span. Raises
+        UsageError if no document contains the text field, ArtifactError if none can be read.
         """
         spans = (
             self.spans(0)[:1]
@@ -103,60 +103,62 @@ class RawDocuments:
             else self.shards.spans[:: units.ceil_div(len(self.shards.spans), _SAMPLED_SPANS)]
         )
         texts: list[bytes] = []
-        left = LeftOut()
+        skipped = SkippedRecords()
         problems = []
         path = Path()
         for span in spans:
             try:
-                path = self._fetched(span)
-                blocks = raw_reader.read(
-                    path, span, None, self.text_field, lambda place: left.add("too long")
+                path = self._fetch_now(span)
+                blocks = raw_reader.read_blocks(
+                    path, span, None, self.text_field, lambda place: skipped.add("too long")
                 )
                 if block := next(blocks, None):
-                    found, _ = raw_reader.find_texts(block, self.text_field, left)
+                    found, _ = raw_reader.find_texts(block, self.text_field, skipped)
                     texts += found[: units.ceil_div(_SAMPLED_TEXTS, len(spans))]
             except raw_reader.NoColumn as error:
-                left.add(str(error), f"({span.path})")
+                skipped.add(str(error), f"({span.path})")
             except raw_reader.DAMAGE as error:
                 problems.append(f"{span.path}: {error}")
         if not texts:
-            fields = raw_reader.names(path, span)
-            if chats := lacking.streamed_chats(Path(self.shards.name), fields):
+            fields = raw_reader.read_field_names(path, span)
+            if chats := dataset_errors.make_streaming_error(Path(self.shards.name), fields):
                 raise chats
-            problems += [f"{reason} {words}" for reason, words in left.first.items()]
-            raise (UsageError if left.counts else ArtifactError)(
+            problems += [f"{reason} {words}" for reason, words in skipped.first.items()]
+            raise (UsageError if skipped.counts else ArtifactError)(
                 f"no readable document in {self.shards}",
                 found="\n".join(problems[:8]),
                 expected=f"one JSON object per line, or Parquet, with the text in "
-                f"`{self.text_field}` (--text-field names another)",
+                f"`{self.text_field}` (choose another field with --text-field)",
             )
-        # The cut may fall inside a character: what is left of it is dropped.
+        # A cut may fall inside a character; its remaining bytes are dropped.
         return [text[:_SAMPLED_BYTES].decode("utf-8", "ignore").encode() for text in texts]
 
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
-        """Start the worker processes; they need some seconds to get ready."""
+        """Start the worker processes; they need some seconds until they are ready."""
         self._workers = [
-            Worker(f"tokenise {i}", raw_encoder.block_encoder, tokenizer, sample, self.text_field)
+            Worker(
+                f"tokenise {i}", raw_encoder.make_block_encoder, tokenizer, sample, self.text_field
+            )
             for i in range(workers)
         ]
 
     def close(self) -> None:
-        """End the processes that tokenise and fetch."""
+        """Stop the processes that tokenise and fetch."""
         for process in (*self._workers, *filter(None, [self.shards.fetcher])):
             process.close()
 
     def encoded(self, cursor: Cursor) -> Iterator[Origin]:
-        """Yield the rank's documents from a cursor on (from the first token of its document).
+        """Yield the rank's blocks from the start of the cursor's document on.
 
-        Only one at a time can be used: what an earlier one has asked for is thrown away. Raises
-        ArtifactError when a whole epoch gave no document.
+        Only one iterator can be used at a time: a new one discards the pending requests of an
+        earlier one. Raises ArtifactError if a whole epoch contains no document.
         """
         while self._encoding_now:
             self._encoding_now.popleft()[1].receive()
         first = 0
         with_text = cursor.epoch
         workers = itertools.cycle(self._workers)
-        blocks = self._blocks(cursor)
+        blocks = self._read_blocks(cursor)
         while True:
             while len(self._encoding_now) < len(self._workers):
                 began = time.perf_counter()
@@ -165,35 +167,33 @@ class RawDocuments:
                 self._encoding_now.append((own, worker := next(workers)))
                 worker.send(block)
             own, worker = self._encoding_now[0]
-            done: Encoded = worker.receive()
+            done: EncodedBlock = worker.receive()
             self._encoding_now.popleft()
-            self._note(done, own.span)
+            self._add_totals(done, own.span)
             if len(done.ids):
                 yield Origin(first, own, done)
                 first = first + len(done.ids)
                 with_text = own.epoch
             elif own.epoch > with_text + 1:
-                raise self._nothing(with_text + 1)
+                raise self._make_empty_error(with_text + 1)
 
-    def tell_left_out(self) -> None:
-        """Log what was left out, if there is more of it than at the last call."""
-        if (total := sum(self.left.counts.values())) == self._reported:
+    def log_skipped_records(self) -> None:
+        """Warn about skipped records, if their number has grown since the last call."""
+        if (total := sum(self.skipped.counts.values())) == self._reported:
             return
         self._reported = total
         reasons = ", ".join(
-            f"{count:,} × {reason} (the first in {self.left.first[reason]})"
-            for reason, count in list(self.left.counts.items())
+            f"{count:,} × {reason} (the first in {self.skipped.first[reason]})"
+            for reason, count in list(self.skipped.counts.items())
         )
-        log.warn(f"left out so far: {reasons}")
+        log.warn(f"skipped so far: {reasons}")
 
     def speed(self) -> float:
-        """Return how many tokens per second can be made for this rank, about: reading goes on in
-        one thread, encoding in all workers.
-        """
+        """Estimate the tokens per second for this rank: one thread reads, all workers encode."""
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
 
     def describe(self, numbers: int) -> dict[str, str]:
-        """Return what a plan says of the spans, whatever the number of samples."""
+        """Return the rows about the spans for the printed plan."""
         count = len(self.shards.spans)
         return {
             "pieces": f"{count / self.dp_size:,.1f} per rank = {count:,} of about "
@@ -201,36 +201,38 @@ class RawDocuments:
             f"{units.counted(self.dp_size, 'rank')}"
         }
 
-    def _sequence(self, cursor: Cursor) -> Iterator[OwnSpan]:
-        """Yield the spans from the cursor's on, without end."""
+    def _list_spans(self, cursor: Cursor) -> Iterator[OwnSpan]:
+        """Yield the rank's spans from the cursor on, without end."""
         for epoch in itertools.count(cursor.epoch):
             start = cursor.piece if epoch == cursor.epoch else 0
             for number, span in enumerate(self.spans(epoch)[start:], start):
                 yield OwnSpan(epoch, number, span)
 
-    def _blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
-        """Yield the blocks from the cursor's document on. Skips unreadable ones with a warning."""
+    def _read_blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
+        """Yield the blocks from the cursor's document on. Count unreadable files as skipped."""
         place = cursor.place
         with_block = cursor.epoch
-        for own, path in self._at_hand(self._sequence(cursor)):
+        for own, path in self._fetch_ahead(self._list_spans(cursor)):
             if own.epoch > with_block + 1:
-                raise self._nothing(with_block + 1)
+                raise self._make_empty_error(with_block + 1)
 
             def too_long(at: int, span: Span = own.span) -> None:
-                self.left.add("a line longer than 16 MB", f"{span.path} at {at:,}")
+                self.skipped.add("a line longer than 16 MB", f"{span.path} at {at:,}")
 
             try:
-                for block in raw_reader.read(path, own.span, place, self.text_field, too_long):
+                for block in raw_reader.read_blocks(
+                    path, own.span, place, self.text_field, too_long
+                ):
                     with_block = own.epoch
                     yield own, block
             except raw_reader.DAMAGE as error:
-                self.left.add(
+                self.skipped.add(
                     "a file, or the rest of it, that cannot be read", f"{own.span.path}: {error}"
                 )
             place = None
 
-    def _at_hand(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
-        """Yield what the sequence has with the path of the shard, fetched one ahead."""
+    def _fetch_ahead(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
+        """Yield each span with the path of its shard, fetching one shard ahead."""
         if (fetcher := self.shards.fetcher) is None:
             yield from ((own, self.shards.root / own.span.path) for own in sequence)
             return
@@ -252,29 +254,29 @@ class RawDocuments:
         self._fetching_now -= 1
         return fetcher.receive()
 
-    def _fetched(self, span: Span) -> Path:
+    def _fetch_now(self, span: Span) -> Path:
         if self.shards.fetcher is None:
             return self.shards.root / span.path
         self._send(self.shards.fetcher, span)
         return self._receive(self.shards.fetcher)
 
-    def _note(self, done: Encoded, span: Span) -> None:
+    def _add_totals(self, done: EncodedBlock, span: Span) -> None:
         self._tokens += len(done.ids)
         self._encoding += done.seconds
-        for reason, count in done.left.counts.items():
-            self.left.add(reason, f"{span.path} {done.left.first[reason]}", count)
+        for reason, count in done.skipped.counts.items():
+            self.skipped.add(reason, f"{span.path} {done.skipped.first[reason]}", count)
 
-    def _nothing(self, epoch: int) -> ArtifactError:
-        self.tell_left_out()
+    def _make_empty_error(self, epoch: int) -> ArtifactError:
+        self.log_skipped_records()
         return ArtifactError(
-            f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
+            f"the part of rank {self.dp_rank} contains no document in epoch {epoch}",
             found=str(self.shards),
             expected="other files, or fewer ranks",
         )
 
 
 class TokenRuns:
-    """Gives tokens of documents in runs that overlap by the token that is only a label."""
+    """Cuts the token stream into runs that overlap by one token, which is only a label."""
 
     def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
         self._encoded = documents.encoded(cursor)
@@ -285,7 +287,7 @@ class TokenRuns:
             self.take(cursor.token)
 
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
-        """Return the next tokens and the one after them (int64 [count + 1]), and where that is."""
+        """Return the next tokens with one more (int64 [count + 1]), and the cursor of that one."""
         parts = [self._tokens]
         there = len(self._tokens)
         while there <= count:
@@ -312,7 +314,7 @@ class TokenRuns:
 
 
 class RawStream(DataStream):
-    """Gives windows across the documents of raw shards; every rank reads its own part."""
+    """Yields windows across the documents of raw shards; every rank reads its own part."""
 
     def __init__(
         self, documents: RawDocuments, seq_length: int, division: Division, device: torch.device
@@ -330,12 +332,12 @@ class RawStream(DataStream):
         )
 
     def epoch(self, position: Position) -> float:
-        """Return how often this rank's part has been gone through, in whole spans."""
+        """Return the epochs this rank has read of its part, in whole spans."""
         cursor = position.cursor or Cursor()
         return cursor.epoch + cursor.piece / len(self._documents.spans(cursor.epoch))
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
-        self._documents.tell_left_out()
+        self._documents.log_skipped_records()
         return {
             "perf/loader_share": times["time/data"] / times["time/total"],
             "perf/loader_tokens_per_sec_per_device": self._documents.speed(),

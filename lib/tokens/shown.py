@@ -1,4 +1,4 @@
-"""Samples as a person looks at them before training: what is learned, and what is only read."""
+"""Print samples before training, with trained and untrained text told apart."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _END = "\033[0m"
 _OPEN = "⟦"
 _CLOSE = "⟧"
 _LEGEND = {
-    True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
-    False: f"{_OPEN}trained{_CLOSE}, the rest is only read; the text's own {_OPEN} and {_CLOSE} "
+    True: f"{_TRAINED}trained{_END}, {_READ}not trained{_END}",
+    False: f"{_OPEN}trained{_CLOSE}, the rest is not trained; {_OPEN} and {_CLOSE} in the text "
     "are printed as \\u27e6 and \\u27e7",
 }
 _OWN_BRACKETS = re.compile(f"[{_OPEN}{_CLOSE}]")
-# Text is data: it must not move the cursor, or pass for another colour.
+# Text must not move the cursor or change colours.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-def render(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool) -> str:
-    """Return the text of a sample with its special tokens, and what is trained set apart.
+def render_sample(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool) -> str:
+    """Return the text of a sample with its special tokens and the trained parts marked.
 
-    tokens: int [T]; trained: bool [T]. colour: by colours of a terminal, else by brackets.
+    tokens: int [T]; trained: bool [T]. colour: mark by terminal colours instead of brackets.
     """
     shown = []
-    for start, end in _runs(trained):
-        # Of a whole beginning: alone, some tokenizers drop the space that a run begins with.
+    for start, end in _find_runs(trained):
+        # Decode from the start: some tokenizers drop the leading space of a run decoded alone.
         before, text = (
             tokenizer.decode(
                 tokens[:stop].tolist(),
@@ -52,49 +52,49 @@ def render(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool
             if text.startswith(before)
             else tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False)
         )
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-        if colour:  # line by line, as a pager shows them
+        text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        if colour:  # line by line, since pagers reset colours at a line break
             paint = _TRAINED if trained[start] else _READ
             text = "\n".join(f"{paint}{line}{_END}" if line else "" for line in text.split("\n"))
         else:
-            text = bracketed(text, trained[start])
+            text = mark_trained(text, trained[start])
         shown.append(text)
     return "".join(shown)
 
 
-def bracketed(text: str, is_trained: bool) -> str:
-    """Return a part of a sample, in ⟦…⟧ if it is trained; such brackets of its own are escaped."""
-    text = _OWN_BRACKETS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+def mark_trained(text: str, is_trained: bool) -> str:
+    """Return a part of a sample, in ⟦…⟧ if it is trained, with brackets in the text escaped."""
+    text = _OWN_BRACKETS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return f"{_OPEN}{text}{_CLOSE}" if is_trained else text
 
 
-def _runs(trained: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield where runs of tokens begin and end that are all trained, or all not."""
+def _find_runs(trained: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each run of tokens that are all trained or all untrained."""
     edges = np.flatnonzero(np.diff(trained)) + 1
     bounds = [0, *edges.tolist(), len(trained)]
     return pairwise(bounds) if len(trained) else iter(())
 
 
-def samples(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iterator[str]:
-    """Yield documents spread evenly over the training split, each below a line that names it."""
+def render_documents(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iterator[str]:
+    """Yield documents spread evenly over the training split, each after a header line."""
     split = store.splits["train"]
-    there = len(split.ends)
-    for number in (np.arange(min(count, there)) * there // max(1, min(count, there))).tolist():
+    total = len(split.ends)
+    for number in (np.arange(min(count, total)) * total // max(1, min(count, total))).tolist():
         start = int(split.ends[number - 1]) if number else 0
         end = int(split.ends[number])
         trained = np.arange(end - start) > 0 if split.labels is None else split.labels[start:end]
-        text = render(np.asarray(split.tokens[start:end]), trained, tokenizer, colour)
+        text = render_sample(np.asarray(split.tokens[start:end]), trained, tokenizer, colour)
         yield (
-            f"--- {number + 1:,} of {there:,} in {store.path.name}: {end - start:,} tokens, "
+            f"--- {number + 1:,} of {total:,} in {store.path.name}: {end - start:,} tokens, "
             f"{int(trained.sum()):,} trained\n{text}"
         )
 
 
-def show(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
+def print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
     """Print some samples of each store, in colour on a terminal."""
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     tokenizer = Encoder(tokenizer_dir, 1).tokenizer
-    log.info(f"samples as they are trained on ({_LEGEND[colour]}):")
+    log.info(f"training samples ({_LEGEND[colour]}):")
     for store in stores:
-        for text in samples(store, count, tokenizer, colour):
+        for text in render_documents(store, count, tokenizer, colour):
             log.info(text)

@@ -1,6 +1,6 @@
-"""The files of one split of a token store: written, hashed, and taken up again after a kill.
+"""Write and hash the files of one split of a token store, and continue after an interruption.
 
-They depend on nothing but documents and tokenizer, so where a run was cut leaves no trace.
+The files depend only on documents and tokenizer, so an interruption does not change them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAVE_PROGRESS_S = 20.0
 
 
 class Written(NamedTuple):
-    """What was written: counts by split, manifest entries, and what became of conversations."""
+    """Holds counts by split, manifest entries, and the summary of a chat dataset."""
 
     counts: dict[str, dict[str, int]]
     files: list[dict[str, Any]]
@@ -31,7 +31,7 @@ class Written(NamedTuple):
 
 
 class SplitWriter:
-    """Writes tokens and ends of one split; takes up what a killed run had made durable."""
+    """Writes the tokens and ends of one split; continues after what a killed run had saved."""
 
     def __init__(self, directory: Path, name: str, dtype: str, dataset: Dataset) -> None:
         self._progress = directory / f"{name}.{PROGRESS}"
@@ -39,10 +39,10 @@ class SplitWriter:
         self.name = name
         self._dataset = dataset
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        # Of a dataset made elsewhere the fingerprint knows only both ends of each shard.
+        # The fingerprint of a foreign dataset covers only both ends of each shard.
         self._text = "" if dataset.ours else file_identity.fingerprint(dataset.stamps)
         self._earlier = _read_progress(self._progress)
-        if self._earlier.get("text", "") != self._text or not self.is_sound(self._earlier):
+        if self._earlier.get("text", "") != self._text or not self.is_valid_note(self._earlier):
             self._earlier = {}
         self.documents = self._earlier.get("documents", 0)
         self.tokens = self._earlier.get("tokens", 0)
@@ -52,15 +52,15 @@ class SplitWriter:
         ]
         self._saved = time.monotonic()
 
-    def is_sound(self, noted: dict[str, Any]) -> bool:
-        """Tell whether a note of progress has what `noted` gives; empty where there is none."""
+    def is_valid_note(self, note: dict[str, Any]) -> bool:
+        """Return whether a progress note has the form of `progress_note`, or is empty."""
         return all(
-            type(noted.get(key, 0)) is int and noted.get(key, 0) >= 0
+            type(note.get(key, 0)) is int and note.get(key, 0) >= 0
             for key in ("documents", "tokens")
         )
 
     def append(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Write documents one after the other. ids: uint32 [tokens]; lengths: int64 [documents]."""
+        """Append documents. ids: uint32 [tokens]; lengths: int64 [documents]."""
         tokens, ends = self._sinks[:2]
         tokens.write(ids.astype(self._dtype))
         ends.write((self.tokens + np.cumsum(lengths)).astype("<i8"))
@@ -68,23 +68,23 @@ class SplitWriter:
         self.documents += len(lengths)
 
     def save_if_due(self) -> None:
-        """Make what is there durable, now and then."""
+        """Save progress if the last save was long enough ago."""
         if time.monotonic() - self._saved > _SAVE_PROGRESS_S:
             self.save()
 
     def save(self) -> None:
-        """Make what is there durable, so that another run can go on after it."""
+        """Flush the files to disk and save progress, so that another run can continue."""
         for sink in self._sinks:
             sink.sync()
-        manifest.write_json(self._progress, self.noted())
+        manifest.write_json(self._progress, self.progress_note())
         self._saved = time.monotonic()
 
-    def noted(self) -> dict[str, Any]:
-        """Return what a run has to know that goes on after this one."""
+    def progress_note(self) -> dict[str, Any]:
+        """Return what another run needs to continue after this one."""
         return {"documents": self.documents, "tokens": self.tokens, "text": self._text}
 
-    def counts(self) -> dict[str, int]:
-        """Return what the manifest says of the split."""
+    def manifest_counts(self) -> dict[str, int]:
+        """Return the counts of the split for the manifest."""
         return {"tokens": self.tokens, "documents": self.documents}
 
     def close(self) -> list[dict[str, Any]]:
@@ -93,13 +93,13 @@ class SplitWriter:
 
 
 class TextWriter(SplitWriter):
-    """Writes the documents of a dataset of text."""
+    """Writes the documents of a text dataset."""
 
     def run(self, encoder: Encoder, bar: Progress) -> None:
-        """Tokenise the documents that are not there yet."""
+        """Tokenise the documents that are not in the files yet."""
         if self.documents:
             log.info(
-                f"  going on after {units.counted(self.documents, 'document')} of an "
+                f"  continuing after {units.counted(self.documents, 'document')} from an "
                 "interrupted run"
             )
         for texts in self._dataset.documents(self.name, self.documents):
@@ -110,7 +110,7 @@ class TextWriter(SplitWriter):
 
 
 class Sink:
-    """Hashes a file while it writes it; the first `keep` bytes of an old one stay."""
+    """Hashes a file while writing it, after the first `keep` bytes of an existing file."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class Sink:
             self._hasher.update(chunk)
 
     def write(self, array: np.ndarray) -> None:
-        """Write an array behind what is there."""
+        """Append an array."""
         if not array.size:
             return
         data = np.ascontiguousarray(array).data.cast("B")
@@ -130,14 +130,14 @@ class Sink:
         self.bytes += self._file.write(data)
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Flush the file to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> dict[str, Any]:
         """Close the file and return its manifest entry, after reading the file back.
 
-        Raises ArtifactError when it holds anything else than was written.
+        Raises ArtifactError if the file does not contain what was written.
         """
         self.sync()
         self._file.close()
@@ -150,8 +150,8 @@ class Sink:
             raise ArtifactError(
                 f"{self.path} does not read back as it was written",
                 found=found,
-                hint="the disk may be failing (`dmesg` tells), or something else "
-                "wrote there; it is made anew by:",
+                hint="the disk may be failing (see `dmesg`), or another process wrote to the "
+                "file. To build it again:",
                 run=commands.as_typed(),
             )
         return entry
@@ -159,7 +159,7 @@ class Sink:
 
 def _read_progress(path: Path) -> dict[str, Any]:
     try:
-        noted = reading.with_retries(lambda: records.read_json(path), path)
-    except (OSError, ValueError):  # of one that is not there, or is torn
+        note = reading.with_retries(lambda: records.read_json(path), path)
+    except (OSError, ValueError):  # the note does not exist, or is torn
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return note if isinstance(note, dict) else {}

@@ -1,20 +1,20 @@
-"""The token store: a dataset's tokens as flat memory-mapped files.
+"""Open token stores: the tokens of a dataset as flat memory-mapped files.
 
     .cache/tokens/<dataset>-<key>/
-        train.tokens.bin        uint16 or uint32 [tokens], documents one after the other
+        train.tokens.bin        uint16 or uint32 [tokens], concatenated documents
         train.ends.bin          int64 [documents], the end of each document (exclusive)
-        validation.tokens.bin   … and the same for the validation split when there is one
+        validation.tokens.bin   … and the same for the validation split, if there is one
         manifest.json           written last: dtype, counts, BOS/EOS policy, digests
 
-The key is made of the dataset's content and the tokenizer's files. Little-endian throughout.
-The manifest's `label_mask` is null: every token is a label of the one before it. The store of a
-chat dataset has further files, which `label_mask` says, and its key is also made of the template
-and of what decides which of its tokens are trained. A document is a sample there:
+All files are little-endian. The key is a digest of the dataset's content and the tokenizer's
+files. The manifest's `label_mask` is null: every token is a label for the token before it. In the
+store of a chat dataset, a document is a sample and `label_mask` names a further file. Its key also
+covers the chat template and the options that decide which tokens are trained:
 
-        train.labels.bin        uint8 [tokens ÷ 8], a bit per token from the lowest on: 1 where it
-                                is a label; never the first of a document
-        errors.jsonl            the conversations that gave no sample, as stage 02 lists them
-        chat_template.jinja     what the conversations were rendered by
+        train.labels.bin        uint8 [tokens ÷ 8], one bit per token, the lowest first: 1 for a
+                                label; never for the first token of a document
+        errors.jsonl            the dropped conversations, in the format of stage 02
+        chat_template.jinja     the template that rendered the conversations
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder
 
 KIND = "tokens/1"
-LABEL_MASK = "labels.bin"  # of a store whose labels are told by bits
+LABEL_MASK = "labels.bin"  # only in the store of a chat dataset
 TEMPLATE = "chat_template.jinja"
 ERRORS = "errors.jsonl"
-_CHUNK = 1 << 22  # tokens whose bits are counted at a time
+_CHUNK = 1 << 22  # label bits that are counted at a time
 
 
 class FileNumbers:
-    """Reads numbers of a file by `pread` where they are asked for: an array, but not mapped.
+    """Reads numbers of a file with `pread` on access, as a replacement for a mapped array.
 
-    Some parallel file systems map slowly, or not at all.
+    Some parallel file systems map files slowly or not at all.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -58,7 +58,7 @@ class FileNumbers:
         return self._count
 
     def __getitem__(self, wanted: slice | np.ndarray | int) -> Any:
-        """Return a range, or the number at each place; OSError when the file is cut short."""
+        """Return a range, or the number at each place. Raise OSError if the file is truncated."""
         if not isinstance(wanted, slice):
             at_each = [self[i : i + 1][0] for i in np.ravel(wanted).tolist()]
             return np.array(at_each, self.dtype).reshape(np.shape(wanted))[()]
@@ -83,9 +83,9 @@ Numbers = np.ndarray | FileNumbers
 
 
 class Labels:
-    """Tells which tokens are labels, from a bit for each.
+    """Reads from packed bits which tokens are labels.
 
-    packed: uint8 [N ÷ 8], the lowest bit first; length: N; total: how many are labels.
+    packed: uint8 [N ÷ 8], the lowest bit first; length: N; total: the number of labels.
     """
 
     def __init__(self, packed: Numbers, length: int, total: int) -> None:
@@ -97,31 +97,31 @@ class Labels:
         return self._length
 
     def __getitem__(self, wanted: slice) -> np.ndarray:
-        """Return bool for each token of a range."""
+        """Return bool [range]: whether each token of a range is a label."""
         start, stop, _ = wanted.indices(self._length)
         first = start // 8
         packed = np.asarray(self._packed[first : units.ceil_div(stop, 8)])
         bits = np.unpackbits(packed, bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
-    def counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return how many labels each of some ranges holds; int64, both in ascending order."""
-        found = np.zeros(len(starts), np.int64)
+    def label_counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return the number of labels in each range, int64. starts and ends must be ascending."""
+        counts = np.zeros(len(starts), np.int64)
         first = 0
         while first < len(starts):
             last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK, "right")))
             base = int(starts[first])
             before = np.concatenate([[0], np.cumsum(self[base : int(ends[last - 1])])])
-            found[first:last] = before[ends[first:last] - base] - before[starts[first:last] - base]
+            counts[first:last] = before[ends[first:last] - base] - before[starts[first:last] - base]
             first = last
-        return found
+        return counts
 
 
 @dataclass(frozen=True)
 class Split:
     """Holds a split of a store. tokens: uint16|uint32 [N]; ends: int64 [documents].
 
-    labels: None where every token is one.
+    labels: None if every token is a label.
     """
 
     tokens: Numbers
@@ -133,7 +133,7 @@ class Split:
 class TokenStore:
     """Holds a finished store. vocab_size: of the tokenizer. splits: name → its tokens.
 
-    reads: how its files are read, and those of indexes over it. chat: None for a dataset of text.
+    reads: how to read its files and the indexes over it. chat: None for a text dataset.
     """
 
     path: Path
@@ -145,12 +145,12 @@ class TokenStore:
     chat: ChatFacts | None = None
 
 
-def identity(
+def make_identity(
     dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None
 ) -> dict[str, Any]:
-    """Return what decides a store's content, in the form that identity.py compares.
+    """Return the inputs that decide a store's content, in the form that identity.py compares.
 
-    chat: of a chat dataset, how its conversations become samples.
+    chat: the options for conversations, for a chat dataset.
     """
     inputs: dict[str, Any] = {
         "dataset": dataset.fingerprint,
@@ -166,23 +166,23 @@ def identity(
     return {"options": {}, "inputs": inputs}
 
 
-def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> Path:
-    """Return where the store of a dataset and a tokenizer lies, whatever the dataset is called."""
-    key = hashing.fingerprint([KIND, identity_["inputs"]])[:12]
+def find_store_dir(cache_dir: Path, dataset: Dataset, identity: dict[str, Any]) -> Path:
+    """Return the directory of a store, even if the dataset was renamed since it was built."""
+    key = hashing.fingerprint([KIND, identity["inputs"]])[:12]
     root = paths.tokens_root(cache_dir)
-    there = sorted(root.glob(f"*-{key}"))
-    return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
+    existing = sorted(root.glob(f"*-{key}"))
+    return existing[0] if existing else root / f"{dataset.path.resolve().name}-{key}"
 
 
-def summarise(
+def summarise_store(
     dtype: str,
     encoder: Encoder,
     counts: dict[str, dict[str, int]],
     chat: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what the manifest of a store says beside its files.
+    """Return the summary for the manifest of a store.
 
-    counts: by split. chat: of a chat dataset, what became of its conversations.
+    counts: by split. chat: the summary of the conversations, for a chat dataset.
     """
     summary = {
         "dtype": dtype,
@@ -204,32 +204,32 @@ def summarise(
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:
-    """Open a finished store; ArtifactError when it is missing, unfinished or truncated.
+    """Open a finished store. Raise ArtifactError if it is missing, unfinished or truncated.
 
-    reads: `mmap`, or `pread` for file systems on which that is better.
+    reads: `mmap`, or `pread` for file systems that map files badly.
     """
     content = manifest.read(path, KIND, "the token store")
     manifest.check(path, content, "the token store", run=commands.delete_and_rerun(path))
     summary = content["summary"]
     if summary.get("label_mask") not in (None, LABEL_MASK):
         raise ArtifactError(
-            f"{path} has a label mask, which this version cannot read",
+            f"{path} uses a label mask that this version cannot read",
             found=str(summary["label_mask"]),
-            hint="update the code, or make the store anew:",
+            hint="update the code, or build the store again:",
             run=commands.delete_and_rerun(path),
         )
     is_chat = summary.get("label_mask") == LABEL_MASK
     try:
         chat = _read_chat(path, summary["chat"]) if is_chat else None
-        sound = _is_sound(summary)
+        is_valid = _is_valid_summary(summary)
     except (KeyError, TypeError, ValueError, AttributeError):
-        sound = False
+        is_valid = False
         chat = None
-    if not sound:
+    if not is_valid:
         raise ArtifactError(
             f"{path / paths.MANIFEST} is damaged",
             run=commands.delete_and_rerun(path),
-            expected="the manifest that a finished token store has",
+            expected="the manifest of a finished token store",
         )
     splits = {
         name: _open_split(path, name, summary["dtype"], counts, reads)
@@ -253,15 +253,15 @@ def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads
 
 
 def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
-    """Return the facts of a chat store. Raises KeyError, TypeError or ValueError if damaged."""
-    counts = {name: ChatCounts.of_record(record) for name, record in chat["splits"].items()}
+    """Read the facts of a chat store. Raises KeyError, TypeError or ValueError if damaged."""
+    counts = {name: ChatCounts.from_record(record) for name, record in chat["splits"].items()}
     names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
     template = (path / TEMPLATE).read_text(encoding="utf-8")
-    return outcome.made(template, counts, names)
+    return outcome.build_facts(template, counts, names)
 
 
-def _is_sound(summary: dict[str, Any]) -> bool:
-    """Tell whether a summary has the form in which it is written."""
+def _is_valid_summary(summary: dict[str, Any]) -> bool:
+    """Return whether a summary has the form that `summarise_store` writes."""
     splits = summary.get("splits")
     return (
         isinstance(splits, dict)
@@ -279,7 +279,7 @@ def _is_sound(summary: dict[str, Any]) -> bool:
 
 
 def open_file(path: Path, dtype: str, reads: str) -> Numbers:
-    """Open a file of little-endian numbers, read-only; what cannot be mapped is read by pread."""
+    """Open a file of little-endian numbers, read-only, with pread if it cannot be mapped."""
     little_endian = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, little_endian)
@@ -287,5 +287,5 @@ def open_file(path: Path, dtype: str, reads: str) -> Numbers:
         try:
             return np.memmap(path, dtype=little_endian, mode="r")
         except OSError as error:
-            log.warn(f"{path} cannot be mapped ({error.strerror}): reading it by pread")
+            log.warn(f"{path} cannot be mapped ({error.strerror}); reading it with pread instead")
     return FileNumbers(path, little_endian)

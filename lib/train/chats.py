@@ -72,12 +72,12 @@ def kept_template(directories: Sequence[Path], fingerprint: str | None) -> KeptT
 
 def _find_for_chats(config: Config, model_dir: Path, begun: KeptTemplate | None) -> str:
     if begun is None:
-        return chat_policy.find(model_dir, config.chat_template)
+        return chat_policy.find_template(model_dir, config.chat_template)
     if config.chat_template:
-        given = chat_policy.find(model_dir, config.chat_template)
+        given = chat_policy.find_template(model_dir, config.chat_template)
         return begun.source if given == begun.text else given
     try:
-        is_another = chat_policy.find(model_dir, None) != begun.source
+        is_another = chat_policy.find_template(model_dir, None) != begun.source
     except StageError:  # the model has none, or none that can be read
         is_another = True
     if is_another:
@@ -119,7 +119,8 @@ def template_to_keep(source: str, model_dir: Path) -> str:
     if encoder.bos is None:
         return source
     made = template.Template(source, tokenizer.special_tokens_map)
-    with suppress(sandbox.TemplateError), sandbox.limited() as begin:  # unless it takes none such
+    # A template may refuse these messages.
+    with suppress(sandbox.TemplateError), sandbox.limit_rendering() as begin:
         begin()
         if made.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
             return source

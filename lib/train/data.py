@@ -79,7 +79,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
     stores = []
     for corpus in inputs.corpora:
-        path = build.prepare(
+        path = build.prepare_store(
             corpus.dataset,
             inputs.model_dir,
             config.cache_dir,
@@ -93,14 +93,14 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         if tokens.chat:
-            log.table(tokens.chat.rows())
+            log.table(tokens.chat.table_rows())
             if log.rank() == 0:
-                checks.warn(
+                checks.warn_about_samples(
                     str(corpus.dataset.path), tokens.chat.counts["train"], path / store.ERRORS
                 )
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
-        shown.show(stores, config.show_samples, inputs.model_dir)
+        shown.print_samples(stores, config.show_samples, inputs.model_dir)
     return mix(config, inputs, stores)
 
 
@@ -111,14 +111,14 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     return Data(
         train,
         mixture.held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
-        outcome.facts([tokens.chat for tokens in stores if tokens.chat]),
+        outcome.merge_facts([tokens.chat for tokens in stores if tokens.chat]),
     )
 
 
 def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
     """Return the samples of one corpus by split."""
     if config.packing == "documents":
-        return packing.prepare(tokens, config.seq_length)
+        return packing.prepare_packs(tokens, config.seq_length)
     return {
         name: Windows(split.tokens, config.seq_length, split.labels)
         for name, split in tokens.splits.items()

@@ -370,7 +370,7 @@ def model_from_scratch(
             _make(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
             yield Path(folder) / target.name
         return
-    build.once(
+    build.build_once(
         target,
         KIND,
         content,

@@ -185,18 +185,18 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
         return Data(shards_of_rank(config, inputs.shards), []), None
     policies = [chats.policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
     targets = [
-        store.directory(
+        store.find_store_dir(
             config.cache_dir,
             corpus.dataset,
-            store.identity(corpus.dataset, inputs.model_dir, policy),
+            store.make_identity(corpus.dataset, inputs.model_dir, policy),
         )
         for corpus, policy in zip(inputs.corpora, policies, strict=True)
     ]
     if missing := [str(target) for target in targets if not target.exists()]:
         tokens = sum(
-            preparation.estimated_tokens(corpus.dataset, inputs.model_dir, policy)
+            preparation.estimate_tokens(corpus.dataset, inputs.model_dir, policy)
             if policy
-            else encode.estimated_tokens(corpus.dataset, inputs.model_dir)
+            else encode.estimate_tokens(corpus.dataset, inputs.model_dir)
             for corpus, policy in zip(inputs.corpora, policies, strict=True)
         )
         log.info(
@@ -210,7 +210,7 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
         ) if config.packing == "documents" else tokens // config.seq_length
     stores = [store.open_store(target, config.token_reads) for target in targets]
     if config.packing == "documents" and not all(
-        packing.directory(tokens, config.seq_length).exists() for tokens in stores
+        packing.find_packs_dir(tokens, config.seq_length).exists() for tokens in stores
     ):
         log.info(
             "  the documents are not packed yet: the run does it first, or --prepare-only; "

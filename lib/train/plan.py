@@ -245,7 +245,7 @@ def step_config(
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     if most_documents is None:
-        most_documents = packing.usual_limit(config.seq_length) + 1
+        most_documents = packing.choose_document_limit(config.seq_length) + 1
     elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
     by_kernel = (
         is_packed

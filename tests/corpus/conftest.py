@@ -76,7 +76,9 @@ def read(tmp_path: Path) -> Read:
                 problems,
                 dataset,
                 chats=[
-                    chat for batch in train.to_batches() for chat in table_rows.conversations(batch)
+                    chat
+                    for batch in train.to_batches()
+                    for chat in table_rows.read_valid_rows(batch)
                 ],
             )
         return Outcome(

@@ -37,7 +37,7 @@ def test_rows_come_back_as_they_went_in() -> None:
     ]
     batch = chat_rows.make_batch(rows)
     assert batch.schema == chat_rows.make_schema()
-    assert table_rows.conversations(batch) == rows
-    assert table_rows.conversations(batch.slice(1)) == rows[1:]
+    assert table_rows.read_valid_rows(batch) == rows
+    assert table_rows.read_valid_rows(batch.slice(1)) == rows[1:]
     for empty in (batch.slice(0, 0), chat_rows.make_batch([])):
-        assert table_rows.conversations(empty) == []
+        assert table_rows.read_valid_rows(empty) == []

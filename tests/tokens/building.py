@@ -38,7 +38,7 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
 
         split_writer.Sink.write = write_slowly
     print(
-        build.prepare(
+        build.prepare_store(
             datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1, False
         )
     )

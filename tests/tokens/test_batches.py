@@ -172,7 +172,7 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
     ends = np.cumsum(lengths).astype(np.int64)
     tokens = np.arange(ends[-1], dtype=np.uint32)
     whole = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)}, "mmap")
-    return packing.prepare(whole, seq_length)["train"]
+    return packing.prepare_packs(whole, seq_length)["train"]
 
 
 def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:

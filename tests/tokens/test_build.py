@@ -31,7 +31,7 @@ FILES = [f"{split}.{kind}.bin" for split in ("train", "validation") for kind in 
 
 
 def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
-    return build.prepare(open_dataset(dataset), tokenizer, cache, model_vocab, 1, False)
+    return build.prepare_store(open_dataset(dataset), tokenizer, cache, model_vocab, 1, False)
 
 
 def expected(split: Path, tokenizer: Path) -> list[list[int]]:
@@ -208,7 +208,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     caplog.set_level("INFO", logger="pipeline")
     path = prepare(of_stage_02, tokenizer, cache)
     documents = (writes - 1) // 2 * 5  # two files are written to, five documents at a time
-    assert (f"going on after {documents} documents" in caplog.text) == bool(documents)
+    assert (f"after {documents} documents from" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
     files = [
@@ -246,7 +246,7 @@ def test_a_disk_that_fails_to_read_costs_no_work(
         prepare(of_stage_02, tokenizer, cache)
     caplog.set_level("INFO", logger="pipeline")
     prepare(of_stage_02, tokenizer, cache)
-    assert "going on after 20 documents" in caplog.text
+    assert "20 documents from an interrupted run" in caplog.text
 
 
 def test_a_rank_that_waits_does_not_build(
@@ -311,12 +311,14 @@ def test_preparing_again_verifies_every_byte(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path)
-    build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
+    build.prepare_store(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
     damaged = bytearray((path / "train.tokens.bin").read_bytes())
     damaged[8] ^= 1
     (path / "train.tokens.bin").write_bytes(damaged)
     with pytest.raises(ArtifactError, match="damaged"):
-        build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
+        build.prepare_store(
+            open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True
+        )
 
 
 def test_two_nodes_without_common_locks_build_one_store(

@@ -226,8 +226,8 @@ def test_a_template_fits_the_tokenizer_or_is_refused(tmp_path: Path) -> None:
 
     encoder = Encoder(save_tokenizer(tmp_path / "plain", bos=False), 1)
     for source, says in (
-        (CHATML, r"'<\|im_end\|>' behind an answer, which is no token"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing behind an answer"),
+        (CHATML, r"'<\|im_end\|>' after an answer"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing after an answer"),
         ("{{ pad_token }}" + CHATML, "writes pad_token, which"),
     ):
         with pytest.raises(UsageError) as caught:
@@ -388,7 +388,7 @@ def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
             assert encoded.stops == {encoder.tokenizer.convert_tokens_to_ids("<|stop|>"): 1}
             assert (
                 encoded.tokens.tolist()
-                == encoder.tokenizer(it._texts(chats)[0][0].text, add_special_tokens=False)[
+                == encoder.tokenizer(it._render_texts(chats)[0][0].text, add_special_tokens=False)[
                     "input_ids"
                 ]
             )
@@ -455,8 +455,9 @@ def test_what_a_template_does_not_write_is_counted(encoders: Encoders) -> None:
         ]
     )
     users = CHATML.replace("messages %}", "messages if m.role != 'system' %}", 1)
-    assert coder(encoder, CHATML).encode([thinking, said("a", "b")]).left_out == {"thoughts": 1}
-    assert coder(encoder, users).encode([thinking] * 2).left_out == {
+    encoded = coder(encoder, CHATML).encode([thinking, said("a", "b")])
+    assert encoded.template_omissions == {"thoughts": 1}
+    assert coder(encoder, users).encode([thinking] * 2).template_omissions == {
         "thoughts": 2,
         "system prompt": 2,
     }

@@ -76,7 +76,7 @@ def policy(
 def prepare(
     corpus: Path, tokenizer: Path, cache: Path, workers: int = 1, how: ChatPolicy | None = None
 ) -> Path:
-    return build.prepare(
+    return build.prepare_store(
         open_dataset(corpus), tokenizer, cache, 100_000, workers, False, chat=how or policy()
     )
 
@@ -96,7 +96,7 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
             assert np.array_equal(split.labels[part], made.trained[part])
         assert split.labels.total == made.trained.sum() == opened.chat.counts[name].trained
         ends = np.asarray(split.ends)
-        counts = split.labels.counts(ends - made.lengths, ends)
+        counts = split.labels.label_counts(ends - made.lengths, ends)
         assert counts.tolist() == [
             made.trained[end - length : end].sum()
             for end, length in zip(ends, made.lengths, strict=True)
@@ -137,7 +137,7 @@ def test_what_decides_the_samples_makes_another_store(
     assert (
         len(
             {
-                store.directory(tmp_path, opened, store.identity(opened, tokenizer, how))
+                store.find_store_dir(tmp_path, opened, store.make_identity(opened, tokenizer, how))
                 for how in ways
             }
         )
@@ -182,22 +182,22 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
 @pytest.mark.parametrize(
     ("talks", "how", "words"),
     [
-        ([], policy(), "holds no conversation"),
-        ([chats.talk(0, 30)], policy(longest=30), "no conversation of .* gives a sample"),
+        ([], policy(), "no conversation"),
+        ([chats.talk(0, 30)], policy(longest=30), "no conversation in"),
         (
             [chats.talk(n) for n in range(9)],
             policy("{{ messages|length }}" + chats.CHATML),
-            "the chat template gives no sample",
+            "template gives no sample",
         ),
         (
             [chats.talk(n) for n in range(9)],
             policy("{% if messages[1] %}{{ raise_exception('no') }}{% endif %}" + chats.CHATML),
-            "the chat template gives no sample",
+            "template gives no sample",
         ),
         (
             [chats.talk(n) for n in range(9)],
             policy("{% generation %}" + chats.CHATML.partition("{% if")[0] + "{% endgeneration %}"),
-            "from its beginning on|gives no sample",
+            "from its beginning|no sample",
         ),
         (
             [
@@ -328,7 +328,7 @@ def test_a_dataset_of_odd_rows_alone_names_stage_02(
         }
     )
     both.save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(UsageError, match="gives a sample") as caught:
+    with pytest.raises(UsageError, match="no conversation") as caught:
         prepare(tmp_path / "d", tokenizer, tmp_path)
     assert "turn 1 has 'human' as its role" in caught.value.found
     assert "--train-on" not in caught.value.hint

@@ -84,10 +84,13 @@ COLUMNS = {
     [
         ({"messages": ["a"]}, "`messages` is string"),
         ({"messages": [["a", "b"]]}, "`messages` is list<"),
-        ({"messages": [[{"role": "user"}]]}, "strings alone"),
-        ({"messages": [[{"role": 1, "content": "a"}]]}, "strings alone"),
-        ({"messages": [[{"role": "user", "content": [{"type": "text"}]}]]}, "strings alone"),
-        ({"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]}, "alone"),
+        ({"messages": [[{"role": "user"}]]}, "all fields strings"),
+        ({"messages": [[{"role": 1, "content": "a"}]]}, "all fields strings"),
+        ({"messages": [[{"role": "user", "content": [{"type": "text"}]}]]}, "all fields strings"),
+        (
+            {"messages": [[{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]]},
+            "all fields strings",
+        ),
         ({"messages": [None]}, "empty in all rows"),
         ({"tools": [["f"]]}, "`tools` is list<"),
         ({"weights": ["1"]}, "`weights` is string"),
@@ -153,7 +156,7 @@ def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
     batch = chat_rows.make_batch([(chats.talk(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
-        list(table_rows.read(batch.set_column(1, "tools", broken)))
+        list(table_rows.read_rows(batch.set_column(1, "tools", broken)))
     path = chats.save(tmp_path / "d", train=[chats.talk(1)])
     shard = next((path / "train").glob("*.arrow"))
     text = chats.talk(1).messages[0]["content"].encode()

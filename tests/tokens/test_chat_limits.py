@@ -80,7 +80,7 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Template(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}
     )
-    with sandbox.limited() as begin:
+    with sandbox.limit_rendering() as begin:
         begin()
         with pytest.raises(TemplateError, match=r"more than 0\.05 seconds"):
             slow.render(HELLO)
@@ -93,7 +93,7 @@ import resource, sys, time
 from lib.tokens.chat import sandbox
 from lib.tokens.chat.template import Template, TemplateError
 before, began = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
-with sandbox.limited() as begin:
+with sandbox.limit_rendering() as begin:
     for name, source in {BOMBS!r}.items():
         begin()
         try:

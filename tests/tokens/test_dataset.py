@@ -191,7 +191,7 @@ def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkey
     with pytest.raises(ArtifactError, match="does not exist") as caught:
         open_dataset(find_dataset("other"))
     assert caught.value.found == "finished under hf_datasets/: corpus"
-    assert caught.value.hint == "-d takes one of these"
+    assert "-d" in caught.value.hint
     Path("hf_datasets/other.partial-1").mkdir()
     with pytest.raises(ArtifactError) as caught:
         open_dataset(Path("hf_datasets/other"))
@@ -333,7 +333,7 @@ def test_splits_saved_one_by_one_are_taken_one_at_a_time(tmp_path: Path, monkeyp
     saved = save_dict(tmp_path / "d", train=["a"], test=["b"])
     (saved / "dataset_dict.json").unlink()
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(saved)])
-    with pytest.raises(UsageError, match="is not a dataset, but holds several") as caught:
+    with pytest.raises(UsageError, match="is not a dataset but") as caught:
         open_dataset(saved)
     assert caught.value.run.endswith(f"-e x -d {saved / 'train'}")
 

@@ -126,7 +126,7 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
     monkeypatch.setattr(encode, "_GROUP_BYTES", 200)
     encoder = Encoder(tokenizer, 1)
     encoder.tune(sample)
-    pieces, _ = encoder._pieces([b"short", text.encode(), b""])
+    pieces, _ = encoder._cut_texts([b"short", text.encode(), b""])
     assert len(pieces) > 20 and b"".join(pieces) == b"short" + text.encode()
     assert ids_of(encoder, ["short", text, ""]) == whole
 
@@ -152,10 +152,10 @@ def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
     encoder.tune(sample)
     assert isinstance(encoder._engine, encode.Gigatoken)
     assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)
-    honest = encode.Gigatoken._fast
+    honest = encode.Gigatoken._encode_fast
     monkeypatch.setattr(
         encode.Gigatoken,
-        "_fast",
+        "_encode_fast",
         lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]),
     )
     encoder.tune(sample)

@@ -30,9 +30,9 @@ def split_of(lengths: list[int], seed: int) -> Split:
 
 
 def packs_of(split: Split, tmp_path: Path, name: str) -> packing.Packs:
-    return packing.prepare(TokenStore(tmp_path / name, name, 999, {}, {"train": split}, "mmap"), T)[
-        "train"
-    ]
+    return packing.prepare_packs(
+        TokenStore(tmp_path / name, name, 999, {}, {"train": split}, "mmap"), T
+    )["train"]
 
 
 def check(samples: Samples) -> None:

@@ -40,7 +40,7 @@ def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) ->
 
 def test_nothing_to_pack() -> None:
     nothing = np.array([], np.int64)
-    assert len(packing.divided(packing.best_fit(nothing, 8), 64)) == 0
+    assert len(packing.split_overfull_packs(packing.best_fit(nothing, 8), 64)) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_pack_of_tiny_documents_does_not_decide_alone(
     """Documents of the fullest pack before and after; others stay where they are."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
-    bins = packing.divided(whole, 64)
+    bins = packing.split_overfull_packs(whole, 64)
     before = np.bincount(whole)
     after = np.bincount(bins)
     assert (before.max(), after.max()) == most
@@ -76,14 +76,16 @@ def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / rng.integers(1, 40), 8000), 1024)
     whole = packing.best_fit(lengths, 1024)
-    before, now = (packing.divided(whole, fewest) for fewest in (8, rng.integers(8, 200)))
+    before, now = (
+        packing.split_overfull_packs(whole, fewest) for fewest in (8, rng.integers(8, 200))
+    )
     assert before.max() >= now.max()
     assert (before.max() == now.max()) == np.array_equal(before, now)
 
 
 @pytest.mark.parametrize(("seq_length", "most"), [(1024, 64), (2048, 64), (8192, 256)])
 def test_packs_of_many_documents_are_left_alone(tmp_path: Path, seq_length: int, most: int) -> None:
-    assert packing.usual_limit(seq_length) == most
+    assert packing.choose_document_limit(seq_length) == most
     documents = [seq_length // most] * most + [seq_length] * 2
     _, packs = make(documents, tmp_path, seq_length)
     assert packs.most_documents == most + 1 and len(packs) == 3
@@ -96,7 +98,7 @@ def test_packs_of_an_earlier_version_are_used_as_they_are(
     """Their index has the same kind and identity, and what it divided does not matter."""
     documents = [1] * 100 + [128] * 200
     with monkeypatch.context() as earlier:
-        earlier.setattr(packing, "usual_limit", lambda _: limit)
+        earlier.setattr(packing, "choose_document_limit", lambda _: limit)
         _, before = make(documents, tmp_path / "old", 128)
     _, packs = make(documents, tmp_path / "old", 128)
     _, new = make(documents, tmp_path / "new", 128)
@@ -115,7 +117,7 @@ def make(
     whole = TokenStore(
         tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
     )
-    return tokens, packing.prepare(whole, capacity)["train"]
+    return tokens, packing.prepare_packs(whole, capacity)["train"]
 
 
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
@@ -153,7 +155,7 @@ def test_the_index_is_made_once_and_tells_its_losses(
     [index] = tmp_path.iterdir()
     made = (index / "manifest.json").read_bytes()
     assert index.name == "corpus-key.packs-8"
-    assert "12.5 % padding, 33.3 % of the documents cut, at most 2 in a pack" in caplog.text
+    assert "12.5 % padding, 33.3 % of the documents cut, at most 2 per pack" in caplog.text
     make([20, 4, 4], tmp_path, 8)
     assert (index / "manifest.json").read_bytes() == made
     assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lib.tokens import raw_reader
-from lib.tokens.raw_reader import LeftOut
+from lib.tokens.raw_reader import SkippedRecords
 from lib.tokens.raw_shards import Span
 
 from .conftest import lines, texts
@@ -23,7 +23,9 @@ def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
             Span("a.jsonl", at, min(at + size, len(content))) for at in range(0, len(content), size)
         ]
         read = [
-            b"".join(block.content for block in raw_reader.read(path, span, None, "text", print))
+            b"".join(
+                block.content for block in raw_reader.read_blocks(path, span, None, "text", print)
+            )
             for span in spans
         ]
         assert b"".join(read) == content
@@ -37,14 +39,14 @@ def test_a_shard_that_shrank_is_told(tmp_path: Path):
     path.write_bytes(content[:half])
     for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
         read: list[bytes] = []
-        blocks = raw_reader.read(path, Span("a.jsonl", start, end), None, "text", print)
-        with pytest.raises(EOFError, match=f"and had {len(content):,} when the run began"):
+        blocks = raw_reader.read_blocks(path, Span("a.jsonl", start, end), None, "text", print)
+        with pytest.raises(EOFError, match=f"had {len(content):,} when"):
             read.extend(block.content for block in blocks)
         assert sum(map(len, read)) == there
 
 
 def test_left_adds_up():
-    left = LeftOut()
+    left = SkippedRecords()
     left.add("a", "one")
     left.add("a", "two", 3)
     assert (left.counts, left.first) == ({"a": 4}, {"a": "one"})

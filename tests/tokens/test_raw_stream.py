@@ -21,7 +21,7 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import raw_reader, raw_shards, raw_stream
 from lib.tokens.batches import BEGINNING, Cursor
 from lib.tokens.order import Division
-from lib.tokens.raw_encoder import Encoded, encode_block
+from lib.tokens.raw_encoder import EncodedBlock, encode_block
 from lib.tokens.raw_stream import RawDocuments, RawStream, TokenRuns
 
 from .conftest import lines, texts
@@ -42,12 +42,12 @@ class Inline:
 
     def __init__(self, field: str = "text") -> None:
         self.field = field
-        self.answers = deque[Encoded]()
+        self.answers = deque[EncodedBlock]()
 
     def send(self, block: raw_reader.Block) -> None:
         self.answers.append(encode_block(Letters(), self.field, block))
 
-    def receive(self) -> Encoded:
+    def receive(self) -> EncodedBlock:
         return self.answers.popleft()
 
     def close(self) -> None:
@@ -147,13 +147,13 @@ def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPat
     for _ in range(40):
         _, cursor = runs.take(257)
     opened = []
-    read = raw_reader.read
+    read = raw_reader.read_blocks
 
     def noted(path, span, place, *more):
         opened.append((span, place))
         return read(path, span, place, *more)
 
-    monkeypatch.setattr(raw_reader, "read", noted)
+    monkeypatch.setattr(raw_reader, "read_blocks", noted)
     restored = part_of(root, workers=1)
     TokenRuns(restored, cursor).take(1)
     assert opened == [(restored.spans(0)[cursor.piece], cursor.place)]
@@ -230,7 +230,7 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     assert {"first", "last", "row", "half ��� of a pair"} <= set(found)
     whole = [text for text in texts("b", 500) if text in set(found)]
     assert 100 < len(whole) < 400 and whole == texts("b", 500)[: len(whole)]
-    counts = part.left.counts
+    counts = part.skipped.counts
     assert counts["a line that is not a JSON object"] == counts["no field `text`"] == 1
     assert counts["`text` that is not a string"] == counts["a line longer than 16 MB"] == 1
     assert counts["an empty text"] == 3
@@ -238,8 +238,8 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     unreadable = "a file, or the rest of it, that cannot be read"
     assert counts[unreadable] >= 3
     monkeypatch.setattr(raw_stream.log, "warn", lambda text: caplog.records.append(text))
-    part.tell_left_out()
-    part.tell_left_out()
+    part.log_skipped_records()
+    part.log_skipped_records()
     assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
 
 
@@ -248,7 +248,7 @@ def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
     expected = documents(part_of(mixed[0]))
     failing_reads(2)
     part = part_of(mixed[0])
-    assert documents(part) == expected and not part.left.counts
+    assert documents(part) == expected and not part.skipped.counts
     failing_reads(1000)
     with pytest.raises(StageError, match="does not mean that it is damaged"):
         documents(part_of(mixed[0]))
@@ -263,12 +263,12 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
     for number in range(7):
         (tmp_path / f"page_{number}.txt").write_text("x")
     raw_shards.open_directory(tmp_path)
-    assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
-    assert "passes over 7" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
+    assert len(told) == 1 and "reads 1 of the 8 files" in told[0]
+    assert "7 are skipped" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
     raw_shards.open_repository(
         "org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None
     )
-    assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
+    assert "reads 1 of the 2 files in org/name" in told[1]
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -280,17 +280,17 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
     with pytest.raises(UsageError, match="no readable document") as told:
         part_of(tmp_path).sample()
-    assert "it has content, url" in told.value.found
+    assert "content, url" in told.value.found
     assert part_of(tmp_path, field="content").sample() == [b"x"]
     with pytest.raises(UsageError, match="1 piece for 2 ranks"):
         part_of(tmp_path, dp_size=2)
-    with pytest.raises(ArtifactError, match="gave no document"):
+    with pytest.raises(ArtifactError, match="contains no document"):
         documents(part_of(tmp_path))
     (tmp_path / "a.jsonl").unlink()
     pq.write_table(pa.table({"words": ["row"]}), tmp_path / "a.parquet")
     with pytest.raises(UsageError, match="no readable document") as told:
         part_of(tmp_path).sample()
-    assert "it has words (a.parquet)" in told.value.found
+    assert "words (a.parquet)" in told.value.found
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     for path in (tmp_path, tmp_path / "b.jsonl"):
@@ -298,7 +298,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "sys.argv",
             ["04_train_fsdp.py", "-e", "x", "-d", str(path), "--streaming", "--max-steps", "9"],
         )
-        with pytest.raises(UsageError, match="and not conversations") as told:
+        with pytest.raises(UsageError, match="not conversations") as told:
             part_of(path).sample()
         *alone, build, train = told.value.run.splitlines()  # of a file, without those beside it
         assert len(alone) == path.is_file()
@@ -310,7 +310,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(ArtifactError, match="no readable document"):
         part_of(tmp_path).sample()
-    with pytest.raises(ArtifactError, match="gave no document"):
+    with pytest.raises(ArtifactError, match="contains no document"):
         documents(part_of(tmp_path))
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(UsageError, match="prepared"):

@@ -17,9 +17,9 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     given.write_text("mine")
     config.write_text(json.dumps({"chat_template": "of config"}))
-    assert policy.find(tmp_path, given) == "mine"
-    assert policy.find(tmp_path, Path("chatml")).startswith("{#- ChatML.")
-    assert policy.find(tmp_path, None) == "of config"
+    assert policy.find_template(tmp_path, given) == "mine"
+    assert policy.find_template(tmp_path, Path("chatml")).startswith("{#- ChatML.")
+    assert policy.find_template(tmp_path, None) == "of config"
     config.write_text(
         json.dumps(
             {
@@ -30,20 +30,20 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
             }
         )
     )
-    assert policy.find(tmp_path, None) == "first"
+    assert policy.find_template(tmp_path, None) == "first"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of json"}))
-    assert policy.find(tmp_path, None) == "of json"
+    assert policy.find_template(tmp_path, None) == "of json"
     (tmp_path / "chat_template.jinja").write_text("of file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("other")
-    assert policy.find(tmp_path, None) == "of file"
+    assert policy.find_template(tmp_path, None) == "of file"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "\ud800"}))
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ArtifactError, match="is not text"):
-        policy.find(tmp_path, None)
+    with pytest.raises(ArtifactError, match="not valid Unicode"):
+        policy.find_template(tmp_path, None)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ArtifactError, match=r"chat_template\.jinja cannot be read"):
-        policy.find(tmp_path, None)
+        policy.find_template(tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
 def test_a_given_template_that_is_none_is_refused(tmp_path: Path, make: object, says: str) -> None:
     make(tmp_path / "it.jinja")
     with pytest.raises(UsageError) as caught:
-        policy.find(tmp_path, tmp_path / "it.jinja")
+        policy.find_template(tmp_path, tmp_path / "it.jinja")
     assert says in caught.value.render()
 
 
@@ -70,17 +70,17 @@ def test_a_model_without_a_template_names_those_that_are_here(
         json.dumps({"chat_template": [{"name": "rag", "template": "x"}]})
     )
     with pytest.raises(UsageError) as caught:
-        policy.find(tmp_path, None)
+        policy.find_template(tmp_path, None)
     said = caught.value.render()
     assert "chat_templates/chatml.jinja" in said and "chat_templates/plain.jinja" in said
     assert "other purposes: rag" in said
     assert caught.value.run.endswith("/plain.jinja"), "which needs no tokens but eos"
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_end|>"}]}')
     with pytest.raises(UsageError) as caught:
-        policy.find(tmp_path, None)
+        policy.find_template(tmp_path, None)
     assert "04_train_fsdp.py -e x --chat-template " in caught.value.run
     assert caught.value.run.endswith("/chatml.jinja")
     (tmp_path / "theirs.jinja").write_text("x")
     with pytest.raises(UsageError) as caught:
-        policy.find(tmp_path, None)
+        policy.find_template(tmp_path, None)
     assert str(tmp_path / "theirs.jinja") in caught.value.run

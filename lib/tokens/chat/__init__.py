@@ -1,1 +1,1 @@
-"""From conversations to samples, and to which of their tokens are trained."""
+"""Render conversations, tokenise them and compute their loss masks."""

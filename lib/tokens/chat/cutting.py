@@ -1,7 +1,7 @@
-"""A conversation that is too long, cut between a turn's end and the next question.
+"""Split a conversation that is longer than a sample, before a question.
 
-Each part has the system prompt (and the tools) in front, ends in an answer that is trained, and
-trains its own answers alone, so that each answer is trained once.
+Each part begins with the system prompt (and the tools) and ends with a trained answer. A part
+trains only the answers in it, so each answer is trained once.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat.boundaries import Coded
+from lib.tokens.chat.boundaries import EncodedTexts
 
-Code = Callable[[Conversation], Coded | None]  # None: it does not fit
+EncodePart = Callable[[Conversation], EncodedTexts | None]  # None: the part does not fit
 
 
-def split(
-    conversation: Conversation, code: Code, share: float, last: bool
-) -> tuple[list[Coded], int]:
-    """Return the parts that fit, and how many trained answers are in none.
+def split_conversation(
+    conversation: Conversation, encode: EncodePart, share: float, last: bool
+) -> tuple[list[EncodedTexts], int]:
+    """Return the parts that fit, and the number of trained answers that are in no part.
 
-    share: of the conversation, about as much as fits. last: only the last answer is trained, so
-    there is one part, of the last turns.
+    share: the fraction of the conversation that fits a sample, about. last: train only the last
+    answer, so return one part with the last turns.
     """
     cut = _Groups(conversation)
     if last:
-        return _end(cut, code, share)
+        return _take_last_turns(cut, encode, share)
     parts = []
     lost = 0
     first = 0
@@ -34,45 +34,47 @@ def split(
         end = first + 1
         while end < count and cut.size(first, end + 1) <= budget:
             end += 1
-        found = code(cut.part(first, end))
-        while found is None and end > first + 1:
+        encoded = encode(cut.part(first, end))
+        while encoded is None and end > first + 1:
             end -= 1
-            found = code(cut.part(first, end))
-        if found is None:
-            found, missed = _shortened(cut, first, code)
+            encoded = encode(cut.part(first, end))
+        if encoded is None:
+            encoded, missed = _shorten_group(cut, first, encode)
             lost += missed
-        if found is not None and len(found.ids):
-            parts.append(found)
+        if encoded is not None and len(encoded.ids):
+            parts.append(encoded)
         first = end
     return parts, lost
 
 
-def _end(cut: _Groups, code: Code, share: float) -> tuple[list[Coded], int]:
-    """Return the last turns, as many as fit."""
+def _take_last_turns(
+    cut: _Groups, encode: EncodePart, share: float
+) -> tuple[list[EncodedTexts], int]:
+    """Return as many of the last turns as fit, and the number of lost answers."""
     count = len(cut.starts) - 1
     budget = share * cut.size(0, count)
     first = next((n for n in range(count) if cut.size(n, count) <= budget), count - 1)
     for start in range(first, count):
-        found = code(cut.part(start, count))
-        if found is not None:
-            return ([found] if len(found.ids) else []), 0
+        encoded = encode(cut.part(start, count))
+        if encoded is not None:
+            return ([encoded] if len(encoded.ids) else []), 0
     return [], 1
 
 
-def _shortened(cut: _Groups, group: int, code: Code) -> tuple[Coded | None, int]:
-    """Return the start of a question's turns, up to an answer, and how many answers it lacks."""
+def _shorten_group(cut: _Groups, group: int, encode: EncodePart) -> tuple[EncodedTexts | None, int]:
+    """Return the turns of one question up to the last answer that fits, and the lost answers."""
     answers = cut.trained(group)
     for kept in range(len(answers) - 1, 0, -1):
-        found = code(cut.part(group, group + 1, answers[kept - 1] + 1))
-        if found is not None:
-            return found, len(answers) - kept
+        encoded = encode(cut.part(group, group + 1, answers[kept - 1] + 1))
+        if encoded is not None:
+            return encoded, len(answers) - kept
     return None, len(answers)
 
 
 class _Groups:
-    """Holds a conversation in groups, each from a question up to the next.
+    """Divides a conversation into groups: a question and the turns up to the next question.
 
-    starts: the number of each group's first message, and behind the last.
+    starts: the number of each group's first message, then the number of messages.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -87,13 +89,13 @@ class _Groups:
         self._sizes = [len(str(message)) for message in self._messages]
 
     def size(self, first: int, end: int) -> int:
-        """Return about how long some groups are, with the system prompt."""
+        """Return the approximate length of groups [first, end), with the system prompt."""
         return sum(self._sizes[: self._head]) + sum(
             self._sizes[self.starts[first] : self.starts[end]]
         )
 
     def trained(self, group: int) -> list[int]:
-        """Return the numbers of the messages of a group that are trained."""
+        """Return the numbers of the trained messages in a group."""
         return [
             i
             for i in range(self.starts[group], self.starts[group + 1])
@@ -101,7 +103,10 @@ class _Groups:
         ]
 
     def part(self, first: int, end: int, until: int | None = None) -> Conversation:
-        """Return the conversation of some groups. until: where it ends, else with them."""
+        """Return groups [first, end) as a conversation.
+
+        until: stop before this message instead of at the end of the groups.
+        """
         stop = self.starts[end] if until is None else until
         places = [*range(self._head), *range(self.starts[first], stop)]
         return Conversation(

@@ -1,10 +1,10 @@
-"""From a conversation to texts, and to which of their characters are trained.
+"""Render a conversation and find the characters that are trained.
 
-Which part is the assistant's is read from the template's `{% generation %}` marks, or found by
-rendering the turns up to an answer with and without it. Nothing is guessed: each text up to a
-boundary has to be a prefix of the one that goes on, so each prefix is rendered separately. Where a
-template rewrites earlier turns (a thinking model's, which drops
-thoughts), an answer becomes a sample of its own, rendered as the model would see it.
+The template's `{% generation %}` blocks mark the assistant's text. For a template without them,
+the turns up to an answer are rendered with and without the answer. Nothing is guessed: the shorter
+text must be a prefix of the longer one, so each prefix is rendered separately. Some templates
+rewrite earlier turns (those of thinking models drop thoughts). An answer before such a turn becomes
+a separate sample, rendered as the model would see it.
 """
 
 from __future__ import annotations
@@ -16,45 +16,50 @@ from typing import Any, NamedTuple
 
 from lib.core.conversation import Conversation, Message
 from lib.core.errors import UsageError
-from lib.tokens.chat import left_out, sandbox
-from lib.tokens.chat.control_tokens import ControlTokens, alternatives
+from lib.tokens.chat import sandbox, template_omissions
+from lib.tokens.chat.control_tokens import ControlTokens, compile_alternatives
 from lib.tokens.chat.policy import ALL, ASSISTANT, LAST
 from lib.tokens.chat.sandbox import LimitError, TemplateError, TokenError
 from lib.tokens.chat.template import Rendered, Span, Template
 
-# Tokens that an answer may spell although they are special: they stand around thoughts.
+# Special tokens that an answer may contain: they enclose thoughts.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
-_RUNS = 4  # of the endings of answers that are remembered
-_WORD = "Kingfisher"  # an answer that no template changes
+_MOST_ENDINGS = 4  # endings of answers in the cache
+_WORD = "Kingfisher"  # no template changes this answer
 _USER = {"role": "user", "content": "Which bird?"}
 _ANSWER = {"role": "assistant", "content": _WORD}
-_TRIED = (
+_TRIALS = (
     [_USER, _ANSWER],
     [_USER, _ANSWER, _USER, _ANSWER],
     [{"role": "system", "content": "Be brief."}, _USER, _ANSWER],
 )
 
 
-class Unmaskable(Exception):
-    """Says that a template does not show which text is the assistant's. lines: two that differ."""
+class NoAnswerBoundary(Exception):
+    """Raised if the rendered text does not show where an answer begins or ends.
+
+    lines: the first two lines that differ between the two renderings.
+    """
 
     def __init__(self, reason: str, first: str = "", second: str = "") -> None:
         super().__init__(reason)
         self.lines = (first, second)
 
 
-class Marked(NamedTuple):
-    """Holds a text and the spans of characters in it that are trained."""
+class TextWithSpans(NamedTuple):
+    """Holds a rendered text and the spans of its characters that are trained."""
 
     text: str
     spans: list[Span]
 
 
-class Masker:
-    """Finds what is trained. special, added: the texts of the tokenizer's tokens of these kinds.
+class AnswerFinder:
+    """Finds the trained characters of conversations.
 
-    closing: the tokens that end an answer. left_out: what the template did not write. Raises
-    UsageError where the template cannot serve with this tokenizer.
+    special, added: the texts of the tokenizer's special tokens and added tokens.
+
+    closing: the tokens that end an answer. template_omissions: how often the template omitted the
+    system prompt or thoughts. Raises UsageError if the template does not work with this tokenizer.
     """
 
     def __init__(
@@ -67,21 +72,21 @@ class Masker:
     ) -> None:
         self._template = template
         self._train_on = train_on
-        self.left_out: Counter[str] = Counter()
-        tried = list(self._try())
-        behind = [text.rpartition(_WORD)[2] for text in tried]
-        # But for white space and words, which some tokenizers have added too.
-        pattern = alternatives(
+        self.template_omissions: Counter[str] = Counter()
+        trials = list(self._render_trials())
+        endings = [text.rpartition(_WORD)[2] for text in trials]
+        # Some tokenizers add white space and words as tokens: those control nothing.
+        pattern = compile_alternatives(
             token for token in added if not token.strip().isalnum() and token.strip()
         )
-        written = {found for text in tried for found in pattern.findall(text)}
-        self.closing = {found[0] for text in behind if (found := pattern.match(text.lstrip()))}
-        if tried and not self.closing:
-            _refuse_closing(behind[0])
-        if bos and any(text.startswith(bos * 2) for text in tried):
+        written = {token for text in trials for token in pattern.findall(text)}
+        self.closing = {match[0] for text in endings if (match := pattern.match(text.lstrip()))}
+        if trials and not self.closing:
+            _refuse_template(endings[0])
+        if bos and any(text.startswith(bos * 2) for text in trials):
             raise UsageError(
-                "the chat template writes two BOS tokens in front",
-                found=repr(tried[0][: len(bos) * 2 + 20]),
+                "the chat template writes two BOS tokens at the start",
+                found=repr(trials[0][: len(bos) * 2 + 20]),
             )
         control = {*special, *written} - {""}
         self._ends = tuple(
@@ -91,15 +96,15 @@ class Masker:
                 reverse=True,
             )
         )
-        # What was found behind answers, and how many of its characters belong to them.
-        self._runs: dict[str, int] = {}
+        # Text after answers → how many of its characters belong to the answer.
+        self._endings: dict[str, int] = {}
         self._last_letters = {token[-1] for token in self._ends}
         marks = {sandbox.BEGIN, sandbox.END} if template.has_marks else set()
         self.control = ControlTokens({*self._ends, *marks}, {*self._ends, *special, *marks})
 
-    def _try(self) -> Iterator[str]:
-        """Yield the text of simple conversations, except those that the template refuses."""
-        for messages in _TRIED:
+    def _render_trials(self) -> Iterator[str]:
+        """Yield the texts of the trial conversations that the template accepts."""
+        for messages in _TRIALS:
             try:
                 yield self._template.render(messages).text
             except TemplateError as error:
@@ -107,104 +112,110 @@ class Masker:
                     raise
                 if isinstance(error, TokenError):
                     raise UsageError(
-                        f"the chat template does not fit the tokenizer: {error}", hint=_OTHERS
+                        f"the chat template does not fit the tokenizer: {error}", hint=_PLAIN_HINT
                     ) from None
 
-    def marked(self, conversation: Conversation) -> list[Marked]:
-        """Return the texts of a conversation: one, or more where the template rewrites turns.
+    def find_texts(self, conversation: Conversation) -> list[TextWithSpans]:
+        """Render a conversation; return its texts with their trained spans.
 
-        There is none where no answer is trained. Raises TemplateError where the template refuses
-        the conversation, Unmaskable where it shows no boundary, ControlToken.
+        There are several texts if the template rewrites earlier turns, and none if no answer is
+        trained. Raises TemplateError if the template refuses the conversation, and NoAnswerBoundary
+        if the text does not show where an answer begins or ends.
         """
         messages, tools, weights = conversation
         if any("reasoning_content" in message for message in messages):
-            messages = list(map(_with_thoughts, messages))
+            messages = list(map(_add_thinking, messages))
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if self._train_on == ALL:
-            return self._all(messages, tools, weights)
+            return self._take_whole(messages, tools, weights)
         chosen = answers[-1:] if self._train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
-        messages = messages[: trained[-1] + 1]  # what comes later is context of nothing
+        messages = messages[: trained[-1] + 1]  # later turns are no context of a trained answer
         whole = self._template.render(messages, tools)
-        left_out.require_tools(tools, whole.text)
-        if left_out.is_lost(messages[0], whole.text):
-            self.left_out["system prompt"] += 1
-        found: list[Marked] = []
+        template_omissions.require_tools(tools, whole.text)
+        if template_omissions.is_system_prompt_missing(messages[0], whole.text):
+            self.template_omissions["system prompt"] += 1
+        texts: list[TextWithSpans] = []
         for i in reversed(trained):
-            answer = self._answer(messages, tools, whole, answers, i)
+            answer = self._find_answer(messages, tools, whole, answers, i)
             end = answer.spans[-1][1]
             if len(messages[i]) > 2:  # role and content
-                left_out.require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
-                if left_out.are_thoughts_lost(messages[i], answer.text):
-                    self.left_out["thoughts"] += 1
-            if found and (
-                answer.text is found[-1].text or found[-1].text.startswith(answer.text[:end])
+                template_omissions.require_calls(
+                    messages[i], i + 1, answer.text[answer.spans[0][0] : end]
+                )
+                if template_omissions.are_thoughts_missing(messages[i], answer.text):
+                    self.template_omissions["thoughts"] += 1
+            if texts and (
+                answer.text is texts[-1].text or texts[-1].text.startswith(answer.text[:end])
             ):
-                found[-1].spans.extend(answer.spans)
+                texts[-1].spans.extend(answer.spans)
             else:
-                found.append(answer)
-        return found[::-1]
+                texts.append(answer)
+        return texts[::-1]
 
-    def _all(
+    def _take_whole(
         self,
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
         weights: Sequence[float] | None,
-    ) -> list[Marked]:
-        """Return the whole text, trained but for the turns of weight 0."""
+    ) -> list[TextWithSpans]:
+        """Return the whole text; all turns are trained except those of weight 0."""
         whole = self._template.render(messages, tools).text
-        left_out.require_tools(tools, whole)
+        template_omissions.require_tools(tools, whole)
         spans = []
         start = 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
-            spans.append((start, self._end_of(messages[:i], tools, whole)))
+            spans.append((start, self._find_turns_end(messages[:i], tools, whole)))
             start = (
                 len(whole)
                 if i == len(messages) - 1
-                else self._end_of(messages[: i + 1], tools, whole)
+                else self._find_turns_end(messages[: i + 1], tools, whole)
             )
-        return [Marked(whole, [*spans, (start, len(whole))])]
+        return [TextWithSpans(whole, [*spans, (start, len(whole))])]
 
-    def _end_of(
+    def _find_turns_end(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, whole: str
     ) -> int:
-        """Return the end of the first messages in the text of a conversation.
+        """Return where the given first messages end in the text of the whole conversation.
 
-        What a template writes after the last message does not count: it depends on whether an
-        answer is asked for. Raises Unmaskable if the text does not begin with that of the messages.
+        The template's text after the last message is excluded, since it depends on
+        `add_generation_prompt`. Raises NoAnswerBoundary if the whole text does not begin with the
+        text of these messages.
         """
         if not messages:
             return 0
         text, asked = (
             self._template.render(messages, tools, prompt).text for prompt in (False, True)
         )
-        end = shared_length(text, asked)
-        if end < min(len(text), len(asked)):  # go back to the start of a token that both cut
+        end = find_shared_length(text, asked)
+        if end < min(len(text), len(asked)):
+            # The texts may differ inside a token: go back to its start.
             end = min(
                 (
                     end - cut
                     for token in self._ends
                     for cut in range(1, len(token))
-                    for each in (text, asked)
-                    if each[:end].endswith(token[:cut]) and each.startswith(token, end - cut)
+                    for rendered in (text, asked)
+                    if rendered[:end].endswith(token[:cut])
+                    and rendered.startswith(token, end - cut)
                 ),
                 default=end,
             )
         if not whole.startswith(text[:end]):
-            raise Unmaskable("it does not show where a turn of weight 0 begins and ends")
+            raise NoAnswerBoundary("it does not show where a turn of weight 0 begins and ends")
         return end
 
-    def _answer(
+    def _find_answer(
         self,
         messages: Sequence[Any],
         tools: Sequence[Any] | None,
         whole: Rendered,
         answers: list[int],
         i: int,
-    ) -> Marked:
-        """Return the text that ends with an answer, and where the answer is.
+    ) -> TextWithSpans:
+        """Return the text that ends with answer `i`, and the spans of that answer.
 
         whole: the text of all messages.
         """
@@ -213,47 +224,50 @@ class Masker:
         )
         if not self._template.has_marks:
             before = self._template.render(messages[:i], tools, prompt=True).text
-            return Marked(text, self._spans(text, marks, before))
+            return TextWithSpans(text, self._find_spans(text, marks, before))
         asked = self._template.render(messages[:i], tools) if i else Rendered("", [])
-        _require_behind(marks, shared_length(asked.text, text), text)
+        _require_marks_after(marks, find_shared_length(asked.text, text), text)
         marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks) :]
-        return Marked(text, self._spans(text, marks, ""))
+        return TextWithSpans(text, self._find_spans(text, marks, ""))
 
-    def _spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
-        """Return where the answer is that ends a text. before: what is written to have it begun."""
+    def _find_spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
+        """Return the spans of the answer at the end of a text.
+
+        before: the text up to the answer, with the generation prompt.
+        """
         if self._template.has_marks:
             marks = [mark for mark in marks if mark[0] < mark[1]]
             if not marks:
-                raise Unmaskable("it marks nothing of an answer as the assistant's")
-            return [*marks[:-1], *(self._closed(text, *mark) for mark in marks[-1:])]
+                raise NoAnswerBoundary("it marks nothing of an answer as the assistant's")
+            return [*marks[:-1], *(self._clip_mark(text, *mark) for mark in marks[-1:])]
         if not text.startswith(before):
-            raise Unmaskable(
+            raise NoAnswerBoundary(
                 "what it writes before an answer is not what stands there once the answer is given",
-                *_differing_lines(before, text),
+                *_find_differing_lines(before, text),
             )
-        end = self._end(text, len(before))
+        end = self._find_answer_end(text, len(before))
         if end < 0:
-            raise _unclosed(text[len(before) :])
+            raise _make_closing_error(text[len(before) :])
         return [(len(before), end)]
 
-    def _closed(self, text: str, start: int, end: int) -> Span:
-        """Return the span of a mark, up to the answer's closing token and no further."""
-        closed = self._end(text, start)
+    def _clip_mark(self, text: str, start: int, end: int) -> Span:
+        """Return a marked span that ends with the closing token of its answer."""
+        closed = self._find_answer_end(text, start)
         if closed == end:
             return start, end
         if closed < 0 or (closed > end and text[end:closed].strip() not in self._ends):
-            closed = self._end(text[:end], start)
+            closed = self._find_answer_end(text[:end], start)
         if closed < 0:
-            raise _unclosed(text[start:end])
+            raise _make_closing_error(text[start:end])
         return start, closed
 
-    def _end(self, text: str, start: int) -> int:
-        """Return where an answer ends that goes on from `start`: behind its closing token.
+    def _find_answer_end(self, text: str, start: int) -> int:
+        """Return the end of the answer that begins at `start`: the end of its closing token.
 
-        White space and further tokens behind that are the template's, and no part of the answer.
-        Less than 0 where there is no such token.
+        White space and further tokens after it belong to the template. Returns a negative number
+        if there is no closing token.
         """
-        for run, kept in self._runs.items():
+        for run, kept in self._endings.items():
             before = text[len(text) - len(run) - 1 : len(text) - len(run)]
             if (
                 text.endswith(run, start + 1)
@@ -262,7 +276,7 @@ class Masker:
             ):
                 return len(text) - len(run) + kept
         at = len(text)
-        found = []
+        tokens = []
         while True:
             while at > start and text[at - 1].isspace():
                 at -= 1
@@ -271,34 +285,37 @@ class Masker:
             token = next((each for each in self._ends if text.endswith(each, start, at)), None)
             if token is None:
                 break
-            found.append((at, token))
+            tokens.append((at, token))
             at -= len(token)
-        if not found:
+        if not tokens:
             return -1
-        end = next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
-        if len(self._runs) < _RUNS and not text[at - 1].isspace():
-            self._runs[text[at:]] = end - at
+        end = next((end for end, token in reversed(tokens) if token in self.closing), tokens[-1][0])
+        if len(self._endings) < _MOST_ENDINGS and not text[at - 1].isspace():
+            self._endings[text[at:]] = end - at
         return end
 
 
-def _require_behind(marks: list[Span], place: int, text: str) -> None:
-    """Raise Unmaskable where a mark of an answer begins before what was said before it ends."""
+def _require_marks_after(marks: list[Span], place: int, text: str) -> None:
+    """Raise NoAnswerBoundary if a mark begins before the answer does.
+
+    place: the end of the text before the answer.
+    """
     for start, end in marks:
         if start < place < end:
-            raise Unmaskable(
+            raise NoAnswerBoundary(
                 "what it marks as the assistant's begins before an answer",
                 text[start:place].strip()[:80],
                 text[place:end].strip()[:80],
             )
 
 
-def shared_length(one: str, other: str) -> int:
-    """Return how many characters two texts share at their beginning."""
+def find_shared_length(one: str, other: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
     least = 0
     most = min(len(one), len(other))
     if one.startswith(other[:most]):
         return most
-    while least < most:  # they share `least`, and at most `most`
+    while least < most:  # the common prefix has `least` to `most` characters
         middle = (least + most + 1) // 2
         if one[least:middle] == other[least:middle]:
             least = middle
@@ -307,38 +324,40 @@ def shared_length(one: str, other: str) -> int:
     return least
 
 
-def _with_thoughts(message: Message) -> Message:
-    """Give thoughts the name that gpt-oss has for them, too, as transformers does."""
+def _add_thinking(message: Message) -> Message:
+    """Add the thoughts under gpt-oss's key `thinking` as well, as transformers does."""
     thoughts = message.get("reasoning_content")
     return message if thoughts is None else {"thinking": thoughts, **message}
 
 
-_OTHERS = "chat_templates/plain.jinja needs nothing but an eos token (--chat-template)"
+_PLAIN_HINT = (
+    "chat_templates/plain.jinja (--chat-template) works with any tokenizer that has an EOS token"
+)
 
 
-def _unclosed(answer: str) -> Unmaskable:
-    return Unmaskable("no token ends an answer", answer.rstrip().rsplit("\n", 1)[-1][-80:])
+def _make_closing_error(answer: str) -> NoAnswerBoundary:
+    return NoAnswerBoundary("no token ends an answer", answer.rstrip().rsplit("\n", 1)[-1][-80:])
 
 
-def _refuse_closing(behind: str) -> None:
+def _refuse_template(ending: str) -> None:
     found = (
-        f"{behind.strip()!r} behind an answer, which is no token of the tokenizer"
-        if behind.strip()
-        else "nothing behind an answer"
+        f"{ending.strip()!r} after an answer, which is not a token of the tokenizer"
+        if ending.strip()
+        else "nothing after an answer"
     )
     raise UsageError(
-        "the chat template ends an answer with no token: a model would not learn to stop",
+        "the chat template ends answers without a token, so a model would not learn to stop",
         found=found,
-        hint=_OTHERS,
+        hint=_PLAIN_HINT,
     )
 
 
-def _differing_lines(one: str, other: str) -> tuple[str, str]:
-    """Return the first line of each text that the other has not at its place."""
+def _find_differing_lines(one: str, other: str) -> tuple[str, str]:
+    """Return the first pair of lines in which two texts differ."""
     lines = one.split("\n")
     others = other.split("\n")
     for number, line in enumerate(lines):
-        beside = others[number] if number < len(others) else ""
-        if line != beside and not (number == len(lines) - 1 and beside.startswith(line)):
-            return line, beside
+        other_line = others[number] if number < len(others) else ""
+        if line != other_line and not (number == len(lines) - 1 and other_line.startswith(line)):
+            return line, other_line
     return "", ""

@@ -1,4 +1,4 @@
-"""What became of a dataset's conversations: counted in the preparation, kept with the tokens."""
+"""Count conversations and the samples made from them, and store the counts with the tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from lib.core import units
 
-_NAMED = 4  # stop tokens, at most
+_MOST_STOPS = 4  # stop tokens in the report
 
 
 @dataclass
 class ChatCounts:
-    """Counts the conversations of a split, and the samples that came of them.
+    """Counts the conversations of a split and the samples made from them.
 
-    dropped: by cause. stops: by token id, samples whose last trained token is that special token.
-    first: by cause, what is said of the first conversation that was dropped. unprompted: samples
-    that are trained from their second token on, so that nothing of them is a prompt. left_out: what
-    the template does not write, by what it is.
+    The names of the fields are keys in the manifest. dropped: conversations by cause. stops: token
+    id → samples whose last trained token is that special token. first: cause → the message for the
+    first conversation dropped. unprompted: samples trained from their second token on, so they
+    contain no prompt. left_out: how often the template omitted the system prompt or thoughts.
     """
 
     conversations: int = 0
@@ -35,47 +35,47 @@ class ChatCounts:
 
     @property
     def trained_share(self) -> float:
-        """Return the share of the tokens that are trained."""
+        """Return the fraction of the tokens that are trained."""
         return self.trained / max(1, self.tokens)
 
     @property
     def ended_share(self) -> float:
-        """Return the share of the samples that end in a stop token."""
+        """Return the fraction of the samples that end with a stop token."""
         return self.stops.total() / max(1, self.samples)
 
     def add(self, other: ChatCounts) -> None:
-        """Add what another part of the dataset counted."""
+        """Add the counts of another part of the dataset."""
         for name in vars(self).keys() - {"first"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first = {**other.first, **self.first}
 
-    def causes(self) -> str:
-        """Return how many conversations were dropped by which cause; empty where none was."""
+    def describe_causes(self) -> str:
+        """Return the number of dropped conversations by cause as text, "" if none was dropped."""
         return ", ".join(f"{count:,} {cause}" for cause, count in self.dropped.most_common())
 
-    def rows(self, names: Mapping[int, str]) -> dict[str, str]:
-        """Return it in words, a line for each thing that it tells; names: of tokens."""
+    def table_rows(self, names: Mapping[int, str]) -> dict[str, str]:
+        """Return the counts as rows of a printed table. names: token id → token."""
         ends = ", ".join(
             f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
-            for token, count in self.stops.most_common(_NAMED)
+            for token, count in self.stops.most_common(_MOST_STOPS)
         )
-        causes = self.causes()
+        causes = self.describe_causes()
         rows = {
             "conversations": f"{self.conversations:,} with {units.counted(self.turns, 'turn')}",
-            "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % of them end in a stop "
+            "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % end with a stop "
             f"token{f' ({ends})' if ends else ''}",
-            "tokens": f"{self.tokens:,}, {self.trained:,} of them trained "
+            "tokens": f"{self.tokens:,}, {self.trained:,} trained "
             f"({100 * self.trained_share:.3g} %)",
         }
         left_out = ", ".join(f"{count:,} × {what}" for what, count in self.left_out.most_common())
         return (
             rows
             | ({"dropped": causes} if causes else {})
-            | ({"not written": f"{left_out}, by this template"} if left_out else {})
+            | ({"omitted": f"{left_out}, by this chat template"} if left_out else {})
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
+    def to_record(self) -> dict[str, Any]:
+        """Return the counts as a JSON object."""
         return {
             **vars(self),
             "dropped": dict(self.dropped),
@@ -84,10 +84,13 @@ class ChatCounts:
         }
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> ChatCounts:
-        """Return it from JSON; TypeError or ValueError where that is not what `record` gives."""
+    def from_record(cls, record: Mapping[str, Any]) -> ChatCounts:
+        """Read the counts from a JSON object.
+
+        Raises TypeError or ValueError if `to_record` cannot have written it.
+        """
         stops = {int(token): count for token, count in record["stops"].items()}
-        made = cls(
+        counts_read = cls(
             **{
                 **record,
                 "dropped": Counter(record["dropped"]),
@@ -97,22 +100,26 @@ class ChatCounts:
         )
         counts = [
             count
-            for name, count in vars(made).items()
+            for name, count in vars(counts_read).items()
             if name not in ("dropped", "stops", "left_out", "first")
         ]
-        counts += [*made.dropped.values(), *made.stops.values(), *made.left_out.values()]
+        counts += [
+            *counts_read.dropped.values(),
+            *counts_read.stops.values(),
+            *counts_read.left_out.values(),
+        ]
         if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(
-            made.first, dict
+            counts_read.first, dict
         ):
-            raise ValueError("a count that is none")
-        return made
+            raise ValueError("a count is not a whole number of at least 0")
+        return counts_read
 
 
 class ChatFacts(NamedTuple):
-    """Says what chat datasets were prepared with, and what came of them.
+    """Describes prepared chat datasets.
 
-    template: in Jinja. stops: the token ids that end samples, the most frequent one first; names:
-    of these. counts: by split.
+    template: the Jinja source. stops: the token ids that end samples, the most frequent first.
+    counts: split → its counts. names: token id → token, for the stop tokens.
     """
 
     template: str
@@ -120,28 +127,28 @@ class ChatFacts(NamedTuple):
     counts: dict[str, ChatCounts]
     names: dict[int, str]
 
-    def rows(self) -> dict[str, str]:
-        """Return the report of the preparation, a line for each thing that it tells."""
+    def table_rows(self) -> dict[str, str]:
+        """Return the counts of all splits as rows of a printed table."""
         rows: dict[str, str] = {}
         for name, counts in self.counts.items():
             prefix = "" if len(self.counts) == 1 else f"{name}: "
-            rows |= {prefix + key: text for key, text in counts.rows(self.names).items()}
+            rows |= {prefix + key: text for key, text in counts.table_rows(self.names).items()}
         return rows
 
 
-def facts(every: Sequence[ChatFacts]) -> ChatFacts | None:
-    """Return the facts of several datasets that share a template as one; None of none."""
+def merge_facts(every: Sequence[ChatFacts]) -> ChatFacts | None:
+    """Merge the facts of several datasets that share a template; return None if there are none."""
     sums: dict[str, ChatCounts] = {}
     names: dict[int, str] = {}
     for each in every:
         names |= each.names
         for split, counts in each.counts.items():
             sums.setdefault(split, ChatCounts()).add(counts)
-    return made(every[0].template, sums, names) if every else None
+    return build_facts(every[0].template, sums, names) if every else None
 
 
-def made(template: str, counts: dict[str, ChatCounts], names: dict[int, str]) -> ChatFacts:
-    """Return the facts of a dataset; names: of tokens, those that end samples at least."""
+def build_facts(template: str, counts: dict[str, ChatCounts], names: dict[int, str]) -> ChatFacts:
+    """Return the facts of a dataset. names: token id → token, for all stop tokens at least."""
     stops = sum((each.stops for each in counts.values()), Counter[int]())
     in_order = [token for token, _ in stops.most_common()]
     return ChatFacts(template, in_order, counts, {token: names[token] for token in in_order})

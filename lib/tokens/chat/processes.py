@@ -1,7 +1,7 @@
-"""Processes that make samples of conversations: each renders, tokenises and masks a few rows.
+"""Prepare chat samples in worker processes: each renders, tokenises and masks a few rows.
 
-A template is text of others that runs here, and Jinja holds one core at most. So it runs in
-processes of its own, with a limit of memory, and their answers come in the order of the rows.
+A chat template is untrusted code, and Jinja uses one core at most. So it runs in worker processes
+with a memory limit. Their results come back in the order of the rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class DroppedChat(NamedTuple):
-    """Names a conversation of a dataset that gave no sample, and says why.
+    """Describes a conversation that was dropped, and why.
 
-    partly: some of its answers did.
+    partly: only some answers are lost; the others are in samples.
     """
 
     place: Place
@@ -41,7 +41,7 @@ class DroppedChat(NamedTuple):
 
 
 class PreparedChats(NamedTuple):
-    """Holds what became of some rows. tokens: uint32 [N]; trained: bool [N]; lengths: int64
+    """Holds the samples of some rows. tokens: uint32 [N]; trained: bool [N]; lengths: int64
     [samples]."""
 
     tokens: np.ndarray
@@ -52,16 +52,25 @@ class PreparedChats(NamedTuple):
 
 
 @contextmanager
-def started(
+def start_workers(
     count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None
 ) -> Iterator[list[Worker]]:
-    """Start processes that answer rows, and end them. sample: of the rows, see ChatEncoder.tune."""
+    """Start worker processes for `encode_rows`, and stop them at the end.
+
+    sample: rows of the dataset, for `ChatEncoder.tune`.
+    """
     workers: list[Worker] = []
-    packed = None if sample is None else _packed(sample)
+    sample_bytes = None if sample is None else _serialise_rows(sample)
     try:
         for number in range(count):
             workers.append(
-                Worker(f"conversations {number}", _prepare, tokenizer_dir, policy, packed)
+                Worker(
+                    f"conversations {number}",
+                    _make_row_encoder,
+                    tokenizer_dir,
+                    policy,
+                    sample_bytes,
+                )
             )
         yield workers
     finally:
@@ -69,10 +78,10 @@ def started(
             worker.close()
 
 
-def encoded(
+def encode_rows(
     workers: Sequence[Worker], rows: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[PreparedChats, int]]:
-    """Yield what became of rows, in their order, and how many bytes they have in memory."""
+    """Yield the samples of each batch of rows in order, with the batch's bytes in memory."""
     busy: deque[tuple[Worker, int]] = deque()
     free = deque(workers)
     for batch in rows:
@@ -81,14 +90,14 @@ def encoded(
             yield worker.receive(), size
             free.append(worker)
         worker = free.popleft()
-        worker.send(_packed(batch))
+        worker.send(_serialise_rows(batch))
         busy.append((worker, batch.nbytes))
     for worker, size in busy:
         yield worker.receive(), size
 
 
-def _packed(batch: pa.RecordBatch) -> bytes:
-    """Return rows as a stream of Arrow, which leaves out what a slice does not show."""
+def _serialise_rows(batch: pa.RecordBatch) -> bytes:
+    """Return rows as an Arrow stream, which contains only the rows of a slice."""
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
@@ -97,38 +106,41 @@ def _packed(batch: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _unpacked(data: bytes) -> pa.RecordBatch:
+def _read_rows(data: bytes) -> pa.RecordBatch:
     import pyarrow
 
     with pyarrow.ipc.open_stream(data) as reader:
         return reader.read_next_batch()
 
 
-def _prepare(
+def _make_row_encoder(
     tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None
 ) -> Callable[[bytes], PreparedChats]:
-    """Return what answers rows; in a worker."""
+    """Return the function that a worker process calls with the rows it receives."""
     chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
     if sample:
-        chats.tune([chat for chat, _ in table_rows.conversations(_unpacked(sample))])
-    return lambda data: _encode(chats, _unpacked(data), policy.longest)
+        chats.tune([chat for chat, _ in table_rows.read_valid_rows(_read_rows(sample))])
+    return lambda data: _prepare_chats(chats, _read_rows(data), policy.longest)
 
 
-def _encode(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> PreparedChats:
-    """Return what becomes of rows; RuntimeError where it is not what the store promises."""
-    read = list(table_rows.read(batch))
+def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> PreparedChats:
+    """Prepare the samples of some rows.
+
+    Raises RuntimeError if a sample would break the format of the token store.
+    """
+    read = list(table_rows.read_rows(batch))
     sound = [number for number, (chat, _) in enumerate(read) if isinstance(chat, Conversation)]
-    several = [chat for chat, _ in read if isinstance(chat, Conversation)]
-    made = chats.encode(several)
-    begins = np.cumsum(made.lengths) - made.lengths
+    conversations = [chat for chat, _ in read if isinstance(chat, Conversation)]
+    encoded = chats.encode(conversations)
+    begins = np.cumsum(encoded.lengths) - encoded.lengths
     if len(begins) and (
-        made.trained[begins].any()
-        or made.lengths.max() > longest
-        or not np.logical_or.reduceat(made.trained, begins).all()
+        encoded.trained[begins].any()
+        or encoded.lengths.max() > longest
+        or not np.logical_or.reduceat(encoded.trained, begins).all()
     ):
-        raise RuntimeError("a sample has no label, begins with one, or is too long")
+        raise RuntimeError("a sample has no trained token, begins with one, or is too long")
     dropped = sorted(
-        [one._replace(number=sound[one.number]) for one in made.dropped]
+        [one._replace(number=sound[one.number]) for one in encoded.dropped]
         + [
             Dropped(number, chat.kind, str(chat))
             for number, (chat, _) in enumerate(read)
@@ -137,24 +149,24 @@ def _encode(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> Prepared
     )
     counts = ChatCounts(
         len(read),
-        sum(len(chat.messages) for chat in several),
-        len(made.lengths),
-        len(made.tokens),
-        int(made.trained.sum()),
-        int(made.trained[begins + 1].sum()),
-        Counter(map(_cause, dropped)),
-        made.stops,
-        made.left_out,
-        {_cause(one): one.message for one in reversed(dropped)},
+        sum(len(chat.messages) for chat in conversations),
+        len(encoded.lengths),
+        len(encoded.tokens),
+        int(encoded.trained.sum()),
+        int(encoded.trained[begins + 1].sum()),
+        Counter(map(_name_cause, dropped)),
+        encoded.stops,
+        encoded.template_omissions,
+        {_name_cause(one): one.message for one in reversed(dropped)},
     )
     return PreparedChats(
-        made.tokens,
-        made.trained,
-        made.lengths,
+        encoded.tokens,
+        encoded.trained,
+        encoded.lengths,
         counts,
         [DroppedChat(read[one.number][1], one.kind, one.message, one.partly) for one in dropped],
     )
 
 
-def _cause(one: Dropped) -> str:
+def _name_cause(one: Dropped) -> str:
     return f"{one.kind} in part" if one.partly else one.kind

@@ -1,6 +1,6 @@
-"""What runs a chat template: Jinja without reach, within limits of time and memory.
+"""Run chat templates in a Jinja sandbox with limits on time and memory.
 
-A template is text that somebody else wrote. It sees plain JSON values and the functions below, no
+A chat template is untrusted code. It sees plain JSON values and the functions below. It sees no
 files, no attributes that begin with an underscore, no clock and no randomness.
 """
 
@@ -24,15 +24,14 @@ import jinja2.sandbox
 import jinja2.utils
 
 SECONDS = 5.0  # for one conversation
-ROOM = 1 << 30  # bytes of address space beyond what the process has when rendering begins
-# What `{% generation %}` leaves in a text until it is read: lone surrogates, which UTF-8 cannot
-# encode.
+ROOM = 1 << 30  # bytes of address space that rendering may add
+# Markers around a `{% generation %}` block: lone surrogates, so no valid text contains them.
 BEGIN = "\udc80"
 END = "\udc81"
 _STATUS = Path("/proc/self/statm")
-_TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day
+_TODAY = datetime(2024, 7, 26)  # the rendered text must not depend on the day
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")
-_LONGEST = 1 << 24  # of what is repeated, and of bits of a number
+_LONGEST = 1 << 24  # characters or items of a product
 _NAMES_OF_DICTS = frozenset(dir(dict))
 _METHODS_OF_STRINGS = frozenset(name for name in dir(str) if name[0] != "_") - {
     "format",
@@ -41,19 +40,19 @@ _METHODS_OF_STRINGS = frozenset(name for name in dir(str) if name[0] != "_") - {
 
 
 class TemplateError(Exception):
-    """Says why a conversation could not be rendered, in the template's own words if it raised."""
+    """Raised if a conversation cannot be rendered, with the template's own message if any."""
 
 
 class LimitError(TemplateError):
-    """Says that a template took more time or memory, or wrote more, than a conversation may."""
+    """Raised if a template exceeds the limits on time, memory or length for one conversation."""
 
 
 class TokenError(TemplateError):
-    """Says that a template writes a special token that the tokenizer has not."""
+    """Raised if a template writes a special token that the tokenizer lacks."""
 
 
-class Lacking(jinja2.Undefined):
-    """Stands for a token that the tokenizer has not: it may be asked for, and not be written."""
+class MissingToken(jinja2.Undefined):
+    """Stands for a token that the tokenizer lacks: a template may test for it, but not write it."""
 
     def _fail(self, *_: Any) -> NoReturn:
         raise TokenError(f"it writes {self._undefined_name}, which the tokenizer has not")
@@ -67,7 +66,7 @@ class Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
     def parse(self, parser: Any) -> list[Any]:
-        """Return the nodes of such a block."""
+        """Return the nodes of a generation block with BEGIN and END around its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         edges = [
@@ -78,7 +77,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Is Jinja's sandbox with what templates expect of transformers (5.17 to 5.23)."""
+    """Extends Jinja's sandbox with what transformers (5.17 to 5.23) gives templates."""
 
     intercepted_binops = frozenset(["**", "*", "%"])
 
@@ -86,20 +85,20 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
-        self.filters["tojson"] = _tojson
-        self.filters["round"] = _round
+        self.filters["tojson"] = _write_json
+        self.filters["round"] = _round_number
         for name in ("random", "urlize", "pprint"):
             self.filters.pop(name)
         self.globals.pop("lipsum")
         self.globals |= {
-            "raise_exception": _raise,
+            "raise_exception": _raise_exception,
             "strftime_now": _TODAY.strftime,
             "namespace": _Namespace,
             "dict": lambda *pairs, **items: dict(*pairs, **items),
         }
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute, or the item of that name, as Jinja does; the usual ones faster."""
+        """Return an attribute, or the item of that name, as Jinja does, but faster."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _NAMES_OF_DICTS:
@@ -111,25 +110,25 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an item, as Jinja does; that of a message faster."""
+        """Return an item as Jinja does, with a faster path for messages."""
         if type(obj) is dict and type(argument) is str and argument in obj:
             return obj[argument]
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a template if that is safe."""
+        """Call a function that a template names, if that is safe."""
         if (
             type(obj) is BuiltinMethodType
             and type(obj.__self__) is str
             and obj.__name__ in _METHODS_OF_STRINGS
         ):
-            kwargs.pop("_loop_vars", None)  # which Jinja hands on
+            kwargs.pop("_loop_vars", None)  # Jinja adds these two arguments
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Multiply and format within bounds: what C code computes no signal interrupts."""
+        """Multiply and format within bounds, since no signal interrupts an operation in C code."""
         if operator == "%":
             if isinstance(left, str) and _WIDE.search(left):
                 raise LimitError("it formats with a width of more than four digits")
@@ -139,21 +138,21 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)
             is_too_large = size > 1 << 12
         else:
-            is_too_large = _factor(left) * _factor(right) > _LONGEST
+            is_too_large = _find_factor(left) * _find_factor(right) > _LONGEST
         if is_too_large:
             raise LimitError(f"it computes something too large with {operator}")
         return super().call_binop(context, operator, left, right)
 
 
-def _factor(operand: Any) -> int:
-    """Return by how much an operand enlarges a product: a number itself, a text its length."""
+def _find_factor(operand: Any) -> int:
+    """Return the size that an operand adds to a product: a number, or the length of a text."""
     if isinstance(operand, int):
         return operand
     return len(operand) if hasattr(operand, "__len__") else 1
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Holds variables of a template, none of which begins with an underscore."""
+    """Holds the variables of a template, and refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self = args[0]
@@ -174,35 +173,35 @@ def _require_public(name: Any) -> None:
         )
 
 
-def _raise(message: object = "") -> NoReturn:
+def _raise_exception(message: object = "") -> NoReturn:
     raise TemplateError(str(message) or "it calls raise_exception")
 
 
-def _tojson(
+def _write_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers does: Jinja's own filter escapes HTML."""
+    """Return JSON as transformers writes it; Jinja's own filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def _round(value: float, precision: int = 0, method: str = "common") -> float:
-    if abs(precision) > 50:  # 10 to that power is computed
+def _round_number(value: float, precision: int = 0, method: str = "common") -> float:
+    if abs(precision) > 50:  # Jinja computes 10 to that power
         raise LimitError("it rounds to more than 50 places")
     return jinja2.filters.do_round(value, precision, method)  # type: ignore[arg-type]
 
 
 @contextmanager
-def limited() -> Iterator[Callable[[], None]]:
-    """Bound the memory of what is done, and yield what begins the time of one conversation anew.
+def limit_rendering() -> Iterator[Callable[[], None]]:
+    """Limit memory in the `with` block, and yield a function that restarts the timer.
 
-    What takes longer raises LimitError, where this thread can be interrupted; what takes more
-    memory, MemoryError.
+    Call the function before each conversation. A conversation that exceeds the time raises
+    LimitError; this works in the main thread only. Exceeding the memory raises MemoryError.
     """
     if threading.current_thread() is not threading.main_thread():
         with limit_memory():
@@ -213,8 +212,8 @@ def limited() -> Iterator[Callable[[], None]]:
         raise LimitError(f"it took more than {SECONDS:g} seconds")
 
     def begin() -> None:
-        # Of this process, so that a busy machine changes nothing; again and again, since what
-        # catches it may go on.
+        # CPU time of this process, so a busy machine changes nothing. The signal repeats, since
+        # code that catches the error may go on.
         signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
 
     before = signal.signal(signal.SIGPROF, stop)
@@ -228,7 +227,7 @@ def limited() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def limit_memory(room: int = ROOM) -> Iterator[None]:
-    """Allow this process `room` more bytes of address space than it has now (on Linux)."""
+    """Limit the address space of this process to `room` bytes more than now (on Linux)."""
     if not _STATUS.is_file():
         yield
         return

@@ -1,7 +1,7 @@
 """Read conversations from rows of a chat dataset.
 
-`datasets` may have changed the rows, so they are checked as in stage 02. A row that stage 02 would
-drop is refused with the same kind of error.
+A user may have changed the rows with `datasets`, so the checks of stage 02 are repeated here. A row
+that stage 02 would drop gets the same kind of error.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def read(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]:
-    """Yield each row of a chat dataset, or what is wrong with it, and where it is from."""
-    messages = columns.messages(rows)
+def read_rows(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]:
+    """Yield the conversation of each row, or the reason to refuse it, and the source of the row."""
+    messages = columns.flatten_messages(rows)
     names = (*TEXTS, CALLS)
-    values = [columns.values(columns.field_of(messages, name)) for name in names]
+    values = [columns.list_values(columns.read_field(messages, name)) for name in names]
     turns = [
         {name: value for name, value in zip(names, turn, strict=True) if value is not None}
         for turn in zip(*values, strict=True)
     ]
     tools, weights, source, line, offset = (
-        columns.values(rows.column(name))
+        columns.list_values(rows.column(name))
         for name in ("tools", "weights", "source", "line", "offset")
     )
-    for row, (first, end) in enumerate(pairwise(columns.ends(rows))):
+    for row, (first, end) in enumerate(pairwise(columns.find_conversation_edges(rows))):
         place = Place(source[row] or "", line[row], offset[row])
         try:
-            yield _conversation(turns[first:end], tools[row], weights[row]), place
+            yield _read_conversation(turns[first:end], tools[row], weights[row]), place
         except Refused as refused:
             yield refused, place
 
 
-def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
-    """Return the rows of a chat dataset that are sound."""
-    return [(chat, place) for chat, place in read(rows) if isinstance(chat, Conversation)]
+def read_valid_rows(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
+    """Return the valid conversations in rows of a chat dataset, with their sources."""
+    return [(chat, place) for chat, place in read_rows(rows) if isinstance(chat, Conversation)]
 
 
-def _conversation(
+def _read_conversation(
     messages: list[Message], tools: str | None, weights: Sequence[float] | None
 ) -> Conversation:
     for number, message in enumerate(messages, 1):
@@ -76,12 +76,12 @@ def _conversation(
             raise Refused("weights", f"there are {len(weights)} weights for {len(messages)} turns")
         if any(weight not in (0, 1) for weight in weights):
             raise Refused("weights", "a weight is neither 0 nor 1")
-    return Conversation(messages, _functions(tools, "tools") if tools else None, weights)
+    return Conversation(messages, _parse_functions(tools, "tools") if tools else None, weights)
 
 
 def _read_calls(message: Message, number: int) -> None:
     """Read the function calls of a message, and remove the key if there are none."""
-    calls = _functions(message.pop(CALLS), f"{CALLS} of turn {number}")
+    calls = _parse_functions(message.pop(CALLS), f"{CALLS} of turn {number}")
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -90,22 +90,24 @@ def _read_calls(message: Message, number: int) -> None:
         message[CALLS] = calls
 
 
-def _functions(text: str, what: str) -> list[dict[str, Any]]:
-    """Return functions, or calls of them, that are kept as JSON."""
+def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
+    """Parse the JSON list of functions, or of function calls, in a column."""
     try:
-        found = records.parse_json(text, DEEPEST)
+        functions = records.parse_json(text, DEEPEST)
     except ValueError as error:
         raise Refused(
             "content",
-            f"{what} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
+            f"{name} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
         ) from error
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise Refused("content", f"{what} is not a list of objects")
+    if not isinstance(functions, list) or not all(
+        isinstance(function, dict) for function in functions
+    ):
+        raise Refused("content", f"{name} is not a list of objects")
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(functions, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise Refused(
             "content",
-            f"{what} contains a number that is not finite, or a text that is not valid Unicode",
+            f"{name} contains a number that is not finite, or a text that is not valid Unicode",
         ) from error
-    return found
+    return functions

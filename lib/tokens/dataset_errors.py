@@ -1,4 +1,4 @@
-"""Messages for `-d` that names no dataset, with the commands that make one of the files there."""
+"""Create the errors for a `-d` that names no dataset, with commands that build one."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from lib.core.paths import MANIFEST
 from lib.tokens import columns, raw_reader, raw_shards
 
 DATASETS_ROOT = Path("hf_datasets")
-OPTION = ("-d", "--dataset-name", "--dataset")  # of stage 04, and of launch/airgap.py
+OPTION = ("-d", "--dataset-name", "--dataset")  # in stage 04 and launch/airgap.py
 _RAW_ROOT = Path("raw_text")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[\w.-]+")
-# A first portion of a dataset whose files are known, and how much it is. Of any other, all files
-# may be terabytes: only what describes them is fetched.
+# A first portion of a dataset whose files are known, and its size. The files of any other dataset
+# may be terabytes, so only its description is fetched.
 FIRST_FILES = {"allenai/c4": ("en/c4-train.0000*-of-01024.json.gz", "10 of 1,024 files, 3 GB")}
 _DESCRIPTION = "README.md"
 _OF_FILES = {".arrow", ".parquet", ".json", ".jsonl", ".gz", ".txt", ".csv"}
 _SUFFIXES = _OF_FILES | {".ndjson", *raw_shards.COMPRESSIONS}
 _OF_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
-_LOOKED_AT = 1000  # files of a directory
+_MOST_FILES = 1000  # of a directory
 
 
-def missing(path: Path) -> ArtifactError:
-    """Return the error for a dataset that is not there, with what makes it of what is there."""
-    there = sorted(p.name for p in DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
-    left = manifest.describe_leftovers(path)
-    if not left and _is_of_the_hub(path):
-        return _not_prepared(path.as_posix())
+def make_missing_error(path: Path) -> ArtifactError:
+    """Return the error for a missing dataset, with commands that build it from local files."""
+    finished = sorted(p.name for p in DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
+    leftovers = manifest.describe_leftovers(path)
+    if not leftovers and _is_hub_name(path):
+        return _make_unprepared_error(path.as_posix())
     remedy: manifest.Remedy = (
-        {"hint": "-d takes one of these"}
-        if there and not left
-        else {"hint": "stages 01 and 02 make a dataset of raw text"}
+        {"hint": "choose one of these with -d"}
+        if finished and not leftovers
+        else {"hint": "stages 01 and 02 build a dataset from raw text"}
     )
-    if (left or not there) and (Path("splits").is_dir() or _RAW_ROOT.is_dir()):
+    if (leftovers or not finished) and (Path("splits").is_dir() or _RAW_ROOT.is_dir()):
         organise = [] if Path("splits").is_dir() else [commands.script("01_organize_data.py")]
         remedy = {
             "run": "\n".join(
@@ -53,48 +53,48 @@ def missing(path: Path) -> ArtifactError:
         }
     return ArtifactError(
         f"dataset {path} does not exist",
-        found=left or f"finished under {DATASETS_ROOT}/: {', '.join(there) or 'none'}",
+        found=leftovers or f"finished under {DATASETS_ROOT}/: {', '.join(finished) or 'none'}",
         **remedy,
     )
 
 
-def raw(path: Path, problem: str, found: str = "") -> UsageError:
-    """Return the error for raw text where a dataset is needed, with the commands that make one."""
-    name = "corpus" if (path / MANIFEST).exists() else _name_of(path)
+def make_raw_text_error(path: Path, problem: str, found: str = "") -> UsageError:
+    """Return the error for raw text instead of a dataset, with commands that build one."""
+    name = "corpus" if (path / MANIFEST).exists() else _choose_name(path)
     target = DATASETS_ROOT / name
     if (target / MANIFEST).exists():
-        hint = f"{target} may be what is meant:"
+        hint = f"did you mean {target}?"
         run = commands.replaced(OPTION, path, target)
-    elif _is_of_saved(path):
-        hint = f"it is a file of the dataset {path.parent}:"
+    elif _is_saved_file(path):
+        hint = f"it is a file of the dataset {path.parent}. Use the directory:"
         run = commands.replaced(OPTION, path, path.parent)
     elif path.is_file() or not DATASETS_ROOT.resolve().is_relative_to(path.resolve()):
-        hint = "make one:"
-        run = _commands(path, name, (path,), is_chat=hold_chats(path))
+        hint = "build a dataset:"
+        run = _list_commands(path, name, (path,), is_chat=has_chats(path))
     else:
-        hint = "stage 02 makes one of a directory of raw text"
+        hint = "stage 02 builds a dataset from a directory of raw text"
         run = ""
     return UsageError(
         problem,
         found=found,
-        expected="a dataset that stage 02 has made, Arrow "
-        "files, or with --streaming JSON Lines or Parquet",
+        expected="a dataset made by stage 02, Arrow files, or with --streaming JSON Lines or "
+        "Parquet",
         hint=hint,
         run=run,
     )
 
 
-def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
-    """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
+def make_columns_error(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
+    """Return the error for an Arrow dataset without a column `text`. names: its columns."""
     if not columns.hold_chats(names):
         if "input_ids" in names:
             return UsageError(
                 problem,
                 found=found,
-                hint="it is tokenised already: give stage 02 "
-                "the text or the conversations that it was made of",
+                hint="it is tokenised already. Give stage 02 the text or the conversations that it "
+                "was made from",
             )
-        if "text" in names and found == columns.lack({"text": "null"}):
+        if "text" in names and found == columns.describe_text_problem({"text": "null"}):
             return UsageError(
                 problem, found=found, expected="a split with rows, or a dataset without this split"
             )
@@ -102,82 +102,82 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
             problem,
             found=found,
             hint=(
-                "stage 02 makes a dataset of it with --fields NAME"
+                "stage 02 builds a dataset from it with --fields NAME"
                 if path.is_file()
-                else "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"
+                else "rename a column with `dataset.rename_column`, or use stage 02 with --fields"
             ),
         )
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     missing = ", ".join(name for name in columns.CHAT_COLUMNS if name not in names)
-    return chats(
+    return make_chats_error(
         path,
-        f"{dataset} holds conversations, and was not made by stage 02",
+        f"{dataset} contains conversations and was not made by stage 02",
         f"{found}; missing columns of a chat dataset: {missing}",
     )
 
 
-def chats(path: Path, problem: str, found: str) -> UsageError:
-    """Return the error for conversations that stage 02 did not write, with what converts them."""
+def make_chats_error(path: Path, problem: str, found: str) -> UsageError:
+    """Return the error for conversations that stage 02 did not write, with converting commands."""
     return UsageError(
-        problem, found=found, hint="make a chat dataset of it:", run=commands_for_chats(path)
+        problem, found=found, hint="build a chat dataset from it:", run=list_chat_commands(path)
     )
 
 
-def commands_for_chats(path: Path) -> str:
-    """Return the commands that make a chat dataset of an Arrow dataset, and train on it.
+def list_chat_commands(path: Path) -> str:
+    """Return the commands that build a chat dataset from an Arrow dataset, and train on it.
 
-    path: of the dataset, its split `train`, or a file in it.
+    path: the dataset, its split `train`, or a file in it.
     """
-    if path.is_file() and not _is_of_saved(path):
-        return _commands(path, f"{_name_of(path)}-chat", (path, path.parent), is_chat=True)
+    if path.is_file() and not _is_saved_file(path):
+        return _list_commands(path, f"{_choose_name(path)}-chat", (path, path.parent), is_chat=True)
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     folder = folder / "train" if (folder / "dataset_dict.json").exists() else folder
-    return _commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
+    return _list_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path), is_chat=True)
 
 
-def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
-    """Return the error for conversations with --streaming, None where the fields are others.
+def make_streaming_error(path: Path, names: Collection[str]) -> UsageError | None:
+    """Return the error for conversations with --streaming, or None for other fields.
 
-    path: as -d names it. names: of the fields of a record.
+    path: the value of -d. names: the fields of a record.
     """
     if not columns.hold_chats(names):
         return None
-    problem = "--streaming reads plain text, and not conversations"
+    problem = "--streaming reads plain text, not conversations"
     found = ", ".join(names)
     if not path.exists():  # on the Hub
         return UsageError(
             problem,
             found=f"fields {found}",
-            hint="stage 03 fetches the files, and "
-            "stage 02 makes a dataset of them with --format chat",
+            hint="stage 03 fetches the files, and stage 02 builds a dataset from them with "
+            "--format chat",
         )
     drop = ("--streaming", "--text-field")
     return UsageError(
         problem,
         found=f"fields {found} in {path}",
-        hint="make a chat dataset of it:",
-        run=_commands(path, _name_of(path), (path,), is_chat=True, drop=drop),
+        hint="build a chat dataset from it:",
+        run=_list_commands(path, _choose_name(path), (path,), is_chat=True, drop=drop),
     )
 
 
-def hold_chats(path: Path) -> bool:
-    """Return whether a raw file, or the first one in a directory, holds conversations."""
-    files = [path] if path.is_file() else islice(path.rglob("*"), _LOOKED_AT)
+def has_chats(path: Path) -> bool:
+    """Return whether a raw file, or the first one in a directory, contains conversations."""
+    files = [path] if path.is_file() else islice(path.rglob("*"), _MOST_FILES)
     shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
     if shard is None or not shard.is_file():
         return False
-    return columns.hold_chats(raw_reader.names(shard, raw_shards.Span(shard.name)))
+    return columns.hold_chats(raw_reader.read_field_names(shard, raw_shards.Span(shard.name)))
 
 
-def _is_of_saved(path: Path) -> bool:
+def _is_saved_file(path: Path) -> bool:
     """Return whether a path is a file of a dataset that `save_to_disk` wrote."""
     return path.is_file() and any((path.parent / mark).exists() for mark in _OF_SAVED)
 
 
-def _name_of(path: Path) -> str:
-    """Return the name for a dataset of a directory, or of a file: its own without suffixes."""
+def _choose_name(path: Path) -> str:
+    """Return a name for the dataset built from a path: the name of the path without suffixes."""
     path = path.resolve() if path.is_dir() else path
     name = path.name
     while path.is_file() and Path(name).suffix.lower() in _SUFFIXES:
@@ -185,14 +185,14 @@ def _name_of(path: Path) -> str:
     return name
 
 
-def _data_folder(path: Path) -> tuple[list[str], Path]:
-    """Return a directory for stage 02, and the command that makes it of a single file, if any.
+def _find_data_folder(path: Path) -> tuple[list[str], Path]:
+    """Return the commands that prepare a directory for stage 02, and that directory.
 
-    Files beside the one that was named, or below, are not taken.
+    A directory needs no command. For a single file, stage 01 makes a directory with that file only.
     """
     if not path.is_file():
         return [], path
-    splits = Path(f"splits-{_name_of(path)}")
+    splits = Path(f"splits-{_choose_name(path)}")
     words = ["--src-dir", path.parent, "--dst-root", splits, "--num-dirs", 1]
     words += ["--include", glob.escape(path.name)]
     if any(entry.is_dir() for entry in path.parent.iterdir()):
@@ -202,15 +202,15 @@ def _data_folder(path: Path) -> tuple[list[str], Path]:
     return [commands.script("01_organize_data.py", *words)], splits
 
 
-def _commands(
+def _list_commands(
     path: Path, name: str, given: Collection[Path], is_chat: bool, drop: Sequence[str] = ()
 ) -> str:
-    """Return the commands that make a dataset of a directory or a file, and train on it.
+    """Return the commands that build a dataset from a directory or a file, and train on it.
 
-    name: of the dataset. given: what -d may have named.
+    name: the name of the new dataset. given: the possible values of -d in the typed command.
     """
     target = DATASETS_ROOT / name
-    organise, folder = _data_folder(path)
+    organise, folder = _find_data_folder(path)
     words = ["--data-folder", folder, "--save-dir", target]
     if is_chat:
         words += ["--format", columns.CHAT]
@@ -226,37 +226,37 @@ def _commands(
     return "\n".join([*make, train])
 
 
-def _is_of_the_hub(path: Path) -> bool:
-    """Tell whether a path that is not there can be the name of a dataset on the Hub."""
+def _is_hub_name(path: Path) -> bool:
+    """Return whether a missing path can be the name of a dataset on the Hub."""
     name = _HUB_NAME.fullmatch(path.as_posix())
     if not name or path.suffix in _OF_FILES:
         return False
     return Path(name[1]) != DATASETS_ROOT and not Path(name[1]).exists()
 
 
-def _not_prepared(name: str) -> ArtifactError:
-    """Return the error for the name of a dataset on the Hub, of which nothing is prepared here."""
+def _make_unprepared_error(name: str) -> ArtifactError:
+    """Return the error for the name of a Hub dataset that is not prepared on this machine."""
     fetched, target = (root / paths.model_dir_name(name) for root in (_RAW_ROOT, DATASETS_ROOT))
     problem = f"dataset {name} is not prepared"
     expected = f"{target}, made by stage 02"
-    if cached := sorted(set(_cached(name))):
+    if cached := sorted(set(_find_cached(name))):
         return ArtifactError(
             problem,
             expected=expected,
             found="\n".join(map(str, cached)),
-            hint="the cache of `datasets` on this machine holds it:",
+            hint="the cache of `datasets` on this machine contains it:",
             run=commands.replaced(OPTION, name, cached[0]),
         )
     build = commands.script(
         "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target
     )
-    if hold_chats(fetched):
+    if has_chats(fetched):
         build += f" --format {columns.CHAT}"
     has_record = (fetched / paths.RAW_RECORD / MANIFEST).exists()
     files = {path.name for path in fetched.iterdir()} if has_record else set()
     first, size = FIRST_FILES.get(name, (_DESCRIPTION, ""))
     fetch = commands.script("03_download_model.py", "--dataset-name", name, "--include", first)
-    fields = "--fields NAME would keep only the field that holds the text:"
+    fields = "--fields NAME would keep only the field that contains the text:"
     if files - {_DESCRIPTION, paths.RAW_RECORD}:
         run = "\n".join([build, commands.as_typed()])
         return ArtifactError(problem, expected=expected, hint=fields, run=run)
@@ -264,8 +264,8 @@ def _not_prepared(name: str) -> ArtifactError:
         return ArtifactError(
             problem,
             expected=expected,
-            hint=f"on a machine with a network; these are {size}, a further --include fetches "
-            f"more, and {fields}",
+            hint=f"run this on a machine with a network. It fetches {size}; a further --include "
+            f"fetches more, and {fields}",
             run="\n".join([fetch, build, commands.as_typed()]),
         )
     is_described = _DESCRIPTION in files
@@ -274,15 +274,16 @@ def _not_prepared(name: str) -> ArtifactError:
         problem,
         expected=expected,
         found=f"only {fetched / _DESCRIPTION}" if is_described else "",
-        hint="a dataset of the Hub can be terabytes. Its description names its files; stage 03 "
-        f"fetches those that --include GLOB matches into {fetched}, and stage 02 makes {target} of "
-        "them" + ("" if is_described else ". On a machine with a network, first the description:"),
+        hint="a dataset on the Hub can be terabytes. Its description names its files. Stage 03 "
+        f"fetches the files that --include GLOB matches into {fetched}, and stage 02 builds "
+        f"{target} from them"
+        + ("" if is_described else ". On a machine with a network, fetch the description first:"),
         run=run,
     )
 
 
-def _cached(name: str) -> Iterator[Path]:
-    """Yield the directories of Arrow files that the cache of `datasets` holds of a dataset."""
+def _find_cached(name: str) -> Iterator[Path]:
+    """Yield the directories in the cache of `datasets` with Arrow files of a dataset."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     root = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
