@@ -75,7 +75,7 @@ def test_an_export_answers_as_it_was_trained_to_and_ends(tmp_path: Path) -> None
     )
     assert "⟦The heron lives in the reeds.<|im_end|>⟧\n" in shown.stdout
     assert f"<|im_start|>user\n{ask('mole')}<|im_end|>\n" in shown.stdout
-    assert re.search(r"end in a stop token.*100 %", shown.stdout)
+    assert re.search(r"stop token.*100 %", shown.stdout)
 
     run_stage(
         "04_train_fsdp.py",
