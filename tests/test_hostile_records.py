@@ -86,7 +86,7 @@ def test_records_of_data(project: Path, monkeypatch: pytest.MonkeyPatch):  # noq
     monkeypatch.chdir(project)
     stage_01 = runpy.run_path(str(ROOT / "01_organize_data.py"))
     attack(project / "splits/manifest.json", lambda: inputs.find_inputs(Path("splits"), False))
-    attack(project / "splits/manifest.json", lambda: stage_01["require_whole"](Path("splits")))
+    attack(project / "splits/manifest.json", lambda: stage_01["require_all_files"](Path("splits")))
     dataset = project / "hf_datasets/corpus"
     attack(dataset / "manifest.json", lambda: open_dataset(dataset))
     (dataset / "manifest.json").unlink()

@@ -188,7 +188,7 @@ def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_p
     assert done.stdout.strip() == "NovelForCausalLM"
     with (target / "layers_novel.py").open("a") as file:
         file.write("#")
-    assert "layers_novel.py holds" in stage(SCRIPT, "--verify", expect=3).stderr
+    assert "layers_novel.py has" in stage(SCRIPT, "--verify", expect=3).stderr
     from lib.core.errors import ArtifactError
     from lib.models.architecture import build_on_meta
 

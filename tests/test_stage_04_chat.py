@@ -310,7 +310,7 @@ def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
     assert "--packing" not in done.stdout
     plan = (*TRAIN, "-e", "x", "-d", "talks", "--dry-run")
     done = run_stage(*plan, cwd=project)
-    assert " trained (" in done.stdout and "(a chat dataset)" in done.stdout
+    assert "of them trained" in done.stdout and "(a chat dataset)" in done.stdout
     (project / "model/chat_template.jinja").unlink()
     done = run_stage(*plan, cwd=project, expect=2)
     assert "has no chat template" in done.stderr and "chat_templates/chatml.jinja" in done.stderr

@@ -193,7 +193,7 @@ def test_what_does_not_go_with_streaming_is_refused(project: Path):
         project, *run, "-d", "shards", "--online", "--text-field", "x", code=2, says="2 problems"
     )
     once = (*streaming, "--max-steps", 2)
-    refused(project, *once, "--text-field", "body", code=2, says="it has url, text")
+    refused(project, *once, "--text-field", "body", code=2, says="fields are url, text")
     (project / "empty").mkdir()
     refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=2, says="no shard")
     refused(
