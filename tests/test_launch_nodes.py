@@ -18,26 +18,17 @@ import pytest
 
 from tests.conftest import ROOT, run_stage
 from tests.node_namespaces import Machine, machines
-from tests.training import SEQ_LENGTH, losses
+from tests.training import SMALL_RUN, losses
 
 STEPS = 60
 TRAIN = (
+    *SMALL_RUN,
     "-e",
     "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
     "--lr",
     "1e-2",
     "-b",
     2,
-    "--log-freq",
-    1,
     "--ckpt-freq",
     5,
     "--eval-freq",

@@ -19,7 +19,7 @@ from launch import pod
 from lib.core.errors import UsageError
 from tests.conftest import ROOT, free_port
 from tests.node_namespaces import machines
-from tests.training import SEQ_LENGTH, losses
+from tests.training import SMALL_RUN, losses
 
 POD = ROOT / "launch" / "pod.py"
 ENVIRONMENT = {
@@ -31,23 +31,14 @@ ENVIRONMENT = {
     "PYTHON": sys.executable,
 }
 TRAIN = (
+    *SMALL_RUN,
     "--",
     "-e",
     "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
     "-b",
     2,
     "--global-batch-size",
     4,
-    "--log-freq",
-    1,
     "--ckpt-freq",
     5,
     "--eval-freq",

@@ -17,34 +17,13 @@ import pytest
 from tests import slurm_cluster
 from tests.conftest import ROOT, run_stage
 from tests.slurm_cluster import SlurmCluster, wait_until
-from tests.training import SEQ_LENGTH, losses, metrics
+from tests.training import SMALL_RUN, losses, metrics
 
 LAUNCHERS = ("slurm.sbatch", "slurm_array.sbatch")
 BATCH = ROOT / "launch" / "slurm.sbatch"
 ARRAY = ROOT / "launch" / "slurm_array.sbatch"
 STEPS = 40
-RUN = (
-    "-e",
-    "exp",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
-    "-b",
-    2,
-    "--lr",
-    "1e-2",
-    "--max-steps",
-    STEPS,
-    "--eval-freq",
-    0,
-    "--log-freq",
-    1,
-)
+RUN = (*SMALL_RUN, "-e", "exp", "-b", 2, "--lr", "1e-2", "--max-steps", STEPS, "--eval-freq", 0)
 
 # Stands in for a launcher whose run ends as the test wants it; tells what it was given.
 FAKE = """#!/usr/bin/env bash

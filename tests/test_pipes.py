@@ -13,25 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, run_stage, stage_command, start_stage
-from tests.training import SEQ_LENGTH, metrics
+from tests.training import SMALL_RUN, metrics
 
 SCRIPTS = [*sorted(ROOT.glob("0[1-5]_*.py")), *sorted((ROOT / "launch").glob("*.py"))]
-TRAIN = (
-    "-e",
-    "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
-    "--max-steps",
-    2,
-    "--log-freq",
-    1,
-)
+TRAIN = (*SMALL_RUN, "-e", "run", "--max-steps", 2)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tests import forks
 from tests.conftest import ROOT, free_port, kill_all, run_stage, stage_command, start_stage
 from tests.training import (
     SEQ_LENGTH,
+    SMALL_RUN,
     VOCABULARY,
     losses,
     metrics,
@@ -27,26 +28,7 @@ from tests.training import (
 
 STEPS = 12
 _MEMORY = ("current", "peak", "window_peak", "reserved", "total", "max_peak")
-COMMON = (
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
-    "--lr",
-    "1e-2",
-    "--log-freq",
-    1,
-    "--ckpt-freq",
-    4,
-    "--eval-freq",
-    6,
-    "--eval-batches",
-    3,
-)
+COMMON = (*SMALL_RUN, "--lr", "1e-2", "--ckpt-freq", 4, "--eval-freq", 6, "--eval-batches", 3)
 TRAIN = (*COMMON, "--max-steps", STEPS, "-b", 2, "--grad-accum-steps", 2)  # on two ranks: batch 8
 
 

@@ -9,23 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses
+from tests.training import SMALL_RUN, losses
 
 COMMON = (
+    *SMALL_RUN,
     "-e",
     "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
     "--lr",
     "1e-2",
-    "--log-freq",
-    1,
     "--ckpt-freq",
     4,
     "--eval-freq",

@@ -14,7 +14,7 @@ import yaml
 
 from tests.conftest import free_port, run_stage, start_stage
 from tests.hyperpod_service import service
-from tests.training import SEQ_LENGTH, losses, steps_saved
+from tests.training import SMALL_RUN, losses, steps_saved
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
 from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
@@ -25,20 +25,11 @@ from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client impor
 STEPS = 40
 RANKS = 2
 COMMON = (
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
+    *SMALL_RUN,
     "-b",
     2,
     "--lr",
     "1e-2",
-    "--log-freq",
-    1,
     "--eval-freq",
     0,
     "--ckpt-freq",

@@ -13,24 +13,15 @@ import pytest
 
 from tests import forks
 from tests.conftest import ROOT, free_port, run_stage, start_stage
-from tests.training import SEQ_LENGTH, losses, steps_saved
+from tests.training import SMALL_RUN, losses, steps_saved
 
 STEPS = 40
 COMMON = (
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
+    *SMALL_RUN,
     "-b",
     2,
     "--lr",
     "1e-2",
-    "--log-freq",
-    1,
     "--eval-freq",
     0,
     "--ckpt-freq",

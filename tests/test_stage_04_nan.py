@@ -17,29 +17,20 @@ from transformers import LlamaConfig
 from lib.tokens import order, store
 from lib.tokens.samples import Windows
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
+from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, metrics, save_model
 
 STEPS = 30
 BATCH = 2
 AFTER = 3
 FREQ = 5
 COMMON = (
+    *SMALL_RUN,
     "-e",
     "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
     "-b",
     BATCH,
-    "--precision",
-    "fp32",
     "--max-steps",
     STEPS,
-    "--log-freq",
-    1,
     "--ckpt-freq",
     10,
     "--eval-freq",

@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses, metrics
+from tests.training import SMALL_RUN, losses, metrics
 
 STEPS = 12
 ARGUMENTS = (
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
+    *SMALL_RUN,
     "--lr",
     "1e-2",
-    "--log-freq",
-    1,
     "--ckpt-freq",
     4,
     "--max-steps",

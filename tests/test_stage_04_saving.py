@@ -10,26 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage, stage_command
-from tests.training import SEQ_LENGTH, losses, metrics, steps_saved
+from tests.training import SMALL_RUN, losses, metrics, steps_saved
 
-COMMON = (
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
-    "--lr",
-    "1e-2",
-    "-b",
-    2,
-    "--log-freq",
-    1,
-    "--eval-batches",
-    1,
-)
+COMMON = (*SMALL_RUN, "--lr", "1e-2", "-b", 2, "--eval-batches", 1)
 
 
 def events(root: Path, experiment: str) -> list[dict]:

@@ -13,19 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import kill_all, run_stage, stage_command, start_stage
-from tests.training import SEQ_LENGTH, metrics, steps_saved
+from tests.training import SMALL_RUN, metrics, steps_saved
 
 ENDLESS = (
+    *SMALL_RUN,
     "-e",
     "run",
-    "-d",
-    "corpus",
-    "-m",
-    "model",
-    "-s",
-    SEQ_LENGTH,
-    "--precision",
-    "fp32",
     "-b",
     2,
     "--max-steps",
@@ -34,8 +27,6 @@ ENDLESS = (
     50_000,
     "--eval-freq",
     0,
-    "--log-freq",
-    1,
 )
 
 

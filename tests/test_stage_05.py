@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from tests.conftest import run_stage, start_stage
 from tests.models.families import FAMILIES
-from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
+from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, losses, save_model
 
 TRAIN = (
     "-d",
@@ -327,24 +327,7 @@ def test_more_ranks_than_experts(prepared_once: Path, tmp_path: Path, ranks: int
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
     config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)
     still(tmp_path, "experts", config, ranks)
-    train = (
-        "-d",
-        "corpus",
-        "-m",
-        "model",
-        "-s",
-        SEQ_LENGTH,
-        "--precision",
-        "fp32",
-        "-b",
-        1,
-        "--lr",
-        "1e-2",
-        "--max-steps",
-        4,
-        "--log-freq",
-        1,
-    )
+    train = (*SMALL_RUN, "-b", 1, "--lr", "1e-2", "--max-steps", 4)
     run_stage("04_train_fsdp.py", "-e", "many", *train, cwd=tmp_path, ranks=ranks)
     run_stage("04_train_fsdp.py", "-e", "one", *train, "--global-batch-size", ranks, cwd=tmp_path)
     assert losses(tmp_path, "many") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)

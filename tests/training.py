@@ -22,6 +22,11 @@ from transformers import (
 
 VOCABULARY = 512
 SEQ_LENGTH = 32
+# Options of stage 04 for the corpus and the model of `prepare`; tests add their own.
+SMALL_RUN = (
+    *("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH),
+    *("--precision", "fp32", "--log-freq", 1),
+)
 
 
 def write_corpus(folder: Path, documents: int = 60) -> None:

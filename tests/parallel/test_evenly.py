@@ -16,7 +16,7 @@ from lib.parallel import evenly, parallelize
 from lib.planning import trace
 from tests.conftest import run_stage
 from tests.test_stage_04_reference import MIXTRAL
-from tests.training import SEQ_LENGTH, metrics, save_model, steps_saved
+from tests.training import SMALL_RUN, metrics, save_model, steps_saved
 
 FAMILIES = {
     "Mixtral 8x7B": MixtralConfig(num_hidden_layers=1),
@@ -107,24 +107,7 @@ def test_as_on_one_rank(project: Path) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MIXTRAL)
-    common = (
-        "-d",
-        "corpus",
-        "-m",
-        "model",
-        "-s",
-        SEQ_LENGTH,
-        "--max-steps",
-        6,
-        "--ckpt-freq",
-        3,
-        "--lr",
-        "1e-2",
-        "--precision",
-        "fp32",
-        "--log-freq",
-        1,
-    )
+    common = (*SMALL_RUN, "--max-steps", 6, "--ckpt-freq", 3, "--lr", "1e-2")
     run_stage(
         "04_train_fsdp.py", "-e", "one", "-b", 2, "--grad-accum-steps", 3, *common, cwd=project
     )

@@ -29,7 +29,7 @@ from lib.planning.trace import StepConfig
 from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
 from tests.models.families import FAMILIES
-from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
+from tests.training import SMALL_RUN, VOCABULARY, losses, save_model
 
 HIDDEN = 24
 COUNT = 5
@@ -489,24 +489,7 @@ def test_any_number_of_ranks_trains_alike(project: Path, family: str) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MODELS[family](VOCABULARY))
-    common = (
-        "-d",
-        "corpus",
-        "-m",
-        "model",
-        "-s",
-        SEQ_LENGTH,
-        "--max-steps",
-        4,
-        "--lr",
-        "1e-2",
-        "--precision",
-        "fp32",
-        "--log-freq",
-        1,
-        "--eval-freq",
-        0,
-    )
+    common = (*SMALL_RUN, "--max-steps", 4, "--lr", "1e-2", "--eval-freq", 0)
     expected = {}
     for ranks, batch, kind, compiled in (
         (0, 6, "none", "off"),
