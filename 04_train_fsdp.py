@@ -39,17 +39,17 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.loss import LossSum
     from lib.parallel.meeting import Meeting
     from lib.parallel.routers import RouterLoad
+    from lib.parallel.stop_request import StopRequest
     from lib.planning.memory import MemoryEstimate
     from lib.tokens.batches import DataStream
     from lib.train.data import Data
-    from lib.train.evaluation import Evaluation
     from lib.train.inputs import Inputs
     from lib.train.journal import Journal
-    from lib.train.meters import LossWindow, Meters
+    from lib.train.meters import Meters
     from lib.train.plan import Plan
-    from lib.train.report import Divergence, Report
+    from lib.train.report import Report
+    from lib.train.rows import Divergence, Evaluation, LossWindow
     from lib.train.state import TrainState
-    from lib.train.stop import StopRequest
 
 
 def parse(argv: list[str]) -> Config:
@@ -189,15 +189,15 @@ def set_up(
     from lib.models import float8
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
+    from lib.parallel.stop_request import StopRequest
     from lib.planning import capacity
     from lib.train import overview, resume
-    from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
     from lib.train.meters import Meters
     from lib.train.model import first_weights, pick_kernels, shard
     from lib.train.report import Report
+    from lib.train.rows import Evaluation
     from lib.train.state import TrainState
-    from lib.train.stop import StopRequest
 
     layout, plan, journal, estimate = agree(config, experiment, inputs, model, data, meeting, stack)
     config = plan.config
@@ -259,6 +259,7 @@ def agree(
     stack: ExitStack,
 ) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
     """Bring all ranks together for one run, whose directory they hold from now on."""
+    from lib.core.watchdog import longest_section
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
@@ -266,7 +267,6 @@ def agree(
     from lib.train.experiment import claim
     from lib.train.journal import Journal
     from lib.train.plan import Plan
-    from lib.train.watchdog import longest_section
 
     estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
     if config.deterministic:
@@ -331,7 +331,7 @@ def train(run: Run) -> Divergence | None:
     """
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
-    from lib.train.meters import LossWindow
+    from lib.train.rows import LossWindow
 
     config = run.config
     plan = run.plan
@@ -406,7 +406,7 @@ def log_step(
         report.capture(window, run.routers, grad_norm, learning_rate)
         if evaluating:
             with run.meters.aside("evaluation"):
-                report.add(run.evaluation.measure(step, run.state.model, run.loss_sum, report))
+                report.add_validation(run.evaluation, run.state.model, run.loss_sum)
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):
             divergence = report.write_captured()

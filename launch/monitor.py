@@ -29,7 +29,7 @@ from launch.runs import run_files
 from launch.runs.run_files import Row, RunFiles
 from lib.core import nvidia, options, paths, run_records, stage, units
 from lib.core.options import Options
-from lib.train.console import mean_loss
+from lib.core.run_records import mean_loss
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-~=*#@"

@@ -159,7 +159,7 @@ def _save_work() -> None:
     from transformers import conversion_mapping
 
     from lib.core import offline
-    from lib.train import plot
+    from lib.train import metrics
 
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # a thousand regular expressions
 
@@ -170,7 +170,7 @@ def _save_work() -> None:
 
     offline.enable = enable
     # Pictures are half of the work of a tiny run.
-    plot.Curve.draw = lambda *where: None
+    metrics.Curve.draw = lambda *where: None
 
 
 def _read_settings() -> None:

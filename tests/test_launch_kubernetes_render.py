@@ -29,7 +29,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
-from lib.train import console, stage_04
+from lib.train import report, stage_04
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
 from tests.test_design import blocks
@@ -440,8 +440,8 @@ def test_log_rules_match_what_a_run_prints() -> None:
         }
 
     said = {
-        "line": f"16:29:56 {console.Lines(20_000).line(row)}",
-        "dict": f"16:29:56 {console.record(row, 0)}",
+        "line": f"16:29:56 {report.Lines(20_000).line(row)}",
+        "dict": f"16:29:56 {report.format_record(row, 0)}",
     }
     assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])
     for options in ((*TRAIN, "--log-style", "dict"), ("--slow-below", 20000, *TRAIN)):

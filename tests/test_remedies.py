@@ -479,7 +479,9 @@ def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.M
     # Of the run itself: a launch with other options has ended before it saved.
     longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
     with monkeypatch.context() as patch:
-        patch.setattr("lib.train.stop.StopRequest.ask", lambda request: _raise(UsageError("stop")))
+        patch.setattr(
+            "lib.parallel.stop_request.StopRequest.ask", lambda request: _raise(UsageError("stop"))
+        )
         trained.fails(*longer, "--resume-with-changes")
     error = trained.fails(*longer)
     assert "step_00000004 was begun with other settings" in error.problem

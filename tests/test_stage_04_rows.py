@@ -85,10 +85,10 @@ class Recorder(TorchDispatchMode):
 def record(rank: int) -> None:
     """Record what the training loop does, from its first step on."""
     from lib.checkpoints.checkpointer import Checkpointer
+    from lib.parallel.stop_request import StopRequest
     from lib.train import report
-    from lib.train.evaluation import Evaluation
+    from lib.train.rows import Evaluation
     from lib.train.state import TrainState
-    from lib.train.stop import StopRequest
 
     recorder = Recorder(rank)
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
 
 def stop(rank: int) -> None:
     """Send rank 0 a signal when a step begins."""
-    from lib.train.stop import StopRequest
+    from lib.parallel.stop_request import StopRequest
 
     ask = StopRequest.ask
     asked = [0]

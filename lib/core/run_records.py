@@ -49,6 +49,11 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return checked if "step" in checked else None
 
 
+def mean_loss(row: dict[str, Any]) -> float:
+    """Return the mean loss since the row before; of rows older than that key, the step's."""
+    return row.get("train/loss_mean", row["train/loss"])
+
+
 def _check(content: dict[str, Any]) -> dict[str, Any]:
     return {
         one_line(name): _escape(value) for name, value in content.items() if _has_type(name, value)

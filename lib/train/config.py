@@ -22,7 +22,6 @@ from lib.optim import schedule
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
-from lib.train import console
 from lib.train.lora_options import LoraOptions
 
 AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
@@ -345,7 +344,7 @@ class Config(LoraOptions):
     log_style: str = option(
         "line",
         role=LOCAL,
-        choices=console.STYLES,
+        choices=("line", "dict"),
         help="on the console: an aligned line for people, or the dict with the four timers that "
         "each rank's log has",
     )

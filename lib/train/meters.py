@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from lib.core import log
 from lib.core.paths import Experiment
+from lib.core.watchdog import Watchdog
 from lib.parallel import flight_recorder
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity
 from lib.train.config import Config
-from lib.train.watchdog import Watchdog
 
 PHASES = ("data", "forward", "backward", "update", "optimizer")  # the last is part of `update`
 _COLLECT_EVERY = 100  # steps
@@ -185,74 +185,6 @@ def snapshot(path: Path) -> None:
     """Write what the CUDA allocator holds and where it was asked for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
-
-
-def to_host(*scalars: torch.Tensor) -> torch.Tensor:
-    """Return scalars of one device as float64 [n] in host memory, without waiting for the device.
-
-    The numbers are there once the device has passed this point of its stream. They are copies:
-    the scalars may be changed.
-    """
-    return torch.stack([scalar.double() for scalar in scalars]).to("cpu", non_blocking=True)
-
-
-class LossSums(NamedTuple):
-    """Holds the summed losses of a rank and the label tokens of all ranks.
-
-    sums: of the last step and of the window, see `to_host`. steps: of the window.
-    """
-
-    sums: torch.Tensor
-    last_tokens: int
-    window_tokens: int
-    steps: int
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Return the label tokens of the window's steps, on average."""
-        return self.window_tokens / self.steps
-
-    def means(self, step: float, window: float) -> tuple[float, float]:
-        """Return the loss of the last step and of the window per label token; over none it is 0.
-
-        step, window: the sums over all ranks.
-        """
-        return step / max(1, self.last_tokens), window / max(1, self.window_tokens)
-
-
-class LossWindow:
-    """The loss of a step, and of the steps since the last row, as means over label tokens."""
-
-    def __init__(self, layout: ParallelLayout) -> None:
-        self._layout = layout
-        self._running, self._last, self._window = (self._zero() for _ in range(3))
-        self._window_tokens = 0
-        self._last_tokens = 0
-        self._steps = 0
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._layout.device)
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Add the summed loss of a micro-batch of this rank."""
-        self._running += loss.detach()
-
-    def end_step(self, label_tokens: int) -> None:
-        """End a step, of so many label tokens on all ranks."""
-        self._last, self._running = self._running, self._zero()
-        self._window = self._window + self._last
-        self._last_tokens = label_tokens
-        self._window_tokens += label_tokens
-        self._steps += 1
-
-    def capture(self) -> LossSums:
-        """Return the sums of this rank, to be read later, and begin another window."""
-        sums = to_host(self._last, self._window)
-        captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
-        self._window = self._zero()
-        self._window_tokens = 0
-        self._steps = 0
-        return captured
 
 
 class Meters:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
@@ -17,19 +18,39 @@ from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
+from lib.parallel.loss import LossSum
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
-from lib.train import console, metrics, symptoms
+from lib.train import metrics, symptoms
 from lib.train.journal import Journal
-from lib.train.meters import LossWindow, Meters, Pace
+from lib.train.meters import Meters, Pace
 from lib.train.metrics import Metrics
 from lib.train.outlook import MEASURED
-from lib.train.rows import CapturedRow, Divergence, capture_row, read_row
+from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
 from lib.train.state import TrainState
 
 _WORTH_TELLING_S = 60.0
 _ON_BAR = ("loss", "validation", "eta")
+_SHORT = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/learning_rate": "lr",
+    "eval/loss": "eval_loss",
+    "perf/tokens_per_sec": "tok/s",
+    "perf/mfu": "mfu",
+    "memory/current_gib": "current_gib",
+    "memory/peak_gib": "peak_gib",
+    "memory/window_peak_gib": "window_peak_gib",
+    "memory/reserved_gib": "reserved_gib",
+    "memory/total_gib": "total_gib",
+    "memory/max_peak_gib": "max_peak_gib",
+    "memory/max_peak_rank": "max_peak_rank",
+    "perf/loader_share": "loader_share",
+    "perf/loader_tokens_per_sec_per_device": "loader_tok/s",
+}
+_WIDTHS = (10, 9, 11, 8, 8)  # columns of the cells below, until a value is wider
+_STRAGGLER = 1.5  # times the usual rank's time before the slowest is named
 
 
 class Report:
@@ -66,7 +87,7 @@ class Report:
         )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
-        self._lines = console.Lines(steps)
+        self._lines = Lines(steps)
         self._pace = Pace()
         self._bar = Progress(
             "training",
@@ -140,10 +161,21 @@ class Report:
             self._speeds(),
         )
 
-    def add(self, figures: dict[str, float]) -> None:
-        """Add figures of a validation to the row that was captured."""
+    def add_validation(self, evaluation: Evaluation, model: nn.Module, loss_sum: LossSum) -> None:
+        """Measure the validation loss, print it and add it to the row that was captured.
+
+        All ranks must call this.
+        """
         assert self._captured is not None, "no row was captured"
+        began = time.monotonic()
+        figures = evaluation.measure(model, loss_sum, self._show_batches)
+        loss = figures["eval/loss"]
         self._captured.validation.update(figures)
+        log.info(
+            f"step {self._captured.step:,}: validation loss {loss:.4f}, in "
+            f"{units.duration(time.monotonic() - began)}"
+        )
+        self._tell_bar(validation=f"{loss:.3f}")
 
     def write_captured(self) -> Divergence | None:
         """Write the row that was captured, if any, as soon as the device has done its step.
@@ -227,24 +259,16 @@ class Report:
     def _row(self, row: dict[str, Any], ended: float) -> None:
         """Write a row: of rank 0 everywhere, of another rank in its log."""
         self._metrics.write(row, ended)
-        record = console.record(row, self._layout.rank)
+        record = format_record(row, self._layout.rank)
         log.to_file(record)
         log.to_console(record if self._plan.config.log_style == "dict" else self._lines.line(row))
         self._tell_bar(loss=f"{row['train/loss_mean']:.3f}")
 
-    def validating(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _show_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches of a validation and count them behind the bar."""
         for number, batch in enumerate(batches, 1):
             self._bar.show(f"validation, batch {number:,}")
             yield batch
-
-    def validated(self, step: int, loss: float, began: float) -> None:
-        """Print a validation loss. began: by time.monotonic()."""
-        log.info(
-            f"step {step:,}: validation loss {loss:.4f}, in "
-            f"{units.duration(time.monotonic() - began)}"
-        )
-        self._tell_bar(validation=f"{loss:.3f}")
 
     def rewind(self) -> None:
         """Drop what was logged after the run's step: the steps that follow it are run again."""
@@ -334,3 +358,70 @@ class Report:
         self._bar.show(
             ", ".join(f"{kind} {self._said[kind]}" for kind in _ON_BAR if kind in self._said)
         )
+
+
+class Lines:
+    """Makes the line of each row; columns are as wide as their widest value so far."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = f"{total_steps:,}"
+        self._widths = list(_WIDTHS)
+
+    def line(self, row: dict[str, Any]) -> str:
+        """Return a row in under 120 columns; its keys are those of docs/artifacts.md."""
+        cells = [
+            f"loss {row['train/loss_mean']:.3f}",
+            f"lr {_rate(row['train/learning_rate'])}",
+            f"{row['perf/tokens_per_sec']:,.0f} tok/s",
+            f"{_percent(row['perf/mfu'])} MFU",
+            units.memory(row["memory/max_peak_gib"] * (1 << 30)),
+        ]
+        self._widths = list(map(max, self._widths, map(len, cells)))
+        step = f"{row['step']:,}".rjust(len(self._total))
+        return "  ".join(
+            [f"step {step}/{self._total}", *map(str.rjust, cells, self._widths), *_remarks(row)]
+        )
+
+
+def format_record(row: dict[str, Any], rank: int) -> str:
+    """Return a row as `[rank=R] {'global_step': …}`, rounded; times in ms, memory in GiB."""
+    found: dict[str, Any] = {
+        "global_step": row["step"],
+        "running_loss": round(row["train/loss_mean"], 4),
+    }
+    found |= {short: _short(row[key]) for key, short in _SHORT.items() if key in row}
+    found |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
+    if row["perf/slowest_ratio"] > _STRAGGLER:
+        found["slowest_rank"] = row["perf/slowest_rank"]
+    if "perf/eta_sec" in row:
+        found["eta"] = units.duration(row["perf/eta_sec"])
+    return f"[rank={rank}] {found}"
+
+
+def _remarks(row: dict[str, Any]) -> list[str]:
+    """Return what not every line has."""
+    said = []
+    if "perf/eta_sec" in row:
+        said.append(f"eta {units.duration(row['perf/eta_sec'])}")
+    if "perf/loader_share" in row:
+        said.append(f"{_percent(row['perf/loader_share'])} waiting for data")
+    if row["perf/slowest_ratio"] > _STRAGGLER:
+        said.append(f"slowest rank {row['perf/slowest_rank']}")
+    return said
+
+
+def _rate(value: float) -> str:
+    """Return a learning rate with two digits: `2.9e-4`."""
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
+
+
+def _short(value: float) -> Any:
+    """Return four digits of a figure, all of a count or a rank."""
+    if isinstance(value, int):
+        return value
+    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

@@ -19,7 +19,8 @@ from lib.train import earlier, symptoms
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal
 from lib.train.model_files import require_same_base
-from lib.train.report import Divergence, Report
+from lib.train.report import Report
+from lib.train.rows import Divergence
 from lib.train.state import TrainState
 
 _NEWER = "--resume goes on from another one"

@@ -17,7 +17,7 @@ from launch.runs import run_files
 from launch.runs.run_files import RunFiles
 from lib.core import options, paths, stage
 from lib.core.errors import UsageError
-from lib.train.console import mean_loss
+from lib.core.run_records import mean_loss
 
 PROMPTS = ["The", "Once upon a time"]
 _NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models run in circles

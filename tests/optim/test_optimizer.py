@@ -11,7 +11,7 @@ from torch import nn
 
 from lib.optim.guard import StepGuard
 from lib.optim.registry import build_optimizer, set_learning_rate
-from lib.train.meters import LossWindow
+from lib.train.rows import LossWindow
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from lib.core import watchdog
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
 from lib.tokens.batches import MicroBatch
-from lib.train import model, watchdog
+from lib.train import model
 from lib.train.config import Config
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lib.train import console
+from lib.train import report
 
 ROW = {
     "step": 150,
@@ -37,14 +37,14 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def test_a_line_has_units_and_the_step_of_the_total() -> None:
     assert (
-        console.Lines(20_000).line(ROW)
+        report.Lines(20_000).line(ROW)
         == "step    150/20,000  loss 1.720  lr 2.9e-4  6,404 tok/s  38 % MFU  61.2 GiB  "
         "eta 3 h 12 min"
     )
 
 
 def test_lines_stand_below_each_other() -> None:
-    lines = console.Lines(20_000)
+    lines = report.Lines(20_000)
     told = [
         lines.line(row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss, perf__mfu=mfu))
         for step, speed, loss, mfu in ((1, 12_345, 11.3, 0.12), (20_000, 999, 9.9, 0.15))
@@ -65,7 +65,7 @@ def test_lines_stand_below_each_other() -> None:
     ],
 )
 def test_unusual_figures(changes: dict[str, float], says: str) -> None:
-    assert says in console.Lines(20_000).line(row(**changes))
+    assert says in report.Lines(20_000).line(row(**changes))
 
 
 def test_a_line_stays_under_120_columns() -> None:
@@ -80,16 +80,16 @@ def test_a_line_stays_under_120_columns() -> None:
         perf__slowest_ratio=2.0,
         perf__slowest_rank=1023,
     )
-    assert len(console.Lines(999_999).line(longest)) < 120
+    assert len(report.Lines(999_999).line(longest)) < 120
 
 
 def test_the_first_row_has_no_eta() -> None:
     first = {key: value for key, value in ROW.items() if key != "perf/eta_sec"}
-    assert "eta" not in console.Lines(20_000).line(first) + console.record(first, 0)
+    assert "eta" not in report.Lines(20_000).line(first) + report.format_record(first, 0)
 
 
 def test_a_record_is_a_dict_with_the_rank_before_it() -> None:
-    text = console.record(row(perf__slowest_ratio=1.7), 5)
+    text = report.format_record(row(perf__slowest_ratio=1.7), 5)
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")
     found = ast.literal_eval(text.removeprefix("[rank=5] "))
     assert found["tok/s"] == 6404 and found["time/data"] == 7.9 and found["lr"] == 2.91e-4

@@ -20,8 +20,7 @@ import pytest
 from lib.core import manifest, offline, records
 from lib.core.paths import Experiment
 from lib.train.journal import Journal, read_state
-from lib.train.metrics import Metrics
-from lib.train.plot import Curve
+from lib.train.metrics import Curve, Metrics
 
 
 @pytest.fixture

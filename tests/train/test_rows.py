@@ -13,8 +13,8 @@ from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.routers import RouterLoad
 from lib.tokens.batches import BEGINNING
-from lib.train.meters import LossWindow, Timers
-from lib.train.rows import capture_row, read_row
+from lib.train.meters import Timers
+from lib.train.rows import LossWindow, capture_row, read_row
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
