@@ -32,6 +32,7 @@ from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
 from lib.core import commands, declared, log, options, stage, torch_builds  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.core.retry import backoff  # noqa: E402
 
 # Where AWS mirrors Docker's official images.
 MIRROR = "public.ecr.aws/docker/library"
@@ -121,7 +122,7 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
     elif cause.fix == image_docker.MIRROR and build.base_image.startswith("python:"):
         mended = replace(build, base_image=f"{MIRROR}/{build.base_image}")
     elif cause.fix == image_docker.RETRY:
-        time.sleep(_BACKOFF_S * 2 ** (attempt - 1))
+        time.sleep(backoff(attempt, _BACKOFF_S))
         mended = build
     elif cause.fix == image_docker.DEFAULT_TORCH and build.torch != build.named_torch:
         driver = build.driver_version

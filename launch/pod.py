@@ -21,7 +21,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +33,7 @@ from launch.supervision.outcome import EXIT_INTERRUPTED  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.core.retry import poll  # noqa: E402
 from lib.train import stage_04  # noqa: E402
 
 _STAGE = str(ROOT / "04_train_fsdp.py")
@@ -200,18 +200,19 @@ def wait_seconds() -> float:
 def wait_for(head: str) -> None:
     """Wait until the head's name has an address, which it gets when its pod runs."""
     patience = wait_seconds()
-    until = time.monotonic() + patience
-    is_announced = False
-    while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:
-        if time.monotonic() > until:
-            raise StageError(
-                f"{head} has no address after {patience:.0f} s",
-                expected="the pod of node 0 to run; `kubectl get pods` shows it",
-            )
-        if not is_announced:
-            print(f"waiting for {head}: it has no address yet", flush=True)
-        is_announced = True
-        time.sleep(_LOOK_EVERY_S)
+    if has_address(head):
+        return
+    print(f"waiting for {head}: it has no address yet", flush=True)
+    if not poll(lambda: has_address(head), _LOOK_EVERY_S, patience):
+        raise StageError(
+            f"{head} has no address after {patience:.0f} s",
+            expected="the pod of node 0 to run; `kubectl get pods` shows it",
+        )
+
+
+def has_address(host: str) -> bool:
+    """Return whether a name resolves, also one of a service that has just appeared."""
+    return not subprocess.run(["getent", "hosts", host], stdout=subprocess.DEVNULL).returncode
 
 
 def follow(command: list[str]) -> int:

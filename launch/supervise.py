@@ -26,7 +26,7 @@ from launch.supervision.attempt import NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.head import Head
 from launch.supervision.node import Follower, NodeLauncher
-from lib.core import commands, launcher, lease, options, stage, units
+from lib.core import commands, launcher, liveness, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import OUTPUTS, Experiment
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         print("dry run: nothing was started")
         return
-    os.environ.setdefault(launcher.MARK, lease.process_identity(os.getpid()))
+    os.environ.setdefault(launcher.MARK, liveness.process_identity(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     board.require_writable()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lib.core import stage
+from lib.core import liveness, stage
 from lib.core.errors import StageError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -146,23 +146,12 @@ def pass_on_one_signal() -> None:
                 b"torchrun: a second SIGINT: the ranks are killed without a save, and what "
                 b"was trained since the newest checkpoint is lost\n",
             )
-            for pid in children():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for child in liveness.list_processes():
+                if child.parent == os.getpid() and not child.has_ended:
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGKILL)
 
     api._terminate_process_handler = note
-
-
-def children() -> list[int]:
-    """Return the processes that this one has started and that have not ended."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has just ended
-            # The name of the program, in brackets, may hold spaces and brackets itself.
-            state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(above) == os.getpid() and state not in "ZX":
-                found.append(int(entry.name))
-    return found
 
 
 def understood(argv: list[str], parser: ArgumentParser) -> list[str]:

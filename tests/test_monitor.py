@@ -19,7 +19,7 @@ import pytest
 
 from launch import monitor, stop
 from launch.runs.run_files import GrowingFile, JsonLines, RunFiles
-from lib.core import lease
+from lib.core import liveness
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
@@ -473,7 +473,7 @@ def test_no_record_of_a_run_breaks_or_steers_the_terminal(tmp_path: Path) -> Non
     (root / "logs").mkdir(parents=True)
     state = {"status": "running", "step": 20, "total_steps": 100, "tokens": 5}
     lock = {"host": "h", "pid": os.getpid(), "born": "1", "machine": "m", "id": "x"}
-    lock["machine"] = lease._machine()
+    lock["machine"] = liveness.machine_identity()
     event = {
         "event": "skip_step",
         "step": 3,

@@ -20,6 +20,7 @@ from launch.kube.nodes import INSTANCE_TYPE
 from lib.core import log, options, units
 from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
+from lib.core.retry import backoff, poll
 from lib.parallel import recompute
 from lib.train import stage_04
 
@@ -189,7 +190,7 @@ def deploy(
         cured = cure(asked, kubectl) if cure else None
         if attempt == patience.attempts or not (cured or cause.passes):
             raise _give_up(asked, kubectl, cause, attempt)
-        pause = min(patience.backoff_seconds * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
+        pause = backoff(attempt, patience.backoff_seconds, _LONGEST_BACKOFF_S)
         log.info(f"trying again in {units.duration(pause)}" + (", with the cure" if cured else ""))
         stop(asked, kubectl)
         time.sleep(pause)
@@ -291,18 +292,21 @@ class _Watch:
 
     def until_it_ends(self) -> Cause | None:
         """Return why the job failed, None when it is complete."""
+        cause: Cause | None = None
+
+        def has_ended() -> bool:
+            nonlocal cause
+            try:
+                ended, cause = self._look()
+            except KubectlError as error:
+                self._endure(error)
+                return False
+            self._silent = 0
+            return ended
+
         try:
-            while True:
-                try:
-                    ended, cause = self._look()
-                    self._silent = 0
-                except KubectlError as error:
-                    self._endure(error)
-                    ended = False
-                    cause = None
-                if ended:
-                    return cause
-                time.sleep(self._patience.poll_seconds)
+            poll(has_ended, self._patience.poll_seconds)
+            return cause
         finally:
             if self._log is not None:
                 self._log.terminate()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs import at_work, collectives
-from lib.core import events, lease, run_records
+from lib.core import events, liveness, run_records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of
 
@@ -224,7 +224,7 @@ class RunFiles:
 
     def _is_held(self, record: Row) -> bool:
         """Tell whether the process that wrote the lock is alive, as far as can be seen here."""
-        alive = lease.is_alive(record)
+        alive = liveness.is_alive(record)
         try:
             age = time.time() - self.experiment.lock.stat().st_mtime
         except OSError:

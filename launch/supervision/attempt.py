@@ -12,13 +12,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervision import outcome
 from launch.supervision.outcome import NodeOutcome
+from lib.core import liveness
+from lib.core.retry import poll
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -116,36 +117,29 @@ class Attempt:
 
     def _kill_all(self) -> list[int]:
         """Kill all of it; return what would not die."""
-        deadline = time.monotonic() + _KILLED_WITHIN_S
-        while (left := self._running()) and time.monotonic() < deadline:
+        left: list[int] = []
+
+        def have_ended() -> bool:
+            nonlocal left
+            left = self._running()
             for pid in left:  # again and again: one of them may just have started another
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+            return not left
+
+        poll(have_ended, every=0.05, patience=_KILLED_WITHIN_S)
         return left
 
     def _running(self) -> list[int]:
         """Return what descends from this process and has not ended, and reap orphans that have."""
         self._process.poll()
-        me = os.getpid()
-        children: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, IndexError):  # it has just ended
-                # The name of the program, in brackets, may hold spaces and brackets itself.
-                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                children[int(above)].append((int(entry.name), state))
-        running = []
-        parents = [me]
-        while parents:
-            parent = parents.pop()
-            for pid, state in children[parent]:
-                parents.append(pid)
-                if state not in "ZX":
-                    running.append(pid)
-                elif parent == me and pid != self._process.pid:  # whose code is wanted
-                    with suppress(ChildProcessError):
-                        os.waitpid(pid, os.WNOHANG)
-        return running
+        descendants = liveness.list_descendants(os.getpid())
+        for process in descendants:
+            is_orphan = process.parent == os.getpid() and process.pid != self._process.pid
+            if process.has_ended and is_orphan:
+                with suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+        return [process.pid for process in descendants if not process.has_ended]
 
 
 def _kills_for_memory() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from lib.core import records
 from lib.core.errors import UsageError, from_os_error
+from lib.core.liveness import SilenceClock
 
 HEAD = 0
 SILENT_S = 90.0  # network file systems may show a change a minute late
@@ -39,10 +39,8 @@ class NoteBoard:
         self.node = node
         self.me = uuid.uuid4().hex
         self._beat = 0
-        self._seen: dict[int, tuple[object, float, bool]] = {}
+        self._clock = SilenceClock(_MOST_PAUSE_S)
         self._last: dict[int, dict[str, Any]] = {}
-        self._looked = time.monotonic()
-        self._pause = 0.0
 
     def post(self, **facts: Any) -> None:
         """Replace this node's note; a file system that refuses it now may take the next one."""
@@ -79,19 +77,12 @@ class NoteBoard:
 
     def look(self) -> None:
         """Note that a new look at the others begins: only time spent looking counts as silence."""
-        now = time.monotonic()
-        self._pause = min(now - self._looked, _MOST_PAUSE_S)
-        self._looked = now
+        self._clock.look()
 
     def read(self, node: int) -> dict[str, Any]:
         """Return a node's note, empty when there is none; keeps account of when it last changed."""
         note = self._read(node)
-        now = (note.get("me"), note.get("beat"))
-        before, silent, has_changed = self._seen.get(node, (now, 0.0, False))
-        if now == before:
-            self._seen[node] = now, silent + self._pause, has_changed
-        else:
-            self._seen[node] = now, 0.0, bool(note)
+        self._clock.note(node, (note["me"], note["beat"]) if note else None)
         return note
 
     def _read(self, node: int) -> dict[str, Any]:
@@ -108,11 +99,11 @@ class NoteBoard:
 
     def is_silent(self, node: int) -> bool:
         """Tell whether a node's note has not changed for long."""
-        return self._seen.get(node, (None, 0.0, False))[1] > SILENT_S
+        return self._clock.silence(node) > SILENT_S
 
     def is_alive(self, node: int) -> bool:
         """Tell whether a node's note has been seen to change, and not long ago."""
-        return self._seen.get(node, (None, 0.0, False))[2] and not self.is_silent(node)
+        return self._clock.has_changed(node) and not self.is_silent(node)
 
     def take_down(self, everyone: bool = False) -> None:
         """Delete this node's note, or everyone's, and the board when it was the last one."""

@@ -14,6 +14,7 @@ from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, run_records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.paths import Experiment
+from lib.core.retry import backoff
 
 _OTHERS_END_WITHIN_S = 60.0  # more than they take to end by themselves and to be killed
 _LONGEST_BACKOFF_S = 300.0
@@ -58,7 +59,7 @@ class Head(NodeLauncher):
                 verdict = self._train()
             if verdict.code is not None:
                 return self._leave(verdict.code, verdict.why)
-            seconds = min(self._backoff * 2 ** (self._history.restarts - 1), _LONGEST_BACKOFF_S)
+            seconds = backoff(self._history.restarts, self._backoff, _LONGEST_BACKOFF_S)
             self._not_before = time.monotonic() + seconds
             self.say(
                 f"{verdict.why}; restart {self._history.restarts} of "

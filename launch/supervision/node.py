@@ -16,6 +16,7 @@ from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome
 from lib.core import units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, visible
+from lib.core.retry import poll
 
 TELL_AFTER_S = 10.0
 OTHERS_LEAVE_WITHIN_S = 30.0
@@ -104,14 +105,17 @@ class NodeLauncher(ABC):
     def require_alone(self) -> None:
         """Raise UsageError when another launcher writes the notes of this node."""
         first = self.board.read(self.board.node)
-        for _ in range(_LOOKS if first else 0):
-            time.sleep(_TICK_S)
-            if (now := self.board.read(self.board.node)) and now != first:
-                raise UsageError(
-                    f"another launcher is at work as node {self.board.node} of this experiment",
-                    expected="another --node-rank on each machine, and "
-                    "one launch of an experiment at a time",
-                )
+
+        def has_changed() -> bool:
+            now = self.board.read(self.board.node)
+            return bool(now) and now != first
+
+        if bool(first) and poll(has_changed, _TICK_S, _LOOKS * _TICK_S):
+            raise UsageError(
+                f"another launcher is at work as node {self.board.node} of this experiment",
+                expected="another --node-rank on each machine, and "
+                "one launch of an experiment at a time",
+            )
 
     def post(self, phase: str, **facts: Any) -> None:
         self.board.post(

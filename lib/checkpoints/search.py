@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from lib.checkpoints import commit, quarantine
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands
 from lib.core.errors import ArtifactError, StageError
+from lib.core.retry import retry
 from lib.parallel.layout import on_rank_0, together
 
 _PAUSES_S = (1.0, 3.0)  # before the ranks compare again what they see
@@ -76,26 +76,40 @@ def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems))
 
 
+class _FilesDifferError(StageError):
+    """Some ranks do not see files of a checkpoint that others see."""
+
+
 def _find_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str]:
     """Return the problems that any rank finds; the ranks share the hashing.
 
     Raises StageError on all ranks if one cannot read its share, or does not see the same files.
     """
-    for pause in (*_PAUSES_S, None):
-        by_rank = together(checkpoint.problems, group)
-        if all(by_rank) or not any(by_rank):
-            break
-        if pause is None:
-            rank = next(rank for rank, problems in enumerate(by_rank) if problems)
-            raise StageError(
-                f"the ranks do not see the same files in {checkpoint.path}; nothing was moved or "
-                "deleted",
-                found=f"rank {rank}: {by_rank[rank][0]}; rank {by_rank.index([])}: all files",
-                hint=f"check the mount on the node of rank {rank}, then run the same command again",
-            )
-        time.sleep(pause)  # a network file system can show new files late
+    # A network file system can show new files late.
+    by_rank = retry(
+        lambda: _problems_by_rank(checkpoint, group),
+        _PAUSES_S,
+        when=lambda error: isinstance(error, _FilesDifferError),
+    )
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
     if not any(by_rank):
         by_rank = together(lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for problems in by_rank for problem in problems))
+
+
+def _problems_by_rank(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[list[str]]:
+    """Return the problems that each rank finds without hashing.
+
+    Raises _FilesDifferError on all ranks if only some ranks find any.
+    """
+    by_rank = together(checkpoint.problems, group)
+    if any(by_rank) and not all(by_rank):
+        rank = next(rank for rank, problems in enumerate(by_rank) if problems)
+        raise _FilesDifferError(
+            f"the ranks do not see the same files in {checkpoint.path}; nothing was moved or "
+            "deleted",
+            found=f"rank {rank}: {by_rank[rank][0]}; rank {by_rank.index([])}: all files",
+            hint=f"check the mount on the node of rank {rank}, then run the same command again",
+        )
+    return by_rank

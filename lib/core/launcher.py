@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lib.core import lease, log
+from lib.core import liveness, log
 
 _LAST_WORDS_S = 3.0
 _TRACEBACK = "Traceback"
@@ -38,7 +38,7 @@ def is_gone() -> bool:
 def launch_marks() -> list[str]:
     """Return texts that identify this launch; none for a process that a person started."""
     given = [os.environ[MARK]] if os.environ.get(MARK) else []
-    return given + ([lease.process_identity(parent_pid())] if is_torchrun() else [])
+    return given + ([liveness.process_identity(parent_pid())] if is_torchrun() else [])
 
 
 def job_marks() -> list[str]:

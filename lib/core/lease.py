@@ -22,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, records
+from lib.core import liveness, log, records
 from lib.core.errors import UsageError
+from lib.core.retry import poll
 
 BEAT_S = 10.0
 PATIENCE_S = 35.0  # without a beat, until a record of another machine counts as abandoned
@@ -62,9 +63,7 @@ class Lease:
         self._beats = 0
         self._record = {
             "host": platform.node(),
-            "pid": os.getpid(),
-            "born": _born(os.getpid()),
-            "machine": _machine(),
+            **liveness.process_record(os.getpid()),
             "id": f"{time.time_ns():x}-{os.getpid()}",
         }
         self._lock = lock(path.parent)
@@ -150,7 +149,7 @@ class Lease:
 
         Returns whether another machine may be taking it over as well.
         """
-        alive = is_alive(found)
+        alive = liveness.is_alive(found)
         if found.get("released") or alive is not None:
             if alive and not found.get("released"):
                 raise self._held(found)
@@ -159,19 +158,23 @@ class Lease:
         patience = PATIENCE_S if found else SETTLE_S
         began = time.monotonic()
         is_logged = False
-        while time.monotonic() - began < patience:
-            time.sleep(min(_POLL_S, patience))
+
+        def is_released() -> bool:
+            """Return whether the record is gone. Raises Held if its holder has changed it."""
+            nonlocal is_logged
             if (now := records.read_mapping(self._path)) != found:
                 if now:
                     raise self._held(now)
-                return True  # released
+                return True
             if not is_logged and time.monotonic() - began > BEAT_S:
                 is_logged = True
                 log.info(
                     f"{self._path} belongs to {holder(found)}, which has shown no sign of life for "
                     f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all"
                 )
-        if found:
+            return False
+
+        if not poll(is_released, _POLL_S, patience) and found:
             log.info(f"{holder(found)} is gone: taking over {self._path.parent}")
         return True
 
@@ -241,40 +244,6 @@ def lock(directory: Path) -> int:
     return -1
 
 
-def is_alive(record: dict[str, Any]) -> bool | None:
-    """Return whether the process of a record is alive; None if it is on another machine."""
-    if record.get("machine") != _machine() or not _machine():
-        return None
-    return _born(record.get("pid", 0)) == record.get("born")
-
-
-def process_identity(pid: int) -> str:
-    """Return a text that no other process has, on any machine, now or later."""
-    return f"{_machine()} {pid} {_born(pid)}"
-
-
 def holder(record: dict[str, Any]) -> str:
     """Return a text about the process that wrote a record; empty without a record."""
     return f"process {record.get('pid', '?')} on {record.get('host', '?')}" if record else ""
-
-
-def _machine() -> str:
-    """Return a text shared by processes for which a pid means the same: boot and pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # not Linux
-        return ""
-
-
-def _born(pid: int) -> str | None:
-    """Return when a process began, in ticks since the boot; None if there is none.
-
-    It distinguishes a process from a later one with the same number.
-    """
-    try:
-        text = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8")
-    except (OSError, ValueError, TypeError):  # a record may contain anything
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]

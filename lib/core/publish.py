@@ -21,7 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, launcher, lease, log, manifest, partial_dirs, records, units
+from lib.core import (
+    commands,
+    hashing,
+    launcher,
+    lease,
+    liveness,
+    log,
+    manifest,
+    partial_dirs,
+    records,
+    units,
+)
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import MANIFEST
@@ -323,7 +334,7 @@ def _is_left(directory: Path, own: Path | None) -> bool:
     found = records.read_mapping(record)
     if not found or found.get("released"):
         return True
-    if (alive := lease.is_alive(found)) is not None:
+    if (alive := liveness.is_alive(found)) is not None:
         return not alive
     if own is None:
         return False

@@ -6,13 +6,13 @@ import bz2
 import io
 import lzma
 import platform
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 from lib.core.errors import StageError, UsageError, from_os_error, is_missing, is_of_disk
+from lib.core.retry import retry
 
 Result = TypeVar("Result")
 
@@ -34,26 +34,31 @@ def with_retries(read: Callable[[], Result], path: object = "") -> Result:
     UsageError for one without permission, and StageError if the file cannot be read to its end:
     then its content is unknown.
     """
-    for pause in (*_PAUSES_S, None):
-        try:
-            return read()
-        except OSError as error:
-            if is_missing(error):
-                raise
-            known = from_os_error(error)
-            if isinstance(known, UsageError):
-                raise known from error
-            if pause is None:
-                raise StageError(
-                    f"{error.filename or path or 'a file'} cannot be read "
-                    f"({error.strerror or error}); this does not mean that it is damaged, and "
-                    "nothing was moved or deleted",
-                    found=f"on {platform.node()}, several times within some seconds",
-                    hint="check the disk or the mount (`dmesg` may say more); then run the same "
-                    "command again to continue",
-                ) from error
-        time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return retry(read, _PAUSES_S, _may_pass)
+    except OSError as error:
+        if is_missing(error):
+            raise
+        known = from_os_error(error)
+        if isinstance(known, UsageError):
+            raise known from error
+        raise StageError(
+            f"{error.filename or path or 'a file'} cannot be read "
+            f"({error.strerror or error}); this does not mean that it is damaged, and "
+            "nothing was moved or deleted",
+            found=f"on {platform.node()}, several times within some seconds",
+            hint="check the disk or the mount (`dmesg` may say more); then run the same "
+            "command again to continue",
+        ) from error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether reading again may succeed: not if the file or a permission is missing."""
+    return (
+        isinstance(error, OSError)
+        and not is_missing(error)
+        and not isinstance(from_os_error(error), UsageError)
+    )
 
 
 class RetryingFile(io.FileIO):

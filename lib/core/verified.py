@@ -17,6 +17,7 @@ from typing import Any
 
 from lib.core import hashing, lease, log, manifest, paths, records, units
 from lib.core.progress import Progress
+from lib.core.retry import poll
 
 _RACY_NS = 2_000_000_000  # a note must be this much later than a file: clocks of disks are coarse
 _LONG_BYTES = 1 << 30
@@ -166,8 +167,11 @@ def _alone(place: Path) -> Iterator[bool]:
     If the cache cannot be written, nobody waits.
     """
     is_first = True
-    held = None
-    while held is None:
+    held: lease.Lease | None = None
+
+    def take() -> bool:
+        """Return whether this process need not wait: it holds the cache, or nobody can."""
+        nonlocal is_first, held
         try:
             place.mkdir(parents=True, exist_ok=True)
             held = lease.Lease(place / "lock.json", lost=log.warn)
@@ -178,9 +182,12 @@ def _alone(place: Path) -> Iterator[bool]:
                     "same files"
                 )
             is_first = False
-            time.sleep(_POLL_S)
+            return False
         except OSError:
-            break
+            pass
+        return True
+
+    poll(take, _POLL_S)
     try:
         yield is_first
     finally:

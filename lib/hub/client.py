@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.retry import backoff, retry
 from lib.hub import cache
 from lib.hub.partial import PartialFile
 from lib.hub.repository import RemoteFile, Repository, redact
@@ -203,41 +204,46 @@ class Hub:
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         failures = 0
-        while True:
+        requested = 0.0  # seconds that the Hub asks for
+
+        def send() -> Result:
             while (delay := self._paused_until - time.monotonic()) > 0:
                 if self.stopped.wait(delay):
                     break
-            try:
-                return request()
-            except HTTPError as error:
-                response = error.response if isinstance(error, HfHubHTTPError) else None
-                failures = 0 if made_progress and made_progress() else failures + 1
-                is_final = (
-                    response.status_code not in _TRANSIENT_STATUSES
-                    if response is not None
-                    else not made_progress
-                )
-                if (
-                    is_final
-                    or failures > _MAX_RETRIES
-                    or _is_permanent(error)
-                    or self.stopped.is_set()
-                ):
-                    raise
-                self._pause(_read_retry_after(getattr(response, "headers", {})), failures)
+            return request()
 
-    def _pause(self, requested: float, failures: int) -> None:
-        """Back off after a failure, or make all threads wait the seconds that the Hub requests."""
-        if not requested:  # with jitter, so that refused clients do not all return at once
-            self.stopped.wait(
-                min(_MAX_BACKOFF_S, 2.0 ** max(0, failures - 1)) * random.uniform(0.75, 1.25)
+        def is_transient(error: Exception) -> bool:
+            nonlocal failures, requested
+            if not isinstance(error, HTTPError):
+                return False
+            response = error.response if isinstance(error, HfHubHTTPError) else None
+            requested = _read_retry_after(getattr(response, "headers", {}))
+            failures = 0 if made_progress and made_progress() else failures + 1
+            is_final = (
+                response.status_code not in _TRANSIENT_STATUSES
+                if response is not None
+                else not made_progress
             )
-            return
+            return not (
+                is_final or failures > _MAX_RETRIES or _is_permanent(error) or self.stopped.is_set()
+            )
+
+        def pauses() -> Iterator[float]:
+            while True:
+                yield self._choose_pause(requested, failures)
+
+        return retry(send, pauses(), is_transient, wait=self.stopped.wait)
+
+    def _choose_pause(self, requested: float, failures: int) -> float:
+        """Return the seconds of a backoff; make all threads wait if the Hub requests seconds."""
+        if not requested:  # with jitter, so that refused clients do not all return at once
+            return backoff(failures, 1.0, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25)
         seconds = min(requested, _MAX_RETRY_AFTER_S)
         with self._lock:
             if seconds > _MAX_BACKOFF_S:
                 log.info(f"the Hub asks us to wait {units.duration(seconds)}")
             self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+        return 0.0
 
     @contextmanager
     def _translate_errors(self, name: str, revision: str, kind: str) -> Iterator[None]:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from lib.core import launcher, log, units
 from lib.core.errors import StageError
+from lib.core.liveness import SilenceClock
+from lib.core.retry import poll
 
 START_TIMEOUT = timedelta(minutes=30)  # until the processes of all ranks have started
 SILENCE_S = 300.0  # without a sign of life before a rank counts as gone
@@ -39,7 +41,8 @@ class Meeting:
         shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
         self._shared = dist.PrefixStore("meeting", shared)
         self._word = uuid.uuid4().hex
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._clock = SilenceClock()
+        self._look_every = max(_LOOK_EVERY_S, _PER_RANK_S * self.size)
         self._here = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="meeting", daemon=True)
         self._beats.start()
@@ -60,13 +63,16 @@ class Meeting:
         life = self._word
         self._shared.set("life", life)
         words: dict[int, str] = {0: ""}
-        while missing := [rank for rank in range(self.size) if rank not in words]:
-            words |= {
-                rank: self._shared.get(f"{life}/{rank}").decode()
-                for rank in missing
-                if self._shared.check([f"{life}/{rank}"])
-            }
-            self._pause([rank for rank in missing if rank not in words])
+
+        def have_all_come() -> bool:
+            for rank in range(self.size):
+                if rank not in words and self._shared.check([f"{life}/{rank}"]):
+                    words[rank] = self._shared.get(f"{life}/{rank}").decode()
+            missing = [rank for rank in range(self.size) if rank not in words]
+            self._require_alive(missing)
+            return not missing
+
+        poll(have_all_come, self._look_every)
         for word in words.values():
             self._shared.set(f"{life}/welcome/{word}", "")
         return life
@@ -74,39 +80,44 @@ class Meeting:
     def _enter(self) -> str:
         """Come to the life that rank 0 names, until it is one in which this process is welcome."""
         life = ""
-        while not (life and self._shared.check([f"{life}/welcome/{self._word}"])):
+
+        def is_welcome() -> bool:
+            nonlocal life
+            if life and self._shared.check([f"{life}/welcome/{self._word}"]):
+                return True
             if self._shared.check(["life"]):
                 life = self._shared.get("life").decode()
                 self._shared.set(f"{life}/{self.rank}", self._word)
-            self._pause([0])
+            self._require_alive([0])
+            return False
+
+        poll(is_welcome, self._look_every)
         return life
 
-    def _pause(self, missing: list[int]) -> None:
-        """Wait a moment, unless it is for ranks that will not come."""
+    def _require_alive(self, missing: list[int]) -> None:
+        """Raise StageError if a missing rank will not come, or the launcher is gone."""
         if not missing:
             return
         if launcher.is_gone():
             raise without_launcher()
-        now = time.monotonic()
+        self._clock.look()
         for rank in missing:
-            beat = (
-                self._shared.get(f"alive/{rank}") if self._shared.check([f"alive/{rank}"]) else b""
-            )
-            if rank not in self._heard or beat != self._heard[rank][0]:
-                self._heard[rank] = beat, now
-            silent = now - self._heard[rank][1]
+            is_started = self._shared.check([f"alive/{rank}"])
+            beat = self._shared.get(f"alive/{rank}") if is_started else None
+            self._clock.note(rank, beat)
+            silent = self._clock.silence(rank)
             if silent > (SILENCE_S if beat else START_TIMEOUT.total_seconds()):
                 raise StageError(
                     f"rank {rank} has shown no sign of life for {units.duration(silent)}",
                     hint="look at its node; the same command goes on",
                 )
+        now = time.monotonic()
         if self.rank == 0 and now > self._tell_at:
             self._tell_at = now + _TELL_EVERY_S
             log.info(
                 f"waiting for {units.counted(len(missing), 'rank')}, still preparing: "
                 f"{units.first_of(missing)}"
             )
-        time.sleep(max(_LOOK_EVERY_S, _PER_RANK_S * self.size))
 
     def _beat(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lib.core import commands, log, manifest, publish, units, verified
 from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
+from lib.core.retry import poll
 from lib.tokens import store
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
@@ -96,21 +98,28 @@ def build_once(
             run=commands.delete_and_rerun(target),
         )
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
-    waited = False
-    while not publish.is_done(
-        target, kind, identity, overwrite=False, run=commands.delete_and_rerun(target)
-    ):
+    was_built = False
+    is_announced = False
+
+    def is_there() -> bool:
+        """Return whether the artifact is complete, after building it if no other process does."""
+        nonlocal was_built, is_announced
+        if publish.is_done(
+            target, kind, identity, overwrite=False, run=commands.delete_and_rerun(target)
+        ):
+            return True
         if is_builder:
-            try:
+            with suppress(publish.AlreadyBuilding):  # by another machine or launch
                 build()
-                return
-            except publish.AlreadyBuilding:
-                pass  # another machine or launch is building in this directory
-        if not waited:
+                was_built = True
+                return True
+        if not is_announced:
             log.info(f"waiting for {target} to be built by another process")
-            waited = True
-        time.sleep(_POLL_S)
-    if is_builder:
+            is_announced = True
+        return False
+
+    poll(is_there, _POLL_S)
+    if is_builder and not was_built:
         verify(manifest.read(target, kind, publish.kind_name(kind)))
 
 

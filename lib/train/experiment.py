@@ -16,6 +16,7 @@ from lib.core.errors import EXIT_BUG, Preempted, UsageError
 from lib.core.events import Event
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
+from lib.core.retry import poll
 from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
@@ -119,11 +120,11 @@ def _describe(
 
 def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) -> None:
     """Raise UsageError when a rank does not see the start that rank 0 has noted."""
-    deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
-    while (
-        not (seen := read_config(experiment).get("launch") == start) and time.monotonic() < deadline
-    ):
-        time.sleep(0.5)
+    seen = poll(
+        lambda: read_config(experiment).get("launch") == start,
+        every=0.5,
+        patience=_SHARED_WITHIN_S,  # network file systems may show it late
+    )
     if not all(gather(seen, layout.control)):
         raise UsageError(
             f"{experiment.root} is not the same directory on all nodes",

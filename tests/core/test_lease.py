@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import lease, manifest, records
+from lib.core import lease, liveness, manifest, records
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
 from tests.conftest import ROOT
@@ -113,7 +113,14 @@ def test_a_killed_holder_is_followed_at_once(path: Path, holder: subprocess.Pope
 def test_the_same_pid_later_is_another_process(path: Path) -> None:
     Lease(path, never).release()
     write(
-        path, {"host": "h", "pid": os.getpid(), "born": "1", "id": "x", "machine": lease._machine()}
+        path,
+        {
+            "host": "h",
+            "pid": os.getpid(),
+            "born": "1",
+            "id": "x",
+            "machine": liveness.machine_identity(),
+        },
     )
     Lease(path, never).release()
 
@@ -143,7 +150,7 @@ def test_a_live_holder_elsewhere_is_respected(path: Path, fast: None) -> None:
 def nodes(monkeypatch: pytest.MonkeyPatch, no_kernel_locks: None, fast: None) -> threading.local:
     """Let each thread act as one node (its attribute `name`) whose locks others do not see."""
     here = threading.local()
-    monkeypatch.setattr(lease, "_machine", lambda: here.name)
+    monkeypatch.setattr(liveness, "machine_identity", lambda: here.name)
     return here
 
 

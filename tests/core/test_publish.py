@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import lease, manifest, partial_dirs, publish
+from lib.core import lease, liveness, manifest, partial_dirs, publish
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import differences
 from lib.core.publish import AlreadyBuilding, Build
@@ -317,7 +317,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr(lease.fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(lease, "BEAT_S", 0.1)
     monkeypatch.setattr(lease, "SETTLE_S", 0.1)
-    return lambda name: monkeypatch.setattr(lease, "_machine", lambda: name)
+    return lambda name: monkeypatch.setattr(liveness, "machine_identity", lambda: name)
 
 
 def test_two_nodes_do_not_build_one_thing_where_locks_are_local(

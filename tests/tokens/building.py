@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.core import lease, log
+from lib.core import lease, liveness, log
 from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
 
@@ -21,7 +21,7 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
     log.setup()
     if node:
         lease.fcntl.flock = lambda *_: None
-        lease._machine = lambda: node
+        liveness.machine_identity = lambda: node
         lease.BEAT_S = 0.1
         lease.PATIENCE_S = 2.0
         lease.SETTLE_S = 0.3
