@@ -7,7 +7,7 @@
 # make test-gpu            there: check what only a GPU shows (without one: a rehearsal on the CPU)
 # make bench-gpu           there: measure speed (each of these takes 20 to 30 minutes)
 # make lint                ruff (its rules and its format) and mypy
-# make memory-table        what training known models takes of each GPU, as docs/speed.md has it
+# make memory-table        what training known models takes of each GPU, as docs/how-to/speed.md has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
 # make validate-setup      this machine and everything that is prepared here, or the cluster of

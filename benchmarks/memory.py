@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The memory that training takes of each GPU, for models of known shapes (docs/speed.md).
+"""The memory that training takes of each GPU, for models of known shapes (docs/how-to/speed.md).
 
   python benchmarks/memory.py            # or `make memory-table`: all of it, in a few minutes
   python benchmarks/memory.py 'Llama 3.2 1B' --gpus 1,8 --seq-length 8192 --gpu-memory 141

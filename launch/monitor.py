@@ -197,7 +197,7 @@ def _progress(run: RunFiles, width: int) -> str:
 
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
-    """Return label and text of the figures of the last row, as docs/artifacts.md defines them."""
+    """Return the label and text of each figure of the last row (docs/reference/artifacts.md)."""
     row = run.rows[-1]
     best = min(
         (r for r in run.evaluations if math.isfinite(r["eval/loss"])),

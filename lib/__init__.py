@@ -1,4 +1,4 @@
-"""The rooms of the pipeline, which docs/design.md draws."""
+"""The rooms of the pipeline, which docs/explanation/design.md draws."""
 
 import sys
 

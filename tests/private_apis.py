@@ -1,4 +1,4 @@
-"""The table of docs/private-apis.md: what it names, whether that exists, and what the code uses.
+"""Read docs/explanation/private-apis.md, and compare it with the code and the packages.
 
 python -m tests.private_apis    name what the installed versions lack, and exit with 1
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "private-apis.md"
+PAGE = ROOT / "docs" / "explanation" / "private-apis.md"
 PACKAGES = {
     "accelerate",
     "amzn_sagemaker_checkpointing",

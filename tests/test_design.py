@@ -1,4 +1,4 @@
-"""The recipes of docs/design.md, followed on a throw-away copy of the code.
+"""The recipes of docs/explanation/design.md, followed on a throw-away copy of the code.
 
 That of a kind of job: test_launch_kubernetes_render.py.
 """
@@ -20,8 +20,10 @@ pytestmark = pytest.mark.slow
 
 
 def blocks(heading: str) -> list[str]:
-    """Return the code that a section of docs/design.md shows."""
-    section = (ROOT / "docs/design.md").read_text("utf-8").partition(f"## {heading}\n")[2]
+    """Return the code that a section of docs/explanation/design.md shows."""
+    section = (
+        (ROOT / "docs/explanation/design.md").read_text("utf-8").partition(f"## {heading}\n")[2]
+    )
     return re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
 
 

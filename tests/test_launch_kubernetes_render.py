@@ -815,7 +815,7 @@ def test_the_policies_allow_what_is_called_and_each_statement_is_explained() -> 
     }
     assert {renamed.get(name, name) for name in called} | pushing == actions("launcher.json")
     assert actions("pods.json") == {"s3:ListBucket", "s3:GetObject"}
-    explained = (ROOT / "docs" / "launch.md").read_text()
+    explained = (ROOT / "docs" / "how-to" / "launch.md").read_text()
     for name in ("launcher.json", "pods.json", "pods-trust.json"):
         assert f"`{name}`" in explained
         assert not [s["Sid"] for s in statements(name) if f"`{s['Sid']}`" not in explained]

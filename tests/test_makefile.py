@@ -346,14 +346,18 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
 def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """docs/dependencies.md says of each what happens without it."""
+    """docs/explanation/dependencies.md says of each what happens without it."""
 
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", absent)
     severities = {found.check: found.severity for found in setup_check._packages()}
-    table = (ROOT / "docs" / "dependencies.md").read_text().partition("requirements-optional")[0]
+    table = (
+        (ROOT / "docs" / "explanation" / "dependencies.md")
+        .read_text()
+        .partition("requirements-optional")[0]
+    )
     needed = {
         name
         for names, without in re.findall(r"^\| ([\w, -]+) \|.*\| ([^|]*) \|$", table, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/private-apis.md names what may disappear from other packages: all of it, and it exists."""
+"""docs/explanation/private-apis.md names every undocumented API that is used, and each exists."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_table_names_every_private_name_and_its_module() -> None:
             is_dotted = any(each == name or each.startswith(f"{name}.") for each in named)
             if not is_dotted and name not in parts:
                 missing.append(f"{module}:{line}: {name}")
-    assert not missing, "not in docs/private-apis.md with that module"
+    assert not missing, "not in docs/explanation/private-apis.md with that module"
 
 
 def test_the_table_names_nothing_that_is_not_used() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import re
 import shlex
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -52,21 +52,30 @@ TABLES = {"lib/core/aliases.py", "lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the full dotted name of every import, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a module, which many tests look at."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> list[str]:
+    """Return the full dotted name of every import, those inside functions too."""
+    names: list[str] = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def tracked() -> list[Path]:
@@ -110,7 +119,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     named = Counter(
         node.name
         for path in CODE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, times in named.items() if times > 1]
@@ -211,7 +220,7 @@ def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, kept: s
 
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     assert ast.get_docstring(tree)
     if path in LIB:
         public = [
@@ -380,9 +389,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize(
-    "path", [*DOCUMENTS, *sorted((ROOT / "docs/tutorials").glob("*.md"))], ids=name_of
-)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_every_link_leads_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text(encoding="utf-8"))
     for file, anchor in links:
@@ -394,7 +401,9 @@ def test_every_link_leads_somewhere(path: Path) -> None:
 
 
 def test_every_test_that_the_table_of_faults_names_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/faults.md").read_text("utf-8"))
+    named = re.findall(
+        r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/explanation/faults.md").read_text("utf-8")
+    )
     assert len(named) > 80
     assert not [
         f"{file}::{test}"

@@ -1,4 +1,4 @@
-"""The tables of memory and of learning rates in docs/speed.md: what the code says of the same."""
+"""The tables of memory and learning rates in docs/how-to/speed.md agree with the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 def table(first_cell: str) -> list[list[str]]:
     """Return the cells of the rows of a table."""
-    text = (ROOT / "docs/speed.md").read_text()
+    text = (ROOT / "docs/how-to/speed.md").read_text()
     lines = text[text.index(f"| {first_cell} |") :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 

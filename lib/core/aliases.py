@@ -2,7 +2,7 @@
 
 Every command and every YAML file accepts a name that means the same as an option of ours. For other
 names the error says what to type instead. Only then does it suggest an option with a similar name.
-`python -m lib.core.aliases` writes the table into docs/coming-from.md.
+`python -m lib.core.aliases` writes the table into docs/how-to/coming-from.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYSTEMS = {
     "titan": "torchtitan",
     "megatron": "Megatron-LM",
 }
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from.md"
 BEGIN = "<!-- table: python -m lib.core.aliases -->\n"
 END = "<!-- end of the table -->"
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Event(str, Enum):
-    """An event of a run. docs/artifacts.md says when each is written, and with which fields."""
+    """An event of a run; docs/reference/artifacts.md lists when each is written, and its fields."""
 
     START = "start"
     RESUME = "resume"

@@ -115,13 +115,15 @@ def _of_versions(driver: str) -> Iterator[Reason]:
     with suppress(UsageError):  # of a release or a CUDA that the table does not know
         usual = Torch(here.version, here.release.default)
         build = usual if driver and not driver_problem(usual, driver) else build_for(here, driver)
-        install = f"install torch {build}, which runs with it (docs/airgap.md)" if build else ""
+        install = (
+            f"install torch {build}, which runs with it (docs/how-to/airgap.md)" if build else ""
+        )
         if driver and (problem := driver_problem(here, driver)):
             yield Reason(problem, " or ".join(filter(None, ("update the driver", install))))
         elif not here.cuda:
             yield Reason(
                 f"torch {torch.__version__} is built without CUDA",
-                install if driver else f"install torch {usual} (docs/airgap.md)",
+                install if driver else f"install torch {usual} (docs/how-to/airgap.md)",
             )
 
 

@@ -20,7 +20,7 @@ _SHORTEST = 8  # tokens
 # AdamW moves every weight by up to the learning rate in each step, and weights are far below 1.
 _LARGEST_LR = 0.1
 # Parameters below which, and the largest learning rates that are published for such a model:
-# from scratch, and of one that has weights. docs/planning.md names the sources.
+# from scratch, and of one that has weights. docs/explanation/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # By field, the package of requirements-optional.txt that an option wants.
 _PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
@@ -256,7 +256,8 @@ def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False)
     kind = "from scratch" if scratch else kind
     return (
         f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of "
-        f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)"
+        f"{units.count(parameters)} parameters {kind}: the loss may rise "
+        "(docs/explanation/planning.md)"
         if lr > usual
         else ""
     )

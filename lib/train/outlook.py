@@ -1,6 +1,6 @@
 """What a run will take, estimated before it begins: time, checkpoints, and a batch of usual size.
 
-docs/planning.md says where the numbers are from.
+docs/explanation/planning.md says where the numbers are from.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
         f"{tokens:,} tokens per step are {'few' if few else 'many'} for a model of "
         f"{units.count(work.parameters)} parameters\n"
         f"  published: {units.count(fewest)} to {units.count(most)} in {what} "
-        f"(docs/planning.md)\n"
+        f"(docs/explanation/planning.md)\n"
         f"  now:       {_length(plan, steps)}\n"
         f"  instead:   --global-batch-size {batch}{also} for "
         f"{batch * plan.config.seq_length:,} tokens per step: {_length(plan, then)} with as "

@@ -368,7 +368,7 @@ class Lines:
         self._widths = list(_WIDTHS)
 
     def line(self, row: dict[str, Any]) -> str:
-        """Return a row in under 120 columns; its keys are those of docs/artifacts.md."""
+        """Return a row in under 120 columns; its keys are those of docs/reference/artifacts.md."""
         cells = [
             f"loss {row['train/loss_mean']:.3f}",
             f"lr {_rate(row['train/learning_rate'])}",

@@ -170,7 +170,7 @@ def capture_row(
 def read_row(
     captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream, meters: Meters
 ) -> tuple[dict[str, Any], SkippedSteps]:
-    """Return the figures of a row, as docs/artifacts.md defines its keys, and what was skipped.
+    """Return the figures of a row (keys: docs/reference/artifacts.md) and what was skipped.
 
     Waits until the device has done the step. The mean loss and all speeds are over the steps since
     the row before. All ranks must call this: they exchange their figures here, all at once.

@@ -18,7 +18,7 @@ from lib.train import earlier, journal, meters
 from lib.train.config import Config
 from lib.train.plan import launched_size
 
-_MORE = "docs/troubleshooting.md says more"
+_MORE = "docs/how-to/troubleshooting.md says more"
 
 
 @contextmanager

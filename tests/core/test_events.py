@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 
 def test_the_documentation_lists_every_event_and_no_other() -> None:
-    page = (ROOT / "docs/artifacts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/artifacts.md").read_text(encoding="utf-8")
     table = (
         page.partition("events.jsonl (stage 04)")[2].partition("| event |")[2].partition("\n\n")[0]
     )

@@ -70,7 +70,8 @@ def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
     said = outlook.advice(planned(), SEVEN_B, H100)
     assert said.splitlines() == [
         "8,192 tokens per step are few for a model of 7.25B parameters",
-        "  published: 65.5K to 4.19M in fine-tuning and continued pre-training (docs/planning.md)",
+        "  published: 65.5K to 4.19M in fine-tuning and continued pre-training "
+        "(docs/explanation/planning.md)",
         "  now:       1,220,703 steps, 2,442 checkpoints",
         "  instead:   --global-batch-size 256 for 262,144 tokens per step: 38,146 steps, 77 "
         "checkpoints with as many tokens in all; the time stays at about 38 h 37 min by the "
