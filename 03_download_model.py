@@ -28,8 +28,8 @@ from pathlib import Path
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
-from lib.models import directory, prepared, scratch, tokenizer, verify
-from lib.models.design import Design
+from lib.models import directory, lookup, scratch, tokenizer, verify
+from lib.models.scratch import Design
 
 STAGE = "03_download_model.py"
 KIND = directory.KIND
@@ -436,7 +436,7 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
-    dataset = opts.train_tokenizer or prepared.guess_dataset()
+    dataset = opts.train_tokenizer or lookup.guess_dataset()
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too
     return commands.train(

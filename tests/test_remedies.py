@@ -42,8 +42,8 @@ from lib.corpus import place, saved, split_parts, work_units
 from lib.hub import client, repository, transfer
 from lib.models import (
     architecture,
-    directory,
     float8,
+    lookup,
     lora,
     remote_code,
     sharded,
@@ -51,8 +51,8 @@ from lib.models import (
     unread_weights,
     weights,
 )
-from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
+from lib.models.scratch import Design
 from lib.parallel import attention, compiling, gpus, layout
 from lib.tokens import build, split_writer
 from lib.train import balance, checks, earlier, model_files, precision, symptoms
@@ -619,7 +619,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         os.open(os.devnull, os.O_RDONLY),
         0,
         model / "model.safetensors",
-        **directory.remedy(model, "--overwrite"),
+        **lookup.model_remedy(model, "--overwrite"),
     )
     part = Fake(
         claim=lambda: True,
@@ -633,7 +633,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: fetching._finish_file(part)
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
-    yield lambda: directory.find("org/name", Path(".cache"))
+    yield lambda: lookup.find_model("org/name", Path(".cache"))
     patch.setattr(sys, "argv", [str(ROOT / "01_organize_data.py")])
     yield from of_saved_splits()
     train(patch)

@@ -17,7 +17,8 @@ from transformers import (
     masking_utils,
 )
 
-from lib.models.lora import ALL, Lora, choose
+from lib.models.lora import Lora
+from lib.models.lora_targets import ALL, choose_linears
 from lib.models.sharded import Placement
 from lib.models.weights import draw_added
 from lib.optim.schedule import Schedule
@@ -88,7 +89,7 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Return a model with the adapters of peft, which begin with the same numbers as ours."""
     from peft import LoraConfig, get_peft_model
 
-    names = choose(model, lora.targets)
+    names = choose_linears(model, lora.targets)
     with torch.device("meta"):
         ours = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     lora.convert(ours, Placement())

@@ -17,7 +17,7 @@ from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
-from lib.models import directory as models
+from lib.models import lookup
 from lib.tokens import mixture, packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
@@ -153,7 +153,7 @@ def artifacts(opts: Options) -> list[PackedDirectory]:
 
 
 def _model(name: str, cache_dir: Path) -> PackedDirectory:
-    place = models.find(name, cache_dir)
+    place = lookup.find_model(name, cache_dir)
     is_path = (Path(name).expanduser() / "config.json").is_file()
     own = place.resolve().name if is_path else paths.model_dir_name(name)
     return directory(place, f".cache/models/{own}")

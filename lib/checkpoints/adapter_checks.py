@@ -26,8 +26,7 @@ from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.models import lora
 from lib.models.architecture import decoder_layers
-from lib.models.stored import StoredModel
-from lib.models.streamed import streamed
+from lib.models.stored import StoredModel, stream_parts
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention, probe
 
@@ -125,7 +124,7 @@ def compute_logits(
     their frequencies by them.
     """
     model = copy.deepcopy(model)
-    with streamed(model, read):
+    with stream_parts(model, read):
         attention.settle_rope(model, options["packing"], options["seq_length"])
         return probe.compute(model, torch.device("cpu"))
 

@@ -16,7 +16,7 @@ from lib.checkpoints.lora_run import LoraRun
 from lib.checkpoints.tensor_file import Entry, TensorFile, make_read_back_error
 from lib.core import commands, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import lora, peft_adapter, prepared
+from lib.models import directory, lora, lora_targets, peft_adapter
 from lib.models.lora import Lora
 from lib.models.peft_adapter import CONFIG, PREFIX, WEIGHTS
 
@@ -62,14 +62,14 @@ def write_adapter(
 def make_config(adapted: LoraRun) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     settings = adapted.lora
-    chosen = lora.choose(adapted.plain, adapted.lora.targets)
+    chosen = lora_targets.choose_linears(adapted.plain, adapted.lora.targets)
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
         "alpha_pattern": {},
         "base_model_name_or_path": name_of(adapted.base),
         "bias": "none",
         "fan_in_fan_out": any(
-            lora.is_transposed(adapted.plain.get_submodule(name)) for name in chosen
+            lora_targets.is_transposed(adapted.plain.get_submodule(name)) for name in chosen
         ),
         "inference_mode": True,
         "init_lora_weights": True,
@@ -113,7 +113,7 @@ def name_of(model_dir: Path) -> str:
     """
     content = manifest.read_if_any(model_dir) or {}
     name = content.get("options", {}).get("model_name")
-    if content.get("kind") == prepared.KIND and isinstance(name, str) and _NAME.fullmatch(name):
+    if content.get("kind") == directory.KIND and isinstance(name, str) and _NAME.fullmatch(name):
         return name
     cached = next(
         (found for part in model_dir.absolute().parts if (found := _CACHED.fullmatch(part))), None
@@ -145,7 +145,7 @@ def verify_adapter(adapted: LoraRun, out: Path) -> None:
     content = records.read_json(out / CONFIG)
     expected: dict[str, tuple[int, ...]] = {}
     for name in find_targets(adapted.plain, content["target_modules"]):
-        rows, inputs = lora.sizes(adapted.plain.get_submodule(name))
+        rows, inputs = lora_targets.count_features(adapted.plain.get_submodule(name))
         expected |= {
             f"{PREFIX}{name}.{lora.A}.weight": (content["r"], inputs),
             f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"]),

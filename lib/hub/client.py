@@ -84,8 +84,8 @@ class Hub:
                 raise
             log.warn(
                 f"{error.problem}; using the copy of {name} at {revision} in the Hugging Face "
-                f"cache {hf_cache.find()}. It may be older than the Hub's, and files that were "
-                "never downloaded are missing"
+                f"cache {hf_cache.find_cache()}. It may be older than the Hub's, and files "
+                "that were never downloaded are missing"
             )
             return cached
 

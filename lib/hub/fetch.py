@@ -23,7 +23,8 @@ from lib.hub.repository import (
 )
 from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
 from lib.models import remote_code
-from lib.models.directory import CODE_DIGESTS, CONFIG, find_whole_snapshot, rename_in_errors
+from lib.models.directory import CODE_DIGESTS, CONFIG, rename_in_errors
+from lib.models.hf_cache import find_complete_snapshot
 
 _LARGE = 64 << 20  # bytes of weights from which the headers are checked before the download
 _SHOWN = 10
@@ -272,7 +273,7 @@ def mention_cache_in_errors(name: str, revision: str) -> Iterator[None]:
     try:
         yield
     except HubUnreachableError as error:
-        if revision == "main" and (snapshot := find_whole_snapshot(name)):
+        if revision == "main" and (snapshot := find_complete_snapshot(name)):
             cached = f"the complete model is in the Hugging Face cache: {snapshot}"
             shortcut = f"stage 04 can use that cache without stage 03: -m {name}"
             error.found = f"{error.found}\n{cached}".strip()

@@ -1,4 +1,4 @@
-"""Knows model directories by name and from their files alone: where one is, whether it is whole.
+"""Knows model directories from their files alone: what is in one, whether it is whole.
 
 Offline, and without importing any library of models.
 """
@@ -6,151 +6,25 @@ Offline, and without importing any library of models.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, records, units
-from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.core.manifest import Remedy
-from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import dialects, hf_cache, prepared, unread_weights
-from lib.models.prepared import HOW, KIND
+from lib.core import hashing, manifest, records
+from lib.core.errors import ArtifactError, StageError
+from lib.core.paths import MANIFEST
+from lib.models import dialects
 
+KIND = "model/1"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EARLIER_KEYS = "earlier_keys"  # in the summary of a manifest: what `dialects` added to config.json
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
-_ADAPTER = "adapter_config.json"  # of PEFT
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
-_STAGE = "03_download_model.py"
-
-
-def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
-    """Return the directory of a model, and log which one it is, with its parameters.
-
-    name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
-    stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
-    the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
-    apart from those of `make demo` and `make test-quick`. why: it is this one, for the log.
-    Raises ArtifactError, saying what there is and what to run, when it is missing, unfinished or
-    has lost files; UsageError when its weights are pickles, or when None stands for several.
-    """
-    if name is None:
-        return _check_prepared(prepared.find_only(cache_dir), ", the only one prepared")
-    path = Path(name).expanduser()
-    if (path / CONFIG).is_file():
-        return _check_directory(path, why)
-    if (path / _ADAPTER).is_file():
-        raise UsageError(
-            f"{path} holds an adapter, not a model",
-            hint="-m names the model that it belongs to, and in stage 04 --lora-from "
-            "begins with the adapter",
-        )
-    target = models_root(cache_dir) / model_dir_name(name)
-    if (target / MANIFEST).is_file():
-        return _check_prepared(target)
-    _require_read(path)
-    snapshot = None if target.is_dir() else find_whole_snapshot(name)
-    if snapshot is None:
-        raise _nothing(name, path, target, cache_dir)
-    tell(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
-    return snapshot
-
-
-def remedy(directory: Path, *more: object) -> Remedy:
-    """Return what prepares a model, or fetches raw files, once more: parts of an error."""
-    content = manifest.read_if_any(directory) or {}
-    cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
-    if content.get("options") and content["kind"].startswith(("model/", "raw/")):
-        return manifest.remedy(content | {"stage": _STAGE}, *more, **cache)
-    return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
-
-
-def _prepared_by(name: str, path: Path, *more: object) -> Remedy:
-    """Return what prepares a model of this name, as far as the name tells."""
-    is_ours = path.parent.name == "models"
-    if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
-        return {"run": commands.script(_STAGE, "--model-name", name, *more)}
-    return {"hint": HOW}
-
-
-def _check_directory(path: Path, why: str = "") -> Path:
-    """Return a directory given by its path: ours, an export, or one made elsewhere."""
-    if any(PARTIAL in part for part in path.resolve().parts[-2:]):
-        raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
-    if not (path / MANIFEST).is_file():
-        _require_read(path)
-        tell(path, f"{why}, made elsewhere (no {MANIFEST}), taken as it is")
-        return path
-    other = manifest.read_if_any(path)
-    if other and other["kind"] != KIND:
-        tell(path, f"{why}, made by {other.get('stage') or other['kind']}")
-        return _check_files(path, other, {})
-    return _check_prepared(path, why)
-
-
-def _require_read(path: Path) -> None:
-    """Raise for weights that are not read here: without them, it would be trained from scratch."""
-    if not has_weights(path) and (error := unread_weights.find_error(path)):
-        raise error
-
-
-def _check_prepared(directory: Path, why: str = "") -> Path:
-    tell(directory, why)
-    content = manifest.read(directory, KIND, "the model", **remedy(directory))
-    return _check_files(directory, content, remedy(directory, "--overwrite"))
-
-
-def tell(model_dir: Path, why: str) -> None:
-    """Log which model it is and how large, as far as its files tell without building it."""
-    count = count_parameters(model_dir)
-    log.info(f"model: {model_dir}{f', {units.count(count)} parameters' if count else ''}{why}")
-
-
-def _check_files(directory: Path, content: dict[str, Any], remedy_: Remedy) -> Path:
-    """Return a directory that holds what its manifest names, and nothing else that is read."""
-    manifest.check(directory, content, "the model", **remedy_)
-    if found := list_strays(directory, content):
-        raise ArtifactError(
-            f"{directory} holds files that nobody verified",
-            found="\n".join(found),
-            hint="move them away",
-        )
-    return directory
-
-
-def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactError:
-    """Return the error for a name that stands for nothing finished."""
-    found = [manifest.describe_leftovers(target)]
-    if target.is_dir():
-        found.append(
-            f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it as it is"
-        )
-    elif path.is_dir():
-        found.append(f"{path} without {CONFIG}")
-    there = [directory.name for directory in prepared.list_all(cache_dir)]
-    found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
-    cached = [
-        path.name.removeprefix("models--").replace("--", "/")
-        for path in sorted(hf_cache.find().glob("models--*"))
-    ]
-    if whole := [name for name in cached if find_whole_snapshot(name)]:
-        found.append(f"whole in the Hugging Face cache {hf_cache.find()}: {', '.join(whole)}")
-    if hf_cache.find_snapshot(name):
-        found.append(f"the Hugging Face cache {hf_cache.find()} holds only a part of {name}")
-    return ArtifactError(
-        f"no finished model called {name}",
-        expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
-        "one of a model in the Hugging Face cache",
-        found="\n".join(filter(None, found)),
-        **_prepared_by(name, path),
-    )
 
 
 @contextmanager
@@ -354,10 +228,3 @@ def _digest_header(path: Path) -> str:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")
-
-
-def find_whole_snapshot(name: str) -> Path | None:
-    """Return the snapshot of a model at `main` when config and all safetensors are there."""
-    found = hf_cache.find_snapshot(name)
-    is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)
-    return found if is_whole else None

@@ -14,10 +14,12 @@ import os
 import re
 from pathlib import Path
 
+from lib.models.directory import CONFIG, list_missing_weights
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def find() -> Path:
+def find_cache() -> Path:
     """Return where the Hugging Face cache lies, as the environment says."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not given:
@@ -28,7 +30,7 @@ def find() -> Path:
 
 def find_repository(name: str, kind: str = "model") -> Path:
     """Return where the Hugging Face cache keeps a repository."""
-    return find() / f"{kind}s--{name.replace('/', '--')}"
+    return find_cache() / f"{kind}s--{name.replace('/', '--')}"
 
 
 def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
@@ -44,3 +46,10 @@ def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Pat
         return None
     found = where / "snapshots" / commit
     return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def find_complete_snapshot(name: str) -> Path | None:
+    """Return the snapshot of a model at `main` when config and all safetensors are there."""
+    found = find_snapshot(name)
+    is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)
+    return found if is_whole else None

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,25 +24,25 @@ from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import lora_experts, peft_adapter
-from lib.models.architecture import decoder_layers
-from lib.models.float8 import ROUTERS
+from lib.models import peft_adapter
 from lib.models.keys import Added
+from lib.models.lora_targets import (
+    ALL,
+    choose_experts,
+    choose_linears,
+    count_features,
+    is_transposed,
+    list_expert_weights,
+    list_linears,
+)
 from lib.models.peft_adapter import PeftAdapter
-from lib.models.sharded import Placement, local_slice, local_tensor, own_class
+from lib.models.sharded import Placement, local_slice, local_tensor
 from lib.models.tensors import COMPUTE_DTYPES
 
-ALL = "all-linear"
-ATTENTION = "attention"
-MLP = "mlp"
 A = "lora_A"
 B = "lora_B"
-# Classes whose `forward` is nothing but the product. Conv1D, of GPT-2 and its like, has its weight
-# the other way round: [in, out].
-_LINEARS = ("Linear", "FalconLinear", "Conv1D")
-_TRANSPOSED = "Conv1D"
-_ROUTERS = (*ROUTERS, "shared_expert_gate")
 _OWNED = re.compile(rf"(.+)\.({A}|{B})\.weight")
+_EXPERTS = "lora_"
 _SHOWN = 8
 
 
@@ -82,9 +81,34 @@ class Factor(Added, nn.Linear):
         )
 
 
-def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add s B A x to what a linear has given for x; a hook, which copies of a model share."""
-    return linear.lora_B.add_to(output, linear.lora_A(arguments[0]))
+class ExpertFactor(Added):
+    """Holds A or B of all experts. drawn: its first values are, else they are zero."""
+
+    def __init__(self, *shape: int, drawn: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32))
+        self.drawn = drawn
+
+    def draw(self, full: Tensor) -> None:
+        """Give A its first values, expert by expert; those of B are zero."""
+        for expert in full if self.drawn else ():
+            nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+
+
+class ExpertAdapter(nn.Module):
+    """Stands beside the parameter that it belongs to."""
+
+    def __init__(self, parameter: nn.Parameter, rank: int, scale: float) -> None:
+        super().__init__()
+        experts, rows, columns = parameter.shape
+        self.lora_A = ExpertFactor(experts, rank, columns, drawn=True)
+        self.lora_B = ExpertFactor(experts, rows, rank, drawn=False)
+        self.scale = scale
+
+    def added_to(self, whole: Tensor) -> Tensor:
+        """Return W + s B A; whole: [experts, rows, columns], perhaps with rows of padding."""
+        product = torch.bmm(self.lora_B.weight * self.scale, self.lora_A.weight)
+        return whole + F.pad(product, (0, 0, 0, whole.shape[1] - product.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -127,8 +151,8 @@ class Lora:
         freeze(model, dtype)
         narrow = [
             name
-            for name in choose(model, self.targets)
-            if min(sizes(model.get_submodule(name))) < self.rank
+            for name in choose_linears(model, self.targets)
+            if min(count_features(model.get_submodule(name))) < self.rank
         ]
         if narrow and log.rank() == 0:
             log.warn(
@@ -141,7 +165,7 @@ class Lora:
             f"{self._named(len(added) // 2 - len(experts), len(experts))}: "
             f"{units.count(sum(model.get_parameter(name).numel() for name in added))} of "
             f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen "
-            f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}",
+            f"in {str(dtype).removeprefix('torch.')}{_describe_untargeted_experts(model)}",
         )
 
     def _named(self, linears: int, experts: int) -> str:
@@ -154,10 +178,10 @@ class Lora:
 
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
-        names = choose(model, self.targets)
+        names = choose_linears(model, self.targets)
         for name in names:
             linear = model.get_submodule(name)
-            out, inputs = sizes(linear)
+            out, inputs = count_features(linear)
             linear.add_module(A, Factor(inputs, self.rank, drawn=True))
             linear.add_module(B, Factor(self.rank, out, drawn=False))
             linear.lora_A.dropout = self.dropout
@@ -165,7 +189,7 @@ class Lora:
             linear.register_forward_hook(_add_product)
         added = {f"{name}.{part}.weight" for name in names for part in (A, B)}
         experts = choose_experts(model, self.targets)
-        return added | lora_experts.attach(model, experts, self.rank, self.scale)
+        return added | _attach_to_experts(model, experts, self.rank, self.scale)
 
     def owns(self, name: str) -> bool:
         """Tell whether a name is that of an adapter."""
@@ -180,11 +204,83 @@ class Lora:
         """
         path = name.removesuffix(".weight")
         if f"{path}.{A}.weight" not in added:
-            return lora_experts.fold(name, tensor, added, self.scale)
+            return _fold_experts(name, tensor, added, self.scale)
         product = added[f"{path}.{B}.weight"].float() @ added[f"{path}.{A}.weight"].float()
         if is_transposed(model.get_submodule(path)):
             product = product.t()
         return product.mul_(self.scale).add_(tensor)
+
+
+def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add s B A x to what a linear has given for x; a hook, which copies of a model share."""
+    return linear.lora_B.add_to(output, linear.lora_A(arguments[0]))
+
+
+def _attach_to_experts(
+    model: PreTrainedModel, names: list[str], rank: int, scale: float
+) -> set[str]:
+    """Put adapters beside weights of experts, on meta; return their parameters' names."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(_add_to_experts)
+        # Also where recomputation ends early, by an exception.
+        module.register_forward_hook(_restore_experts, always_call=True)
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).add_module(
+            _EXPERTS + leaf, ExpertAdapter(model.get_parameter(name), rank, scale)
+        )
+    return {
+        f"{_adapter_of_experts(name)}.{part}.weight"
+        for name in names
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def _add_to_experts(module: nn.Module, _: Any) -> None:
+    """Put W + s B A in the place of W; a hook, which copies of a model share."""
+    _restore_experts(module)
+    module.frozen = {
+        name.removeprefix(_EXPERTS): module._parameters[name.removeprefix(_EXPERTS)]
+        for name, child in module.named_children()
+        if isinstance(child, ExpertAdapter)
+    }
+    for name, whole in module.frozen.items():
+        module._parameters[name] = module.get_submodule(_EXPERTS + name).added_to(whole)
+
+
+def _restore_experts(module: nn.Module, *_: Any) -> None:
+    """Put W back in its place."""
+    module._parameters.update(module.__dict__.pop("frozen", {}))
+
+
+def _adapter_of_experts(name: str) -> str:
+    """Return the name of the adapter of such a weight."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.{_EXPERTS}{leaf}"
+
+
+def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return W + s B A in float32, or the tensor itself where it has no adapter."""
+    path = _adapter_of_experts(name)
+    if f"{path}.lora_A.weight" not in added:
+        return tensor
+    product = added[f"{path}.lora_B.weight"].float() @ added[f"{path}.lora_A.weight"].float()
+    return product.mul_(scale).add_(tensor)
+
+
+def _describe_untargeted_experts(model: PreTrainedModel) -> str:
+    """Say how many parameters of experts stay without an adapter; nothing where there are none."""
+    numbers = sum(
+        parameter.numel()
+        for name, parameter in list_expert_weights(model).items()
+        if _adapter_of_experts(name) not in dict(model.named_modules())
+    )
+    return (
+        f"; {units.count(numbers)} parameters are of fused experts, which have no adapters"
+        if numbers
+        else ""
+    )
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
@@ -200,98 +296,15 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[name] = frozen[parameter]
 
 
-def choose(model: PreTrainedModel, targets: str) -> list[str]:
-    """Return the names of the linears of a model's blocks that targets stand for, in order.
-
-    Routers are among them only where a regular expression names them. Raises UsageError where none
-    is, and for a regular expression that matches some of them and the output layer or embedding.
-    """
-    kinds = _linears(model)
-    if targets in (ALL, ATTENTION, MLP):
-        chosen = [
-            name for name, kind in kinds.items() if kind != "router" and targets in (ALL, kind)
-        ]
-    else:
-        chosen = [name for name in kinds if matches(targets, name)]
-        if len(chosen) < len(kinds):  # what matches all means the blocks
-            _require_in_blocks(model, targets)
-    if not chosen and not choose_experts(model, targets):
-        leaves = sorted({name.rpartition(".")[2] for name in kinds})
-        raise UsageError(
-            f"--lora-targets {targets} matches no linear in the blocks of a "
-            f"{model.config.model_type} model",
-            expected="the names of some of its linears, or a regular expression that matches them",
-            found=", ".join(leaves[:_SHOWN]) or "no linear at all",
-        )
-    return chosen
-
-
-def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
-    """Return the names of weights of experts that a regular expression matches."""
-    return (
-        []
-        if targets in (ALL, ATTENTION, MLP)
-        else lora_experts.choose(model, partial(matches, targets))
-    )
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Tell whether a regular expression matches a whole name, or the whole last part of it."""
-    return any(re.fullmatch(pattern, text) for text in (name, name.rpartition(".")[2]))
-
-
-def _linears(model: PreTrainedModel) -> dict[str, str]:
-    """Return the linears of the blocks by name: each is of attention, mlp or a router."""
-    found: dict[str, str] = {}
-    for block_name, block in decoder_layers(model).items():
-        attention = [
-            f"{name}."
-            for name, module in block.named_modules(prefix=block_name)
-            if "attention" in own_class(module).__name__.lower() and module is not block
-        ]
-        for name, module in block.named_modules(prefix=block_name):
-            if own_class(module).__name__ in _LINEARS:
-                is_attention = name.startswith(tuple(attention))
-                found[name] = ATTENTION if is_attention else MLP
-                if name.rpartition(".")[2] in _ROUTERS:
-                    found[name] = "router"
-    return found
-
-
-def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
-    """Raise UsageError where a regular expression matches an embedding or the output layer."""
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    if outside := [
-        name
-        for name, module in model.named_modules()
-        if id(module) in ends and matches(pattern, name)
-    ]:
-        raise UsageError(
-            f"--lora-targets {pattern} matches {' and '.join(outside)}, which can "
-            "have no adapter: only linears of the blocks can"
-        )
-
-
-def sizes(linear: nn.Module) -> tuple[int, int]:
-    """Return the features that a linear gives and takes."""
-    rows, columns = linear.weight.shape
-    return (columns, rows) if is_transposed(linear) else (rows, columns)
-
-
-def is_transposed(linear: nn.Module) -> bool:
-    """Tell whether a linear has its weight as [in, out]."""
-    return own_class(linear).__name__ == _TRANSPOSED
-
-
 def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
     """Raise UsageError where an adapter is not of this model, which has none yet.
 
     Raises ArtifactError if it lacks linears of this model that its config names.
     """
-    linears = _linears(model)
+    linears = list_linears(model)
     here = dict[tuple[str, str], tuple[int, ...]]()
     for linear in linears.keys() & set(adapter.linears):
-        out, inputs = sizes(model.get_submodule(linear))
+        out, inputs = count_features(model.get_submodule(linear))
         here |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}
     if wrong := [
         f"{linear}: lora_{part} of {list(shape)}, and the model "

@@ -17,7 +17,7 @@ from typing import Any
 
 from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import directory
+from lib.models import lookup
 from lib.models.directory import CODE_DIGESTS
 
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
@@ -70,7 +70,7 @@ def list_fetched(model_dir: Path) -> list[str]:
         raise ArtifactError(
             f"the code in {model_dir} is not the code that stage 03 fetched",
             found=", ".join(sorted(changed)),
-            **directory.remedy(model_dir, "--overwrite"),
+            **lookup.model_remedy(model_dir, "--overwrite"),
         )
     return list(digests)
 

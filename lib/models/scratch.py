@@ -1,17 +1,34 @@
-"""Offers sizes of models from scratch, and makes the config of each."""
+"""Designs a model from scratch: of one of the sizes, or as any config.json describes it."""
 
 from __future__ import annotations
 
 import math
+import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lib.core import units
+from lib.core import commands, hashing, log, manifest, records, units
+from lib.core.errors import UsageError
+from lib.core.identity import differences, list_differences
+from lib.models import dialects, tokenizer, training_text
+from lib.models.directory import CONFIG, EARLIER_KEYS, rename_in_errors
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 VOCABULARY_MULTIPLE = 64  # rows of the embedding: even shards, and full tiles of matrix units
+_FOREIGN = ("auto_map", "_name_or_path", "transformers_version")
+_COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_local_experts",
+    "hidden_size",
+    "intermediate_size",
+)
 
 
 @dataclass(frozen=True)
@@ -57,12 +74,246 @@ SIZES = {
 }
 
 
+@dataclass(frozen=True)
+class Design:
+    """Says what to make, and of which tokenizer: datasets to train one on, or a directory to copy.
+
+    With neither the tokenizer has a token for each byte. size: a name of `SIZES`, or None
+    where config_json stands. vocab_size: tokens to make room for, None for the default.
+    """
+
+    size: str | None
+    config_json: Path | None
+    vocab_size: int | None
+    train_on: tuple[Path, ...]
+    copy_from: Path | None
+
+    def choose_name(self) -> str:
+        """Return the name of a model that was given none: `scratch-tiny`, `scratch-qwen2`."""
+        return f"scratch-{self.size or self._content['model_type']}"
+
+    def identity(self, name: str) -> dict[str, Any]:
+        """Return what decides the content, wherever the inputs lie."""
+        inputs: dict[str, Any] = {}
+        if self.config_json:
+            inputs["config.json content"] = hashing.fingerprint(self._content)
+        if self.train_on:
+            inputs["dataset content"] = training_text.fingerprint(self.train_on)
+        if self.copy_from:
+            inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
+        wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
+        asked = {
+            "from_scratch": True,
+            "model_name": name,
+            "model_size": self.size,
+            "vocab_size": wanted,
+        }
+        if self.size and (like := SIZES[self.size].like):
+            asked["shapes"] = like  # a name of a size has stood for others
+        return {"options": asked, "inputs": inputs}
+
+    def require_same(self, before: dict[str, Any], name: str) -> None:
+        """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
+        if changed := differences(before, self.identity(name)):
+            read = ", ".join(map(str, self.train_on)) or self.copy_from
+            raise UsageError(
+                f"{read} was replaced or changed while it was read; nothing was made of it",
+                found=list_differences(changed),
+                hint="once nothing writes to it:",
+                run=commands.as_typed(),
+            )
+
+    def vocabulary(self) -> int:
+        """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
+        if not self.copy_from:
+            return self.vocab_size or (
+                self._default_vocabulary() if self.train_on else tokenizer.BYTE_VOCABULARY
+            )
+        tokens = len(tokenizer.load(self.copy_from))
+        if self.vocab_size and tokens > self.vocab_size:
+            raise UsageError(
+                f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
+                found=f"{units.counted(tokens, 'token')} in {self.copy_from}",
+                expected=f"--vocab-size {tokens} or more, or none",
+            )
+        return self.vocab_size or tokens
+
+    def context(self) -> int | None:
+        """Return the longest sequence in tokens, None where the architecture has no limit."""
+        if self.size:
+            return SIZES[self.size].context
+        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
+
+    def describe(self, vocabulary: int) -> dict[str, str]:
+        """Return what the model is made of, in words, for the plan of a stage."""
+        if self.size:
+            return describe_size(self.size, vocabulary)
+        from lib.models import architecture
+
+        with tempfile.TemporaryDirectory() as preview, self._rename_errors(Path(preview)):
+            self.write(Path(preview), vocabulary, None)
+            model = architecture.build_on_meta(Path(preview))
+        rows = pad_vocabulary(vocabulary)
+        context = self.context()
+        given = self._given_vocabulary()
+        instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
+        return {
+            "architecture": f"{type(model).__name__} of {self.config_json}, "
+            f"{units.count(model.num_parameters())} parameters",
+            "vocabulary": _describe_rows(rows, vocabulary) + instead,
+            "context": units.counted(context, "token") if context else "not limited by the config",
+        }
+
+    def make_tokenizer(
+        self,
+        directory: Path,
+        workers: int,
+        show_progress: bool,
+        limit: int = tokenizer.SAMPLE_BYTES,
+    ) -> None:
+        """Write the tokenizer's files. limit: bytes of text to train on at most."""
+        if self.copy_from:
+            tokenizer.copy(self.copy_from, self.context(), directory)
+        else:
+            tokenizer.train(
+                self.train_on,
+                self.vocabulary(),
+                self.context(),
+                directory,
+                workers=workers,
+                show_progress=show_progress,
+                limit=limit,
+            )
+
+    def describe_tokenizer(self) -> str:
+        """Return in words where the tokenizer is from."""
+        if self.copy_from:
+            return f"copied from {self.copy_from}"
+        return (
+            f"trained on {', '.join(map(str, self.train_on))}"
+            if self.train_on
+            else "a token for each byte"
+        )
+
+    def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> dict[str, Any]:
+        """Write the configs into a directory that holds the tokenizer.
+
+        Returns what the directory's manifest says about config.json.
+
+        For some types of model transformers takes a class of its own whatever the tokenizer's
+        files say (qwen2 in 5.23), which may add tokens: then there is room for them too.
+        """
+        alone = tokenizer.load(directory)
+        added = self.write(directory, vocabulary, alone)
+        beside = tokenizer.load(directory)
+        if type(beside) is not type(alone):
+            log.warn(
+                f"transformers reads this model's tokenizer as {type(beside).__name__}, "
+                f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
+                "another way than by the tokenizer alone"
+            )
+            added = self.write(directory, max(vocabulary, len(beside)), beside)
+        return {EARLIER_KEYS: added}
+
+    def write(
+        self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None
+    ) -> list[str]:
+        """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer.
+
+        Returns the keys of config.json that transformers 5 does not need.
+        """
+        special = {
+            f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
+            for kind in ("bos", "eos", "pad")
+        }
+        if self.size:
+            made = make_config(
+                self.size,
+                vocabulary,
+                special["bos_token_id"],
+                special["eos_token_id"],
+                special["pad_token_id"],
+            )
+        else:
+            made = self._config()
+            for part in {id(p): p for p in (made, made.get_text_config())}.values():
+                part.update({**special, "vocab_size": pad_vocabulary(vocabulary)})
+            made.dtype = "float32"
+        made.save_pretrained(directory)
+        content = dialects.set_dtype(records.read_json(directory / CONFIG), "float32")
+        full = dialects.add_earlier_keys(content, getattr(made, "tie_word_embeddings", None))
+        manifest.write_json(directory / CONFIG, full)
+        known = {key: value for key, value in special.items() if value is not None}
+        manifest.write_json(directory / "generation_config.json", {**known, "do_sample": True})
+        return dialects.list_added(content, full)
+
+    def _default_vocabulary(self) -> int:
+        if self.size:
+            return SIZES[self.size].vocabulary
+        found = self._given_vocabulary()
+        if not isinstance(found, int) or found < tokenizer.SMALLEST_VOCABULARY:
+            raise UsageError(
+                f"{self.config_json} gives no vocabulary to train a tokenizer for",
+                expected="--vocab-size N",
+            )
+        return found
+
+    def _given_vocabulary(self) -> Any:
+        text = self._content.get("text_config") or {}
+        return self._content.get("vocab_size") or text.get("vocab_size")
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        """Return the file without what belongs to the weights it came with."""
+        assert self.config_json  # or there is a size
+        try:
+            content = records.read_json(self.config_json)
+        except FileNotFoundError:
+            raise UsageError(f"--config-json: no such file: {self.config_json}") from None
+        except ValueError as error:
+            raise UsageError(
+                f"--config-json: {self.config_json} is not JSON", found=str(error)
+            ) from None
+        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+            raise UsageError(
+                f"--config-json: {self.config_json} is not a config of a model",
+                expected="a JSON object with a model_type, as in config.json",
+            )
+        if content.get("quantization_config"):
+            raise UsageError(
+                f"--config-json: {self.config_json} is of a quantised model, which "
+                "cannot be trained",
+                found="quantization_config",
+                expected="the config.json of the unquantised release",
+            )
+        return {key: value for key, value in content.items() if key not in _FOREIGN}
+
+    def _config(self) -> PretrainedConfig:
+        from lib.models import architecture
+
+        with tempfile.TemporaryDirectory() as own, self._rename_errors(Path(own)):
+            manifest.write_json(Path(own) / CONFIG, self._content)
+            made = architecture.read_config(Path(own))
+        counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
+        if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
+            raise UsageError(
+                f"--config-json: {self.config_json} describes no model",
+                expected="1 or more",
+                found=", ".join(odd),
+            )
+        return made
+
+    def _rename_errors(self, own: Path) -> AbstractContextManager[None]:
+        """Let errors about a directory for the while name the file that a person gave."""
+        return rename_in_errors(str(self.config_json), own / CONFIG, own)
+
+
 def pad_vocabulary(vocabulary: int) -> int:
     """Return the rows of an embedding that holds `vocabulary` tokens."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def describe_rows(rows: int, vocabulary: int) -> str:
+def _describe_rows(rows: int, vocabulary: int) -> str:
     """Return in words how many rows an embedding has, and why."""
     return (
         f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of "
@@ -70,7 +321,7 @@ def describe_rows(rows: int, vocabulary: int) -> str:
     )
 
 
-def describe(size: str, vocabulary: int) -> dict[str, str]:
+def describe_size(size: str, vocabulary: int) -> dict[str, str]:
     """Return what a size is made of, in words, for the plan of a stage."""
     shape = SIZES[size]
     rows = pad_vocabulary(vocabulary)
@@ -80,7 +331,7 @@ def describe(size: str, vocabulary: int) -> dict[str, str]:
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads"
         + (f" sharing {shape.kv_heads} key-value heads" if shape.kv_heads < shape.heads else "")
         + f", inner width {shape.intermediate}",
-        "vocabulary": describe_rows(rows, vocabulary),
+        "vocabulary": _describe_rows(rows, vocabulary),
         "context": f"{shape.context:,} tokens",
     }
 

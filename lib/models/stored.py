@@ -1,16 +1,23 @@
-"""Reads full tensors of a model, by module name, out of the files that it lies in."""
+"""Reads full tensors of a model out of its files, and computes with one part of it in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lib.models import keys, weights
+from lib.models.architecture import decoder_layers
 from lib.models.tensors import HubTensors
+
+# Module, attribute, name and the parameter that is there while it is not needed: on meta.
+Places = list[tuple[nn.Module, str, str, nn.Parameter]]
 
 
 class StoredModel:
@@ -53,3 +60,69 @@ class StoredModel:
             return weights.build_twin(self._model).get_buffer(name)
         whole = tuple(slice(0, size) for size in self._shapes[name])
         return self._recipes[name].read(self._files, whole)
+
+
+@contextmanager
+def stream_parts(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Let a model on meta compute in float32 on the CPU: each part is read before its forward.
+
+    Parts are the decoder blocks, and what has parameters beside them. They are on meta again after
+    it. read: returns what a parameter or persistent buffer holds, by its name.
+    """
+    _fill_buffers(model, read)
+    hooks = []
+    for part, places in _parts(model):
+        hooks += [
+            part.register_forward_pre_hook(partial(_fill, places, read), prepend=True),
+            part.register_forward_hook(partial(_drop, places), always_call=True),
+        ]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+
+
+def _parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
+    """Yield each part with the places of its parameters."""
+    blocks = decoder_layers(model)
+    for name, module in model.named_modules():
+        is_block = name in blocks
+        if not is_block and any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        places = [
+            (owner, leaf, f"{path}.{leaf}" if path else leaf, parameter)
+            for path, owner in (module.named_modules(prefix=name) if is_block else [(name, module)])
+            for leaf, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        if places:
+            yield module, places
+
+
+def _fill(places: Places, read: Callable[[str], Tensor], *_: object) -> None:
+    for module, leaf, name, _parameter in places:
+        module._parameters[leaf] = nn.Parameter(read(name).float(), requires_grad=False)
+
+
+def _drop(places: Places, *_: object) -> None:
+    for module, leaf, _name, parameter in places:
+        module._parameters[leaf] = parameter
+
+
+@torch.no_grad()
+def _fill_buffers(model: PreTrainedModel, read: Callable[[str], Tensor]) -> None:
+    """Give all buffers memory and their values: few numbers, which stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    weights.restore_buffers(model)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            buffer.copy_(read(name))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.core import hashing, records
 from lib.core.errors import ArtifactError
-from lib.models import directory
+from lib.models import directory, lookup
 from lib.models.directory import INDEX, WEIGHTS
 
 DTYPES = {
@@ -132,7 +132,7 @@ class HubTensors(Headers):
     def __init__(self, model_dir: Path) -> None:
         super().__init__()
         self._directory = model_dir
-        self._remedy = directory.remedy(model_dir, "--overwrite")
+        self._remedy = lookup.model_remedy(model_dir, "--overwrite")
         self._open = ExitStack()
         self._descriptors: dict[str, int] = {}
         file_of = read_index(model_dir)

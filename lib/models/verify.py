@@ -14,7 +14,8 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL
 from lib.core.progress import Progress
-from lib.models.directory import KIND, list_strays, remedy
+from lib.models.directory import KIND, list_strays
+from lib.models.lookup import model_remedy
 
 _KINDS = (
     "model",
@@ -155,7 +156,7 @@ def _find_remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
     """Return what fetches or builds an artifact again, as parts of an error."""
     made_by = (content or {}).get("stage", "")
     if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):
-        found = remedy(directory, "--overwrite")
+        found = model_remedy(directory, "--overwrite")
         if content is None and "run" in found:
             found["run"] = commands.move_away(directory, found["run"])
         return found

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.core import units, workers
 from lib.core.errors import ArtifactError
-from lib.models import directory, keys
+from lib.models import keys, lookup
 from lib.models.architecture import decoder_layers
 from lib.models.keys import Added, LoadPlan
 from lib.models.recipes import Recipe
@@ -91,7 +91,7 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
         raise ArtifactError(
             f"the weights of {model_dir} do not fit its config.json",
             found=units.join_lines(problems, _SHOWN),
-            **directory.remedy(model_dir, "--overwrite"),
+            **lookup.model_remedy(model_dir, "--overwrite"),
         )
 
 

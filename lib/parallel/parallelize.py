@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
-from lib.models.lora import Factor
-from lib.models.lora_experts import ExpertFactor
+from lib.models.lora import ExpertFactor, Factor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly, experts

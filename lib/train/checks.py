@@ -12,7 +12,7 @@ from importlib import metadata
 
 from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
-from lib.models import directory, peft_adapter, prepared, scratch, tokenizer
+from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
@@ -92,7 +92,7 @@ def _model(config: Config, problems: Problems) -> None:
 
 def require_shape(config: Config) -> None:
     """Raise UsageError if a model from scratch would silently get the shape of a prepared one."""
-    several = [path for path in prepared.list_all(config.cache_dir) if not prepared.is_trial(path)]
+    several = [path for path in lookup.list_prepared(config.cache_dir) if not lookup.is_trial(path)]
     if len(several) == 1 and directory.is_made_from_scratch(several[0]):
         return
     like = f"; -m {several[0].name} for the shape of that model" if several else ""

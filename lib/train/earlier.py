@@ -15,7 +15,7 @@ from lib.core import commands, declared, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import Experiment
-from lib.models import directory, prepared
+from lib.models import directory, lookup
 from lib.train import chats, journal, lora_from
 from lib.train.config import Config
 
@@ -90,7 +90,7 @@ def model_of(
     if path and Path(path).is_dir():
         return path
     known = recorded.get("identity", {}).get("inputs", {}).get("model")
-    for candidate in prepared.list_all(cache_dir) if known else ():
+    for candidate in lookup.list_prepared(cache_dir) if known else ():
         if directory.fingerprint(candidate) == known:
             return str(candidate)
     if path:

@@ -9,7 +9,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import Experiment
-from lib.models import directory
+from lib.models import directory, lookup
 from lib.train import earlier, journal
 
 _HINT = "-m NAME|DIR names where the model lies now that the adapters were trained beside"
@@ -47,7 +47,7 @@ def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Fr
                 f"nothing says where the model lies that {experiment.root} was begun with",
                 hint=_HINT,
             )
-    found = directory.find(name, cache_dir(experiment))
+    found = lookup.find_model(name, cache_dir(experiment))
     before = file_identity.read_identities(directory.list_files(found))
     if (now := directory.fingerprint(found)) != identity["inputs"]["model"]:
         raise UsageError(
@@ -86,7 +86,7 @@ def require_whole(
         for name, digest in noted.items()
     ]
     remedy = (
-        directory.remedy(base, "--overwrite")
+        lookup.model_remedy(base, "--overwrite")
         if content.get("kind") == directory.KIND
         else {"hint": f"copy it again from where it came from; {_HINT}"}
     )

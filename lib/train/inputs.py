@@ -30,9 +30,9 @@ from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
-from lib.models import chat_files, directory, tokenizer
-from lib.models.design import Design
+from lib.models import chat_files, directory, lookup, tokenizer
 from lib.models.peft_adapter import PeftAdapter
+from lib.models.scratch import Design
 from lib.parallel import recompute
 from lib.tokens import build, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
@@ -125,7 +125,7 @@ def find_inputs(
         raise ArtifactError(
             f"the model {model_dir} is damaged",
             found="\n".join(faults),
-            **directory.remedy(model_dir, "--overwrite"),
+            **lookup.model_remedy(model_dir, "--overwrite"),
         )
     of_named = [named.path.parent.parent / experiment.model.name] if named else []
     begun_with = chats.kept_template(
@@ -168,14 +168,14 @@ def _find_model(
 ) -> Path:
     """Return the model of --model-size or -m, that of the run, or the only one; and log which."""
     if made:
-        directory.tell(made, f", {config.model_size} from scratch")
+        lookup.log_model(made, f", {config.model_size} from scratch")
         return made
     if config.model_name:
-        return directory.find(config.model_name, config.cache_dir)
+        return lookup.find_model(config.model_name, config.cache_dir)
     name = earlier.model_of(experiment, begun, named, config.cache_dir)
     if config.from_scratch and name is None:
         checks.require_shape(config)
-    return directory.find(
+    return lookup.find_model(
         name, config.cache_dir, f", with which {experiment.root} was begun" if name else ""
     )
 

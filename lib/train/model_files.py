@@ -13,7 +13,7 @@ from lib.core import commands, hashing, log, manifest, verified
 from lib.core.errors import ArtifactError
 from lib.core.manifest import Remedy
 from lib.core.paths import Experiment
-from lib.models import directory
+from lib.models import directory, lookup
 from lib.parallel.layout import ParallelLayout, gather
 from lib.train import earlier
 from lib.train.config import Config
@@ -63,7 +63,7 @@ def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     """Return what brings the files of a model back, as parts of an error."""
     kind = str(content.get("kind", ""))
     if kind == directory.KIND:
-        return directory.remedy(model_dir, "--overwrite")
+        return lookup.model_remedy(model_dir, "--overwrite")
     if kind.startswith("export/"):
         return manifest.remedy(content, "--overwrite", out=model_dir)
     if kind:

@@ -11,8 +11,8 @@ import pytest
 
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import prepared
-from lib.models.directory import find
+from lib.models import lookup
+from lib.models.lookup import find_model
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["org/first", "org--first", ".cache/models/org--first"])
 def test_every_spelling_of_a_prepared_model(cache, name):
-    assert find(name, cache) == cache / "models/org--first"
+    assert find_model(name, cache) == cache / "models/org--first"
 
 
 def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, capsys):
     log.setup()
     with pytest.raises(UsageError, match="2 models are prepared") as caught:
-        find(None, cache)
+        find_model(None, cache)
     told, *lines = caught.value.expected.splitlines()
     assert told == "one of these commands"
     assert [line.split()[-2:] for line in lines] == [["-m", "scratch-tiny"], ["-m", "org--first"]]
@@ -50,29 +50,29 @@ def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, ca
     made = cache / "models/scratch-tiny/manifest.json"
     content = made.read_text()
     made.write_text(json.dumps({**json.loads(content), "options": {"model_name": "demo"}}))
-    assert find(None, cache) == cache / "models/org--first"
+    assert find_model(None, cache) == cache / "models/org--first"
     made.write_text(content)
     (cache / "models/scratch-tiny").rename(cache / "models/demo")
-    assert find(None, cache) == cache / "models/org--first"
+    assert find_model(None, cache) == cache / "models/org--first"
     assert "org--first, the only one prepared" in capsys.readouterr().out
     (cache / "models/org--first").rename(cache / "models/test-quick")
     with pytest.raises(ArtifactError, match="no model is prepared") as caught:
-        find(None, cache)
+        find_model(None, cache)
     assert caught.value.found == "demo, test-quick, which only -m takes"
-    assert find("demo", cache) == cache / "models/demo"
+    assert find_model("demo", cache) == cache / "models/demo"
 
 
 def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
     log.setup()
     Path("saved").mkdir()
     Path("saved/config.json").write_text("{}")
-    assert find("saved", cache) == Path("saved")
+    assert find_model("saved", cache) == Path("saved")
     assert "made elsewhere" in capsys.readouterr().out
 
 
 def test_an_unknown_name_lists_what_there_is(cache):
     with pytest.raises(ArtifactError) as caught:
-        find("org/second", cache)
+        find_model("org/second", cache)
     told = caught.value.render()
     assert "scratch-tiny, org--first" in told
     assert "03_download_model.py --model-name org/second" in told
@@ -82,26 +82,26 @@ def test_an_unfinished_model_does_not_exist(cache):
     (cache / "models/org--third.partial-12345678").mkdir()
     (cache / "models/org--third.partial-12345678/config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no finished model") as caught:
-        find("org/third", cache)
+        find_model("org/third", cache)
     assert "org--third.partial-12345678" in caught.value.found
     with pytest.raises(ArtifactError, match="not finished"):
-        find(".cache/models/org--third.partial-12345678", cache)
+        find_model(".cache/models/org--third.partial-12345678", cache)
     (cache / "models/org--third").mkdir()
     (cache / "models/org--third/config.json").write_text("{}")
     with pytest.raises(ArtifactError) as caught:
-        find("org/third", cache)
+        find_model("org/third", cache)
     assert "incomplete copy" in caught.value.found
 
 
 def test_a_model_that_lost_a_file_is_damaged(cache):
     (cache / "models/org--first/config.json").write_text("{")
     with pytest.raises(ArtifactError, match="damaged"):
-        find("org/first", cache)
+        find_model("org/first", cache)
 
 
 def test_nothing_prepared_tells_what_to_run(tmp_path):
     with pytest.raises(ArtifactError) as caught:
-        find(None, tmp_path)
+        find_model(None, tmp_path)
     assert "--from-scratch" in caught.value.hint
 
 
@@ -115,13 +115,13 @@ def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
     (home / "refs/main").write_text("a" * 40)
     (snapshot / "config.json").write_text("{}")
     with pytest.raises(ArtifactError) as caught:  # config and no weights
-        find("org/cached", cache)
+        find_model("org/cached", cache)
     assert "holds only a part of org/cached" in caught.value.found
     (snapshot / "model.safetensors").write_bytes(b"")
-    assert find("org/cached", cache) == snapshot
+    assert find_model("org/cached", cache) == snapshot
     assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
     with pytest.raises(ArtifactError) as caught:
-        find("org/other", cache)
+        find_model("org/other", cache)
     assert f"whole in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
 
 
@@ -130,10 +130,10 @@ def test_pickles_are_not_taken_for_a_model_without_weights(cache):
     Path("old/config.json").write_text("{}")
     Path("old/pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UsageError, match="pickled weights") as caught:
-        find("old", cache)
+        find_model("old", cache)
     assert "--allow-pickle" in caught.value.hint
     Path("old/model.safetensors").write_bytes(b"")
-    assert find("old", cache) == Path("old")
+    assert find_model("old", cache) == Path("old")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
     path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
     (cache / "models/org--first/config.json").unlink()
     with pytest.raises(ArtifactError) as caught:
-        find("org/first", cache)
+        find_model("org/first", cache)
     command = caught.value.run or caught.value.hint  # words where `my data/c` is not there
     assert f"03_download_model.py {told} --cache-dir {cache} --overwrite" in command
     assert bool(caught.value.run) == ("my data" not in told)
@@ -191,18 +191,18 @@ def test_it_imports_nothing_heavy():
 def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, stray):
     directory = cache / "models/org--first"
     (directory / "._model.safetensors").write_text("what a Mac leaves")
-    find("org/first", cache)
+    find_model("org/first", cache)
     (directory / stray).write_text("")
     for name in ("org/first", str(directory)):
         with pytest.raises(ArtifactError, match="holds files that nobody verified") as caught:
-            find(name, cache)
+            find_model(name, cache)
         assert stray in caught.value.found
 
 
 def test_a_printed_command_names_the_only_dataset(cache):
     usual = Path("hf_datasets/corpus")
-    assert prepared.guess_dataset() == usual
+    assert lookup.guess_dataset() == usual
     for name, expected in (("demo", usual), ("text", Path("hf_datasets/text")), ("more", usual)):
         Path("hf_datasets", name).mkdir(parents=True)
         Path("hf_datasets", name, "manifest.json").write_text("{}")
-        assert prepared.guess_dataset() == expected
+        assert lookup.guess_dataset() == expected

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import lora, peft_adapter
+from lib.models import lora, lora_targets, peft_adapter
 from lib.models.architecture import decoder_layers
 from lib.models.lora import Lora
 from tests.models.families import FAMILIES
@@ -88,7 +88,7 @@ def test_a_pattern_matches_the_names_and_no_others() -> None:
     others = [f"model.layers.{i}.attn.{part}" for i in (1, 2, 30, 120) for part in ("q", "k.x")]
     others += ["model.layers.0.mlp.experts.4.w1", "model.layers.3.attn.kxx", "model_top", "q"]
     assert all(re.fullmatch(pattern, name) for name in names)
-    assert not [name for name in others if lora.matches(pattern, name)]
+    assert not [name for name in others if lora_targets.matches_name(pattern, name)]
     many = [f"model.layers.{i}.{part}" for i in range(80) for part in ("a.q", "a.k", "b.up")]
     assert len(peft_adapter.pattern(many)) < 300
 
@@ -257,13 +257,13 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
     model = build(family)
-    mine = set(lora.choose(model, lora.ALL))
-    attention = set(lora.choose(model, lora.ATTENTION))
+    mine = set(lora_targets.choose_linears(model, lora_targets.ALL))
+    attention = set(lora_targets.choose_linears(model, lora_targets.ATTENTION))
     if mine == attention:  # the rest are fused experts
         with pytest.raises(UsageError, match="--lora-targets mlp matches no linear"):
-            lora.choose(model, lora.MLP)
+            lora_targets.choose_linears(model, lora_targets.MLP)
     else:
-        assert mine == attention | set(lora.choose(model, lora.MLP))
+        assert mine == attention | set(lora_targets.choose_linears(model, lora_targets.MLP))
     adapted = peft.get_peft_model(
         copy.deepcopy(model), peft.LoraConfig(r=2, target_modules="all-linear")
     )
@@ -283,9 +283,11 @@ def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
         and name.rpartition(".")[2] not in ("gate", "router", "shared_expert_gate")
     ]
     assert not mine - theirs
-    assert set(lora.choose(model, ".*")) >= mine
+    assert set(lora_targets.choose_linears(model, ".*")) >= mine
     with pytest.raises(UsageError, match=r"--lora-targets .* matches"):
-        lora.choose(model, "lm_head|embed_out|q_proj|query_key_value|c_attn|qkv_proj")
+        lora_targets.choose_linears(
+            model, "lm_head|embed_out|q_proj|query_key_value|c_attn|qkv_proj"
+        )
 
 
 def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:

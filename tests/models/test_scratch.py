@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lib.models import architecture, scratch
-from lib.models.design import Design
+from lib.models.scratch import Design
 
 NAMED = {
     "1M": 1e6,
@@ -37,8 +37,8 @@ def test_some_sizes_are_those_of_llama_2() -> None:
     """As counted in its safetensors on the Hub."""
     assert scratch.SIZES["7B"].parameters(32_000) == 6_738_415_616
     assert scratch.SIZES["13B"].parameters(32_000) == 13_015_864_320
-    assert "the shapes of Llama 2 7B" in scratch.describe("7B", 32_000)["size"]
-    assert "32 heads, inner width 11008" in scratch.describe("7B", 32_000)["layers"]
+    assert "the shapes of Llama 2 7B" in scratch.describe_size("7B", 32_000)["size"]
+    assert "32 heads, inner width 11008" in scratch.describe_size("7B", 32_000)["layers"]
     identities = [Design(size, None, 300, (), None).identity("x") for size in ("7B", "tiny")]
     assert identities[0]["options"]["shapes"] == "Llama 2 7B"  # no model of other shapes is taken
     assert "shapes" not in identities[1]["options"]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lib.core.errors import StageError
-from lib.models import directory
+from lib.models import lookup
 from tests.conftest import ROOT
 from tests.training import save_model, save_tokenizer, write_corpus
 
@@ -31,7 +31,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(path: Path) -> StageError:
     with pytest.raises(StageError) as caught:
-        directory.find(str(path), Path(".cache"))
+        lookup.find_model(str(path), Path(".cache"))
     assert caught.value.code in (2, 3)
     return caught.value
 
@@ -43,7 +43,7 @@ def test_pickled_weights_are_converted_by_what_the_error_says(model: Path) -> No
     convert, train = refused(model).run.splitlines()
     subprocess.run(convert, shell=True, check=True, capture_output=True)
     found = Path(shlex.split(train)[-1])
-    assert directory.find(str(found), Path(".cache")) == found
+    assert lookup.find_model(str(found), Path(".cache")) == found
     converted = load_file(found / "model.safetensors")
     assert all(torch.equal(converted[name], weights[name]) for name in converted)
     (model / "config.json").unlink()  # then only its author can say what it is
@@ -87,6 +87,6 @@ def test_a_model_that_is_whole_is_taken_whatever_lies_beside_it(model: Path) -> 
     (model / "pytorch_model.bin").touch()
     (model / "global_step5").mkdir()
     (model / "global_step5" / "__0_0.distcp").touch()
-    assert directory.find(str(model), Path(".cache")) == model
+    assert lookup.find_model(str(model), Path(".cache")) == model
     shutil.rmtree(model)
     assert "no finished model" in refused(model).problem

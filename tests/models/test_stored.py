@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lib.models.architecture import build_on_meta, decoder_layers
-from lib.models.stored import StoredModel
-from lib.models.streamed import streamed
+from lib.models.stored import StoredModel, stream_parts
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 
@@ -35,7 +34,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> Non
             most = max(most, in_memory(model))
             return stored.read(name)
 
-        with streamed(model, read):
+        with stream_parts(model, read):
             found = model(input_ids=TOKENS).logits
     assert torch.allclose(found, expected, atol=1e-6 * float(expected.std()))
     blocks = [
@@ -57,9 +56,9 @@ def test_a_part_that_fails_leaves_nothing_in_memory(tmp_path: Path) -> None:
                 raise OSError(5, "Input/output error")
             return stored.read(name)
 
-        with pytest.raises(OSError, match="Input"), streamed(model, fail):
+        with pytest.raises(OSError, match="Input"), stream_parts(model, fail):
             model(input_ids=TOKENS)
         assert in_memory(model) == 0
-        with streamed(model, stored.read):
+        with stream_parts(model, stored.read):
             assert model(input_ids=TOKENS).logits.isfinite().all()
     assert in_memory(model) == 0
