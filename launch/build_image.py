@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.images import docker as image_docker  # noqa: E402
-from launch.images import last, versions  # noqa: E402
+from launch.images import versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
 from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
 from lib.core import commands, declared, log, options, stage, torch_builds  # noqa: E402
@@ -86,7 +86,9 @@ def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
     build = _build(build)
     if target:
         _push(build.tag, target, build.create_repository)
-    last.note(last.Built(target or build.tag, is_pushed=bool(target)))
+    image_docker.record_built_image(
+        image_docker.BuiltImage(target or build.tag, is_pushed=bool(target))
+    )
     log.info(f"built {target or build.tag}")
     log.info(f"launch/kubernetes.py takes it from here, or as --image {target or build.tag}")
     return target or build.tag

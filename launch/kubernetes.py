@@ -39,12 +39,12 @@ sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.checks import findings  # noqa: E402
-from launch.images import last  # noqa: E402
+from launch.images import docker as image_docker  # noqa: E402
 from launch.kube import aws, cluster_state, deploy, nodes, preparation  # noqa: E402
-from launch.kube.asked import JobOptions, instances  # noqa: E402
 from launch.kube.cluster import eks_of, manage_eks_cluster, validate  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, planned, text  # noqa: E402
+from launch.kube.job_options import JobOptions, instances  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
 from launch.kube.raw_text import RawText  # noqa: E402
@@ -194,7 +194,7 @@ def connected(
 
 def with_image(asked: JobOptions) -> JobOptions:
     """Return it with the image that was built last, unless one is given."""
-    if asked.image or not (built := last.find()):
+    if asked.image or not (built := image_docker.last_built_image()):
         return asked
     log.info(f"image: {built.image}, the last that was built in this directory")
     if not built.is_pushed:

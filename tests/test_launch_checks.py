@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from launch.checks import findings, judge, machine
+from launch.checks import findings, machine, node_findings
 from launch.checks.findings import Finding
 from tests.conftest import ROOT, free_port, run_stage
 
@@ -415,7 +415,7 @@ def judged(
     facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **how: Any
 ) -> list[Finding]:
     """Return the findings of nodes 0, 1, …, but for information."""
-    found = judge.judge(
+    found = node_findings.find_problems(
         dict(enumerate(facts)),
         speed or speeds(len(facts)),
         lambda node: f"node {node} (h{node})",

@@ -18,7 +18,7 @@ from launch.checks import findings
 from launch.checks.findings import Finding
 from launch.kube import cluster
 from launch.kube import nodes as cluster_nodes
-from launch.kube.asked import JobNeeds
+from launch.kube.job_options import JobNeeds
 from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage

@@ -19,10 +19,10 @@ import yaml
 
 from launch import kubernetes, prepare
 from launch.build_image import build_docker_image
-from launch.images import last
+from launch.images import docker as image_docker
 from launch.kube import aws
-from launch.kube.asked import JobOptions
 from launch.kube.deploy import Patience
+from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
@@ -168,7 +168,7 @@ def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
     eks: Cluster, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
-    last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
+    image_docker.record_built_image(image_docker.BuiltImage(f"{ECR}/fsdp:1", is_pushed=True))
     deploy_training_job(
         cluster_name="c",
         num_nodes=4,
@@ -234,7 +234,7 @@ LINES = (
 
 @pytest.mark.parametrize("line", LINES)
 def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
-    last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
+    image_docker.record_built_image(image_docker.BuiltImage(f"{ECR}/fsdp:1", is_pushed=True))
     command, *words = shlex.split(line)
     done = run_stage(
         "launch/kubernetes.py", command, "--poll_seconds", "0.05", *words, cwd=tmp_path
@@ -269,11 +269,15 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         "3",
         cwd=tmp_path,
     )
-    assert last.find() == last.Built("llama32-1b-v1", is_pushed=False)
+    assert image_docker.last_built_image() == image_docker.BuiltImage(
+        "llama32-1b-v1", is_pushed=False
+    )
     run_stage(
         "launch/build_image.py", "--auto_fix", "--push", f"{ECR}/fsdp", "--tag", "x:2", cwd=tmp_path
     )
-    assert last.find() == last.Built(f"{ECR}/fsdp:2", is_pushed=True)
+    assert image_docker.last_built_image() == image_docker.BuiltImage(
+        f"{ECR}/fsdp:2", is_pushed=True
+    )
     run_stage(
         "launch/check.py",
         "cluster",

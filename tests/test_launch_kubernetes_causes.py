@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from launch.kube import cluster_state
-from launch.kube.asked import JobOptions
-from launch.kube.causes import REMEDIES, Cause
+from launch.kube.failure_causes import REMEDIES, Cause
+from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl
 from tests.kube_cluster import ended, pod
 from tests.kube_server import Cluster

@@ -23,8 +23,8 @@ import yaml
 
 from launch import kubernetes
 from launch.kube import job
-from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.job import Job
+from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import KINDS
 from launch.kube.preparation import Preparation
 from lib.core import declared

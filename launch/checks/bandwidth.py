@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.checks.group import AllRanks, process_group
+from launch.checks.ranks import AllRanks, process_group
 
 _GPU_BYTES = 256 << 20
 _CPU_BYTES = 4 << 20

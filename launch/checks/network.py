@@ -30,7 +30,7 @@ from lib.core.options import Options
 ROOT = Path(__file__).resolve().parents[2]
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
-    from launch.checks.group import AllRanks
+    from launch.checks.ranks import AllRanks
 
 
 def parse(argv: list[str]) -> Options:
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> None:
             expected="torchrun on every node, as the run will be started",
             hint="`launch/check.py machine` checks this machine alone",
         )
-    from launch.checks import bandwidth, judge, table
-    from launch.checks.group import AllRanks
+    from launch.checks import bandwidth, node_findings, table
+    from launch.checks.ranks import AllRanks
 
     launch = AllRanks(opts.timeout)
     log.info(
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
     speed = bandwidth.measure(launch, began + opts.seconds)
     found: list[Finding] = []
     if launch.rank == 0:
-        found = judge.judge(facts, speed, launch.name, opts.min_bandwidth)
+        found = node_findings.find_problems(facts, speed, launch.name, opts.min_bandwidth)
         table.show(facts, speed, launch.host_of, found)
         log.info("")
         findings.show(found)
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     """Return on rank 0 what each node says of itself; all ranks must call this."""
     from launch.checks import bandwidth, machine
-    from launch.checks.group import clock_offset
+    from launch.checks.ranks import clock_offset
 
     facts: dict[str, Any] = {}
     with _probe(launch, machine.existing(opts.save_dir)) as probe:

@@ -7,10 +7,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from launch.kube import aws
-from lib.core import commands
+from lib.core import commands, log, manifest, records
 from lib.core.errors import DiskFullError, UsageError
 
 # What --auto-fix does about a cause, carried out by build_image.
@@ -20,6 +21,7 @@ RETRY = "retry"
 DEFAULT_TORCH = "default torch"
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
 _KEPT = 200_000
+_RECORD = Path(".cache") / "image.json"  # of the image that was last built here
 
 
 @dataclass(frozen=True)
@@ -232,3 +234,29 @@ def create_repository(repository: str) -> bool:
 def shown(arguments: Sequence[str]) -> str:
     """Return a docker command as one would type it; its --secret names a file and no secret."""
     return shlex.join(["docker", *arguments])
+
+
+@dataclass(frozen=True)
+class BuiltImage:
+    """An image that was built here. is_pushed: whether nodes can fetch it from a registry."""
+
+    image: str
+    is_pushed: bool
+
+
+def record_built_image(built: BuiltImage) -> None:
+    """Record the image for jobs started in this directory; without it they need --image."""
+    try:
+        _RECORD.parent.mkdir(exist_ok=True)
+        manifest.write_json(_RECORD, asdict(built))
+    except OSError as error:
+        log.warn(f"the image is not recorded for launch/kubernetes.py: {error}")
+
+
+def last_built_image() -> BuiltImage | None:
+    """Return the image that was last built in this directory, None if there is none."""
+    try:
+        record = records.read_json(_RECORD)
+        return BuiltImage(str(record["image"]), bool(record["is_pushed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -19,9 +19,9 @@ from typing import Any
 
 from launch.checks import findings
 from launch.checks.findings import Finding
-from launch.kube import aws, checks
+from launch.kube import aws, cluster_checks
 from launch.kube import nodes as cluster_nodes
-from launch.kube.asked import JobNeeds
+from launch.kube.job_options import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode
@@ -121,7 +121,7 @@ def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Findi
     """
     wanted = asked.settled()
     on_hyperpod = KINDS[asked.kind].on_hyperpod
-    found = [checks.server(kube)]
+    found = [cluster_checks.server(kube)]
     if found[0].severity == findings.ERROR:
         return [*found, *aws.check(*eks, on_hyperpod)]
     nodes: list[ClusterNode] = []
@@ -132,26 +132,26 @@ def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Findi
         return [*gaps, *cluster_nodes.judge(nodes, wanted, _grows(kube))]
 
     each: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
-        "namespace": checks.namespace,
-        "rights": checks.rights,
-        "operator": checks.operator,
+        "namespace": cluster_checks.namespace,
+        "rights": cluster_checks.rights,
+        "operator": cluster_checks.operator,
         "nodes": look_at_nodes,
-        "storage": checks.storage,
-        "quota": checks.quota,
-        "image pull secret": checks.pull_secret,
+        "storage": cluster_checks.storage,
+        "quota": cluster_checks.quota,
+        "image pull secret": cluster_checks.pull_secret,
         "EKS": lambda kube, wanted: aws.check(*eks, on_hyperpod),
     }
     with ThreadPoolExecutor() as pool:
         for part in pool.map(
-            lambda name: checks.guarded(name, lambda: each[name](kube, wanted)), each
+            lambda name: cluster_checks.guarded(name, lambda: each[name](kube, wanted)), each
         ):
             found += part
-    return [*found, *(checks.drivers(nodes) if wanted.gpus_per_node else ())]
+    return [*found, *(cluster_checks.drivers(nodes) if wanted.gpus_per_node else ())]
 
 
 def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str) -> None:
     """Print nodes with their devices, storage, quotas and kinds of job."""
-    gaps = [checks.server(kube)]
+    gaps = [cluster_checks.server(kube)]
     if gaps[0].severity == findings.ERROR:
         findings.show(gaps)
         findings.conclude(gaps, fail_on, "this cluster")

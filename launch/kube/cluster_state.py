@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.kube import causes
+from launch.kube import failure_causes
 from launch.kube.kubectl import Kubectl, KubectlError
 from lib.core import log
 from lib.core.errors import UsageError
@@ -55,9 +55,9 @@ def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
     )
 
 
-def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:
+def pods(kubectl: Kubectl, selector: str) -> list[failure_causes.Pod]:
     """Return the job's pods in the order of their ranks, without those that were replaced."""
-    newest: dict[str, causes.Pod] = {}
+    newest: dict[str, failure_causes.Pod] = {}
     for pod in sorted(
         kubectl.items("pods", "--selector", selector),
         key=lambda pod: pod["metadata"].get("creationTimestamp", ""),
@@ -65,14 +65,14 @@ def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:
         meta = pod["metadata"]
         # A Job leaves ended pods beside their successors, under other names.
         newest[meta.get("labels", {}).get(_INDEX, meta["name"])] = pod
-    return causes.in_rank_order([*newest.values()])
+    return failure_causes.in_rank_order([*newest.values()])
 
 
-def end_of_log(kubectl: Kubectl, pod: causes.Pod) -> str:
+def end_of_log(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
     """Return the end of what a pod printed: this time, or before its container started again."""
     name = pod["metadata"]["name"]
-    restarted = causes.container(pod).get("restartCount", 0)
-    has_ended = "terminated" in causes.container(pod).get("state", {})
+    restarted = failure_causes.container(pod).get("restartCount", 0)
+    has_ended = "terminated" in failure_causes.container(pod).get("state", {})
     for previous in (["--previous"] if restarted and not has_ended else [], []):
         try:
             return kubectl.run("logs", name, "--tail", _LOG_LINES, *previous)
@@ -81,7 +81,9 @@ def end_of_log(kubectl: Kubectl, pod: causes.Pod) -> str:
     return ""
 
 
-def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.Cause | None:
+def find_cause(
+    kubectl: Kubectl, name: str, found: list[failure_causes.Pod]
+) -> failure_causes.Cause | None:
     """Return why a job does not run, None when nothing is wrong."""
     names = {name, *(pod["metadata"]["name"] for pod in found)}
     try:
@@ -94,16 +96,16 @@ def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.C
         if not error.is_forbidden:
             raise
         events = []
-    return causes.find(found, events, lambda pod: end_of_log(kubectl, pod))
+    return failure_causes.find(found, events, lambda pod: end_of_log(kubectl, pod))
 
 
-def show_pods(found: list[causes.Pod]) -> None:
+def show_pods(found: list[failure_causes.Pod]) -> None:
     rows = [("pod", "phase", "node", "restarts", "")]
     for pod in found:
         status = pod.get("status", {})
-        ran = causes.container(pod)
+        ran = failure_causes.container(pod)
         waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
-        code = causes.terminated(pod).get("exitCode")
+        code = failure_causes.terminated(pod).get("exitCode")
         rows.append(
             (
                 pod["metadata"]["name"],
@@ -119,7 +121,7 @@ def show_pods(found: list[causes.Pod]) -> None:
         log.info(f"  {'  '.join(cells)}  {row[4]}".rstrip())
 
 
-def show_cause(cause: causes.Cause) -> None:
+def show_cause(cause: failure_causes.Cause) -> None:
     """Print what is wrong and what to do."""
     where = f" ({cause.pod})" if cause.pod else ""
     log.info(f"cause: {cause.name}{where}")

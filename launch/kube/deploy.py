@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.kube import causes, cluster_state
-from launch.kube.asked import JobOptions
-from launch.kube.causes import Cause
+from launch.kube import cluster_state, failure_causes
 from launch.kube.cluster_state import ACTIVE, FAILED, SUCCEEDED
+from launch.kube.failure_causes import Cause
 from launch.kube.job import Job, text
+from launch.kube.job_options import JobOptions
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import INSTANCE_TYPE
@@ -336,7 +336,7 @@ class _Watch:
         self._follow_log(pods)
         if self._runs(pods):
             self._pending_since = time.monotonic()
-        elif cause and (cause.is_stuck or any(map(causes.is_looping, pods))):
+        elif cause and (cause.is_stuck or any(map(failure_causes.is_looping, pods))):
             return True, cause
         elif time.monotonic() - self._pending_since > 60 * self._patience.pending_minutes:
             return True, cause or Cause(
@@ -349,13 +349,13 @@ class _Watch:
             log.info(f"{name}: waits: {cause.name}: {cause.evidence}")
         return False, None
 
-    def _runs(self, pods: list[causes.Pod]) -> bool:
+    def _runs(self, pods: list[failure_causes.Pod]) -> bool:
         """Tell whether as many pods run as the job needs."""
         running = [
             pod
             for pod in pods
             if pod.get("status", {}).get("phase") in ("Running", "Succeeded")
-            and "waiting" not in causes.container(pod).get("state", {})
+            and "waiting" not in failure_causes.container(pod).get("state", {})
         ]
         return len(running) >= (self._job.min_nodes or self._job.nodes)
 
@@ -366,7 +366,9 @@ class _Watch:
             raise error
         log.warn(f"the cluster does not answer: {error.last_line}")
 
-    def _follow_log(self, pods: list[causes.Pod], phases: Collection[str] = ("Running",)) -> None:
+    def _follow_log(
+        self, pods: list[failure_causes.Pod], phases: Collection[str] = ("Running",)
+    ) -> None:
         """Show what the first node prints, once it runs and again when it starts anew."""
         head = next((p for p in pods[:1] if p.get("status", {}).get("phase") in phases), None)
         if not self._monitor or head is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from launch.kube.asked import TEMPLATES, JobOptions
+from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
 from lib.core.errors import Problems, UsageError, visible

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from launch.kube.asked import Asked, JobNeeds
+from launch.kube.job_options import Asked, JobNeeds
 from launch.kube.kinds import HYPERPOD_PREFIX
 from lib.core import log, units
 from lib.core.errors import UsageError

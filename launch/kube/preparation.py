@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from launch.kube.asked import JobOptions
 from launch.kube.job import Document, Job, filled, keep_dollars, train_options
+from launch.kube.job_options import JobOptions
 from launch.kube.raw_text import RawText
 from lib.core.errors import Problems
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.checks import judge, machine, setup
+from launch.checks import machine, node_findings, setup
 from lib.core import nvidia
 from lib.core.errors import UsageError
 from lib.parallel import gpus
@@ -213,7 +213,7 @@ def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
     facts = machine.describe(tmp_path, tmp_path, [], tmp_path)
     told = [
         found
-        for found in judge._node(
+        for found in node_findings._node(
             {**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}}, "node 0", False
         )
         if found.check == "torch"

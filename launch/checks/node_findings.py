@@ -31,13 +31,13 @@ Facts = dict[int, dict[str, Any]]
 Name = Callable[[int], str]
 
 
-def judge(
+def find_problems(
     facts: Facts, speed: dict[str, Any], name: Name, min_bandwidth: float | None
 ) -> list[Finding]:
     found = [
         *_nodes(facts, name),
         *_differences(facts, name),
-        *network(speed, name, min_bandwidth),
+        *network_findings(speed, name, min_bandwidth),
         *_slow_compute(facts, name),
         *_slow_disk(facts, name),
     ]
@@ -275,7 +275,9 @@ def _only(nodes: list[int]) -> int | None:
     return nodes[0] if len(nodes) == 1 else None
 
 
-def network(speed: dict[str, Any], name: Name, min_bandwidth: float | None) -> Iterable[Finding]:
+def network_findings(
+    speed: dict[str, Any], name: Name, min_bandwidth: float | None
+) -> Iterable[Finding]:
     """Judge bandwidths: what failed, what is below the minimum, and which node is the odd one."""
     world = speed["world"]
     if "error" in world:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
-from launch.kube.asked import JobNeeds
+from launch.kube.job_options import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
