@@ -90,7 +90,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     """Do what the options say: a plan, the tokens, or all of a run."""
     from lib.parallel import gpus
     from lib.parallel.layout import meet, settle_allocator
-    from lib.train import fitting, overview, resume, unused_gpus
+    from lib.train import fitting, overview, resume
     from lib.train.data import prepare_data
     from lib.train.model import build_model
     from lib.train.model_files import require_begun_base, require_whole_model
@@ -98,10 +98,12 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.train.symptoms import explained
 
     settle_allocator()
-    gpus.settle(config.device)
+    gpus.hide_gpus(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)
-        unused_gpus.note(config.device, config.cpu_offload)
+        if config.cpu_offload:
+            gpus.warn_without_offload(config.device)
+        gpus.report_unused(config.device)
     config, model = build_model(fitting.default_batch(config, inputs), experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:

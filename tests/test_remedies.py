@@ -53,9 +53,9 @@ from lib.models import (
 )
 from lib.models.directory import CODE_DIGESTS
 from lib.models.scratch import Design
-from lib.parallel import attention, compiling, gpus, layout
+from lib.parallel import attention, compiling, gpus, layout, precision
 from lib.tokens import build, split_writer
-from lib.train import balance, checks, earlier, model_files, precision, symptoms
+from lib.train import balance, checks, earlier, model_files, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -653,10 +653,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: layout._device(3)
     yield lambda: attention.choose("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    uncompiled = replace(opts, compile=False, seq_length=SEQ_LENGTH)
     for capability in ((8, 0), (9, 0)):
         patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
-        yield lambda: precision.require_float8(uncompiled)
+        yield lambda: precision.require_float8(False, False, 1, SEQ_LENGTH)
     no_blocks = Fake(config=Fake(model_type="x"), _no_split_modules=(), named_modules=list)
     yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)

@@ -36,7 +36,7 @@ FP8 = (*ARGUMENTS, "--precision", "fp8")
 
 def lift(_: int) -> None:
     """Let a run in 8-bit floats begin where no hardware has them."""
-    from lib.train import precision
+    from lib.parallel import precision
 
     precision.require_float8 = lambda *_: None
 

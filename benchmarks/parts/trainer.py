@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from lib.parallel import precision
 from lib.planning import capacity
 from lib.tokens import store
 from lib.tokens.samples import Windows
-from lib.train import precision
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
             output_dir=str(args.work / "trainer"),
             per_device_train_batch_size=args.batch,
             max_steps=args.steps,
-            bf16=precision.default() == "bf16",
+            bf16=precision.default_precision() == "bf16",
             use_cpu=not on_gpu,
             save_strategy="no",
             report_to=[],

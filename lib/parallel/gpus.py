@@ -54,8 +54,8 @@ class Unusable(NamedTuple):
         return "; ".join(dict.fromkeys(reason.hint for reason in self.reasons))
 
 
-def settle(device: str) -> None:
-    """Hide the GPUs from this process, and all that it starts, where `device` is `cpu`.
+def hide_gpus(device: str) -> None:
+    """Hide the GPUs from this process and its child processes if `device` is `cpu`.
 
     Must come before anything asks torch about a GPU.
     """
@@ -210,3 +210,30 @@ def _runs(arch: str, major: int, minor: int) -> bool:
 
 def _device() -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+
+
+def report_unused(device: str) -> None:
+    """Log which GPUs of this machine no rank uses, with the command that uses all of them.
+
+    device: the value of --device. GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+    """
+    if device == "cpu":
+        return
+    gpus = torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < ranks < gpus:
+        command = commands.on_ranks(gpus)
+        log.info(
+            f"uses {ranks} of the {units.counted(gpus, 'GPU')} of this machine"
+            + (
+                f"; all of them: {command}"
+                if command
+                else f"; --nproc-per-node {gpus} uses all of them"
+            )
+        )
+
+
+def warn_without_offload(device: str) -> None:
+    """Warn that --cpu-offload changes nothing in a run on the CPU. device: as for the run."""
+    if device == "cpu" or not torch.cuda.is_available():
+        log.warn("--cpu-offload changes nothing here: this run trains on the CPU")

@@ -20,13 +20,13 @@ from lib.models.adapters import ModelAdapter
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize
+from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize, precision
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.routers import RouterLoad
-from lib.train import balance, earlier, plan, precision
-from lib.train.config import Config
+from lib.train import balance, earlier, plan
+from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_on_all_nodes
 
@@ -44,7 +44,7 @@ def build_model(
     """
     if config.precision is None:
         config = config.settled(
-            "hardware", precision="bf16" if config.plan_gpus else precision.default()
+            "hardware", precision="bf16" if config.plan_gpus else precision.default_precision()
         )
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     if config.attention == "flash":
@@ -69,7 +69,8 @@ def build_model(
             expected=f"at most {longest} (max_position_embeddings in config.json)",
         )
     if config.precision == "fp8":
-        precision.require_float8(config)
+        batch = None if config.batch_size == AUTO else config.batch_size
+        precision.require_float8(bool(config.plan_gpus), config.compile, batch, config.seq_length)
     elif config.fp8_recipe != "tensorwise":
         raise UsageError(
             f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",

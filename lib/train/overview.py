@@ -15,10 +15,10 @@ from lib.models.sharded import size_of
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import determinism, parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.planning import capacity, memory, saving
+from lib.planning import capacity, flops, memory, saving
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import preparation
-from lib.train import balance, chats, checks, fitting, flops, outlook
+from lib.train import balance, chats, checks, fitting, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.data import Data, mix, shards_of_rank

@@ -254,7 +254,7 @@ def staging(place: Place) -> None:
 
 def peaks(place: Place) -> None:
     """The listed peak of this GPU beside the products and copies that it does."""
-    from lib.train import flops
+    from lib.planning import flops
 
     listed, where = flops.device_peak(torch.device(place.device), place.size("bf16", "fp32"))
     size = place.size(8192, 512)

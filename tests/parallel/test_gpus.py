@@ -152,9 +152,9 @@ def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
 ) -> None:
     node(version="2.13.0+cpu", cuda=None)
     assert gpus.unusable()
-    gpus.settle("auto")
+    gpus.hide_gpus("auto")
     assert gpus.unusable()
-    gpus.settle("cpu")
+    gpus.hide_gpus("cpu")
     assert gpus.unusable() is None and os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(nvidia, "DEV", Path("/nowhere"))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lib.core.errors import UsageError
-from lib.train import precision
-from lib.train.config import Config
+from lib.parallel import precision
 from tests.conftest import ROOT
 
 # What the environment lets torch and oneDNN use of a newer processor: the one of most laptops.
@@ -24,9 +23,9 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIB
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the environment is of x86 processors")
 def test_a_processor_without_bf16_takes_fp32_and_warns_of_what_is_emulated():
     code = (
-        "from lib.core import log; from lib.train import precision\n"
+        "from lib.core import log; from lib.parallel import precision\n"
         "log.setup()\n"
-        "print('default', precision.default())\n"
+        "print('default', precision.default_precision())\n"
         "for name in ('bf16', 'fp16', 'fp32'): precision.warn_if_emulated(name)"
     )
     done = subprocess.run(
@@ -68,29 +67,33 @@ def test_bf16_by_processor(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     assert precision.is_emulated("bf16") is emulated
-    assert precision.default() == ("fp32" if emulated else "bf16")
+    assert precision.default_precision() == ("fp32" if emulated else "bf16")
     assert not precision.is_emulated("fp32")
 
 
-def test_what_fp8_lacks_is_told(monkeypatch: pytest.MonkeyPatch):
-    def told(seq_length: int = 1024, **changes: object) -> str:
-        given = Config(**{"compile": True, "seq_length": seq_length} | changes)
+def test_errors_list_what_fp8_needs(monkeypatch: pytest.MonkeyPatch):
+    def error(
+        seq_length: int = 1024,
+        is_plan: bool = False,
+        compile: bool = True,
+        batch: int | None = None,
+    ) -> str:
         try:
-            precision.require_float8(given)
-        except UsageError as error:
-            return error.render()
+            precision.require_float8(is_plan, compile, batch, seq_length)
+        except UsageError as raised:
+            return raised.render()
         return ""
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in told() and "needs a GPU" not in told(plan_gpus=[8])
-    assert "in a pass" not in told() and not told(1001, plan_gpus=[8])
-    assert "1,001 in a pass" in told(1001, plan_gpus=[8], batch_size=1)
-    assert not told(1001, plan_gpus=[8], batch_size=16)
+    assert "needs a GPU" in error() and "needs a GPU" not in error(is_plan=True)
+    assert "multiple" not in error() and not error(1001, is_plan=True)
+    assert "1,001 =" in error(1001, is_plan=True, batch=1)
+    assert not error(1001, is_plan=True, batch=16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "A100" in told() and "Hopper" in told()
+    assert "A100" in error() and "Hopper" in error()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert not told() and "slower than bf16" in told(compile=False)
+    assert not error() and "slower than bf16" in error(compile=False)
     monkeypatch.setattr(metadata, "version", lambda name: metadata.distribution("absent"))
-    assert "torchao, which is not installed" in told()
+    assert "torchao, which is not installed" in error()

@@ -1,4 +1,4 @@
-"""The dtype a run computes in: what the hardware has, and what torch only emulates there."""
+"""Find out which dtypes the hardware computes in, and which ones torch only emulates on it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from lib.core import commands, log
 from lib.core.errors import Problems
 from lib.models import float8
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.train.config import AUTO, Config
 
-_WIDTH = 256  # of the products that are timed
-_TRIES = 3  # of each product
+_WIDTH = 256  # rows and columns of the timed matrix products
+_TRIES = 3  # of each timed product
 _FLOAT8_FROM = (8, 9)  # compute capability
 _FLOAT8_GPUS = "NVIDIA Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell or newer"
 
 
-def default() -> str:
-    """Return bf16 where the hardware computes in it, else fp32."""
+def default_precision() -> str:
+    """Return bf16 if the hardware computes in it, else fp32."""
     return "fp32" if is_emulated("bf16") else "bf16"
 
 
 def is_emulated(precision: str) -> bool:
-    """Tell whether the hardware lacks a dtype, so that torch converts to float32 and back.
+    """Return whether the hardware lacks a dtype, so that torch converts to float32 and back.
 
-    On a CPU torch is asked, not /proc/cpuinfo: virtual machines hide instructions, and the
+    On a CPU this asks torch and not /proc/cpuinfo: virtual machines hide instructions, and the
     environment can forbid oneDNN to use them.
     """
     if precision == "fp32":
@@ -43,14 +42,15 @@ def is_emulated(precision: str) -> bool:
     return without or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def require_float8(config: Config) -> None:
-    """Raise one UsageError that tells all that --precision fp8 lacks here.
+def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_length: int) -> None:
+    """Raise one UsageError that lists everything --precision fp8 needs and does not find.
 
-    With --plan-gpus nothing is asked of this machine.
+    is_plan: plan for other machines, and ask nothing of this one. compile: the value of --compile.
+    batch: samples per process and micro-batch, None if it is still open.
     """
     problems = Problems()
     problems.collect(float8.require_package)
-    if config.plan_gpus:
+    if is_plan:
         pass
     elif not torch.cuda.is_available():
         problems.add(
@@ -65,25 +65,23 @@ def require_float8(config: Config) -> None:
             expected=_FLOAT8_GPUS,
             run=commands.as_typed("--precision", "bf16"),
         )
-    elif config.compile is False:
+    elif compile is False:
         problems.add(
             "--precision fp8 without --compile is slower than bf16: each cast would be "
             "several passes over memory",
             run=commands.as_typed("--compile", "on"),
         )
-    batch = config.batch_size
-    length = config.seq_length
-    if batch not in (None, AUTO) and batch * length % float8.MULTIPLE:
+    if batch is not None and batch * seq_length % float8.MULTIPLE:
         problems.add(
-            f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
-            found=f"{batch * length:,} in a pass = {batch} per process (--batch-size) × "
-            f"{length:,} (--seq-length)",
+            f"--precision fp8 needs micro-batches of a multiple of {float8.MULTIPLE} tokens",
+            found=f"{batch * seq_length:,} = {batch} per process (--batch-size) × "
+            f"{seq_length:,} (--seq-length)",
         )
     problems.raise_if_any()
 
 
 def warn_if_emulated(precision: str) -> None:
-    """Tell a person who asks for an emulated dtype what it costs here."""
+    """Warn on rank 0 if the hardware only emulates a dtype, with what that costs on a CPU."""
     if log.rank() == 0 and is_emulated(precision):
         device = "GPU" if torch.cuda.is_available() else "processor"
         cost = (
@@ -93,27 +91,27 @@ def warn_if_emulated(precision: str) -> None:
             "as in fp32"
         )
         log.warn(
-            f"this {device} only emulates {precision}{cost}; --precision {default()} is the "
-            "default here"
+            f"this {device} only emulates {precision}{cost}; --precision {default_precision()} is "
+            "the default here"
         )
 
 
 def _slowdown(precision: str) -> float:
-    """Return how many times longer a product takes on one core of the CPU than in float32."""
+    """Return how many times longer a matrix product takes on one CPU core than in float32."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads would not survive the fork of the memory trace
     try:
-        return _seconds(COMPUTE_DTYPES[precision]) / _seconds(torch.float32)
+        return _best_seconds(COMPUTE_DTYPES[precision]) / _best_seconds(torch.float32)
     finally:
         torch.set_num_threads(threads)
 
 
-def _seconds(dtype: torch.dtype) -> float:
+def _best_seconds(dtype: torch.dtype) -> float:
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    return min(_timed(lambda: matrix @ matrix) for _ in range(_TRIES))
+    return min(_seconds(lambda: matrix @ matrix) for _ in range(_TRIES))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

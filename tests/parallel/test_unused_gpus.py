@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lib.core import commands, log
-from lib.train import unused_gpus
+from lib.parallel import gpus
 from tests.conftest import ROOT
 
 STAGE = str(ROOT / "04_train_fsdp.py")
@@ -31,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
             monkeypatch.setenv(commands.LAUNCHED_AS, launched_as)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         log.setup()
-        unused_gpus.note(device)
+        gpus.report_unused(device)
         return capsys.readouterr().out
 
     return say
@@ -76,10 +76,10 @@ def test_nothing_is_said_where_all_are_used_or_none_is_wanted(said) -> None:
     assert not said("torchrun", STAGE, device="cpu")
 
 
-def test_an_offload_without_a_gpu_is_remarked_upon(capsys: pytest.CaptureFixture) -> None:
+def test_an_offload_without_a_gpu_is_warned_about(capsys: pytest.CaptureFixture) -> None:
     log.setup()
     for device in ("cpu", "auto") if not torch.cuda.is_available() else ("cpu",):
-        unused_gpus.note(device, cpu_offload=True)
+        gpus.warn_without_offload(device)
         assert "--cpu-offload changes nothing here" in capsys.readouterr().out
-    unused_gpus.note("cpu")
+    gpus.report_unused("cpu")
     assert not capsys.readouterr().out

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
 from lib.parallel import loss
+from lib.planning import flops
 from lib.tokens.batches import MicroBatch
-from lib.train import flops
 
 
 @pytest.mark.parametrize(
