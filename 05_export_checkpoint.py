@@ -18,16 +18,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import card, commit, companions
+from lib.checkpoints import commit
 from lib.core import commands, log, manifest, options, paths, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
+from lib.export import card, companions
 
 if TYPE_CHECKING:
-    from lib.checkpoints.exporting import Export
-    from lib.train.frozen import Frozen
+    from lib.export.base_model import BaseModel
+    from lib.export.formats import Export
 
 KIND = "export/1"
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -130,15 +131,17 @@ def main(argv: list[str]) -> None:
         return
     companions.require_intact(experiment, checkpoint)
 
-    from lib.train import frozen
+    from lib.export import base_model
+    from lib.train import journal
 
-    base = frozen.find(opts.model_name, experiment, checkpoint) if has_adapters else None
+    config = journal.read_config(experiment)
+    base = base_model.find(opts.model_name, config, checkpoint) if has_adapters else None
     damage = None if opts.dry_run else begin_hashing(checkpoint, for_export=not has_adapters)
 
     import torch
 
-    from lib.checkpoints.exporting import AdapterExport, ModelExport
-    from lib.checkpoints.lora_run import LoraRun
+    from lib.export.formats import AdapterExport, ModelExport
+    from lib.export.lora_run import LoraRun
     from lib.models import architecture
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
@@ -162,25 +165,24 @@ def main(argv: list[str]) -> None:
         return
     require_intact(checkpoint, damage.result())
     if base and adapted:
-        frozen.require_whole(base.directory, experiment, checkpoint, not opts.no_progress)
+        base_model.require_whole(base.directory, config, checkpoint, not opts.no_progress)
         adapted.load()
-    write(opts, experiment, export, base, out, identity)
+    write(opts, experiment, config, export, base, out, identity)
 
 
 def write(
     opts: Options,
     experiment: Experiment,
+    config: dict[str, Any],
     export: Export,
-    base: Frozen | None,
+    base: BaseModel | None,
     out: Path,
     identity: dict[str, Any],
 ) -> None:
     """Write the files, read them back, check adapters, publish, and say how it went."""
-    from lib.train import journal
-
     began = time.monotonic()
     checkpoint = export.checkpoint
-    names = journal.read_config(experiment).get("options", {})
+    names = config.get("options", {})
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
         of_config = companions.write_companions(

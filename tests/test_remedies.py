@@ -33,12 +33,13 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from lib.checkpoints import adapter_files, commit, hyperpod, storage
+from lib.checkpoints import commit, hyperpod, storage
 from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, saved, split_parts, work_units
+from lib.export import adapter_files
 from lib.hub import client, repository, transfer
 from lib.models import (
     architecture,
@@ -492,12 +493,12 @@ def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.M
 def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     export = ("05_export_checkpoint.py", "-e", "run")
     with monkeypatch.context() as patch:
-        patch.setattr("lib.checkpoints.card.validation_losses", lambda *found: {})
+        patch.setattr("lib.export.card.validation_losses", lambda *found: {})
         best = trained.fails(*export, "--step", "best", "--dry-run")
     trained.follow(best)
     trained.follow(trained.fails(*export, "--adapter", "-m", "model", "--dry-run"))
     with monkeypatch.context() as patch:
-        patch.setattr("lib.checkpoints.export.TensorFile.reads_back", lambda file: False)
+        patch.setattr("lib.export.full_model.TensorFile.reads_back", lambda file: False)
         unread = trained.fails(*export)
     trained.follow(unread)
     newest = next(Path("outputs/run/checkpoints/step_00000004/dcp").glob("*.distcp"))
@@ -516,7 +517,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
         patch.setattr(
-            "lib.checkpoints.export.verify_model",
+            "lib.export.full_model.verify_model",
             lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
         )
         replaced = trained.fails(*export, "--out", "fourth")

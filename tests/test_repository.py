@@ -36,7 +36,18 @@ ROOMS = {
     "optim": {"core", "models"},
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "parallel"},
-    "train": {"core", "tokens", "models", "hub", "parallel", "optim", "planning", "checkpoints"},
+    "export": {"core", "tokens", "models", "parallel", "checkpoints"},
+    "train": {
+        "core",
+        "tokens",
+        "models",
+        "hub",
+        "parallel",
+        "optim",
+        "planning",
+        "checkpoints",
+        "export",
+    },
 }
 # Below launch/, where a package stands behind each script, or behind several.
 PACKAGES = {

@@ -127,7 +127,7 @@ def _broadcast(path: Path, layout: ParallelLayout) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     """Run stage 05 in a process that has imported what it needs."""
-    import lib.checkpoints.export  # noqa: F401
+    import lib.export.full_model  # noqa: F401
 
     spec = importlib.util.spec_from_file_location("stage", ROOT / "05_export_checkpoint.py")
     stage = importlib.util.module_from_spec(spec)

@@ -67,7 +67,7 @@ class TrainRecord(_RequiredFields, total=False):
     resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
     eval_loss: of this step, if they were logged. bad_steps: consecutive bad steps up to this step.
     model_files: digests of the files in the run's model/. base: digests of the base model's weight
-    files. probe: for a LoRA run, logits of the model, see lib/parallel/probe.py. Optional fields
+    files. probe: for a LoRA run, logits of the model, see lib/export/probe.py. Optional fields
     can be missing in older checkpoints.
     """
 

@@ -14,7 +14,7 @@ from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import hf_cache, unread_weights
+from lib.models import directory, hf_cache, unread_weights
 from lib.models.directory import CONFIG, KIND, count_parameters, has_weights, list_strays
 
 HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
@@ -54,6 +54,20 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
         raise _nothing(name, path, target, cache_dir)
     log_model(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
     return snapshot
+
+
+def find_recorded_model(path: str, fingerprint: str | None, cache_dir: Path) -> str | None:
+    """Return the directory of the model that a run was started with, or None if it is gone.
+
+    path: where the run found the model, "" if that is unknown. fingerprint: of the model; if the
+    path no longer exists, a prepared model with this fingerprint is returned.
+    """
+    if path and Path(path).is_dir():
+        return path
+    for model in list_prepared(cache_dir) if fingerprint else ():
+        if directory.fingerprint(model) == fingerprint:
+            return str(model)
+    return None
 
 
 def list_prepared(cache_dir: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from lib.core import commands, declared, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, list_differences
 from lib.core.paths import Experiment
-from lib.models import directory, lookup
+from lib.models import lookup
 from lib.train import chats, journal, lora_from
 from lib.train.config import Config
 
@@ -87,18 +87,14 @@ def model_of(
     """
     recorded = begun or journal.read_config(experiment) or (named.commit() if named else {})
     path = recorded.get("model_dir", "")
-    if path and Path(path).is_dir():
-        return path
-    known = recorded.get("identity", {}).get("inputs", {}).get("model")
-    for candidate in lookup.list_prepared(cache_dir) if known else ():
-        if directory.fingerprint(candidate) == known:
-            return str(candidate)
-    if path:
+    fingerprint = recorded.get("identity", {}).get("inputs", {}).get("model")
+    found = lookup.find_recorded_model(path, fingerprint, cache_dir)
+    if found is None and path:
         raise ArtifactError(
             f"the model {path}, with which {experiment.root} was begun, is gone",
             hint="copy it there; -m NAME names it elsewhere, or another model",
         )
-    return None
+    return found
 
 
 def require_same(

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import TrainRecord
+from lib.export import probe
 from lib.models.sharded import is_frozen
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.parallel import probe
 from lib.parallel.layout import ParallelLayout, gather
 from lib.tokens.batches import BEGINNING, Cursor, Position, Step
 from lib.train.plan import Plan

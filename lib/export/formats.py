@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lib.checkpoints import adapter_checks, adapter_files, export
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.lora_run import LoraRun
 from lib.core import log, units
 from lib.core.progress import Progress
+from lib.export import adapter_checks, adapter_files, full_model
+from lib.export.lora_run import LoraRun
 from lib.models import adapters
 from lib.models.stored import StoredModel
 
@@ -84,7 +84,7 @@ class ModelExport(Export):
         max_shard_bytes: int,
     ) -> None:
         super().__init__(model, checkpoint, adapted, dtype)
-        self._plan = export.plan_export(model, dtype, max_shard_bytes)
+        self._plan = full_model.plan_export(model, dtype, max_shard_bytes)
         self.bytes = self._plan.bytes
         self.tensors = len(self._plan.entries)
         self.files = len(self._plan.files)
@@ -94,17 +94,17 @@ class ModelExport(Export):
         options = self.checkpoint.commit().get("identity", {}).get("options", {})
         model_changes = adapters.make(adapters.asked_by(options))
         if self.adapted is None:
-            return export.write_model(
+            return full_model.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, model_changes
             )
         with StoredModel(self.model, self.adapted.base) as base:
-            return export.write_model(
+            return full_model.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, model_changes, base
             )
 
     def verify(self, out: Path) -> None:
         """Compare the files with the names and shapes of the model."""
-        export.verify_model(self.model, out)
+        full_model.verify_model(self.model, out)
 
 
 class AdapterExport(Export):

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lib.checkpoints import adapter_checks, adapter_files
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
+from lib.export import adapter_checks, adapter_files
 from lib.models.lora import Lora
 from lib.models.sharded import local_tensor
-from tests.checkpoints.adapted_runs import adapted_model, save_adapted_run
-from tests.checkpoints.exporting import run_stage_05, save_run
+from tests.export.adapted_runs import adapted_model, save_adapted_run
+from tests.export.exporting import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lib.checkpoints.lora_run import LoraRun
-from lib.checkpoints.tensor_file import Entry, TensorFile, make_read_back_error
 from lib.core import commands, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.export.lora_run import LoraRun
 from lib.models import directory, lora, lora_targets, peft_adapter
 from lib.models.lora import Lora
 from lib.models.peft_adapter import CONFIG, PREFIX, WEIGHTS
+from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")  # on the Hub
 _CACHED = re.compile(r"models--(.+?)--(.+)")

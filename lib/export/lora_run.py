@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, contents
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.export import PieceReader
 from lib.core import units
 from lib.core.errors import ArtifactError
+from lib.export.full_model import PieceReader
 from lib.models import adapters
 from lib.models.lora import Lora
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, contents
 from lib.checkpoints.storage import ShardFile, StrictReader
-from lib.checkpoints.tensor_file import Entry, TensorFile, make_read_back_error
 from lib.core import manifest, units
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
@@ -25,6 +24,7 @@ from lib.models.adapters import ModelAdapter
 from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
 from lib.models.stored import StoredModel
+from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
 
 Described = tuple[tuple[int, ...], torch.dtype]
 

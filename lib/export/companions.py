@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import card
 from lib.checkpoints.commit import Checkpoint
 from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
+from lib.export import card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,13 +14,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.checkpoints import card, commit, export
-from lib.checkpoints.export import PieceReader
-from lib.checkpoints.tensor_file import Entry, TensorFile
+from lib.checkpoints import commit
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
+from lib.export import card, full_model
+from lib.export.full_model import PieceReader
 from lib.models.architecture import build_on_meta
-from tests.checkpoints.exporting import run_stage_05, save_run
+from lib.models.tensor_file import Entry, TensorFile
+from tests.export.exporting import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -98,13 +99,13 @@ def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
     checkpoint = save_run(
         tmp_path, tmp_path / "model", added={f"{layer}.factor": torch.arange(float(rows))}
     )
-    planned = export.plan_export(model, torch.float32, 1 << 30)
+    planned = full_model.plan_export(model, torch.float32, 1 << 30)
     (out := tmp_path / "out").mkdir()
     with pytest.raises(ArtifactError, match="does not have") as caught:
-        export.write_model(model, checkpoint, planned, out, lambda _: None)
+        full_model.write_model(model, checkpoint, planned, out, lambda _: None)
     assert f"{layer}.factor" in caught.value.found
-    export.write_model(model, checkpoint, planned, out, lambda _: None, [Factors()])
-    export.verify_model(model, out)
+    full_model.write_model(model, checkpoint, planned, out, lambda _: None, [Factors()])
+    full_model.verify_model(model, out)
     for key, (_, _, tensor) in content(tmp_path / "model").items():
         expected = tensor.float()
         if key == f"{layer}.weight":
@@ -156,7 +157,7 @@ def test_biases_of_routers_stay_float32_under_any_name(tmp_path: Path) -> None:
     }
     config = {"model_type": "deepseek_v4", "vocab_size": 97, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    planned = export.plan_export(build_on_meta(tmp_path), torch.bfloat16, 1 << 30)
+    planned = full_model.plan_export(build_on_meta(tmp_path), torch.bfloat16, 1 << 30)
     dtypes = {entry.key: entry.dtype for entry in planned.entries}
     assert dtypes["model.layers.0.ffn.gate.bias"] == torch.float32
     assert dtypes["model.layers.0.ffn.gate.weight"] == torch.bfloat16
@@ -268,7 +269,7 @@ def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) 
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lib.checkpoints.tensor_file.os.pwrite", full)
+    monkeypatch.setattr("lib.models.tensor_file.os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert not list(run.glob("out*"))
@@ -300,7 +301,7 @@ def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
 def test_a_file_system_without_direct_access(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lib.checkpoints.tensor_file._DIRECT", 0)
+    monkeypatch.setattr("lib.models.tensor_file._DIRECT", 0)
     test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
 
 
@@ -310,10 +311,10 @@ def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
 
     def write(size: int) -> list[dict[str, Any]]:
         model = build_on_meta(run / "exp" / "model")
-        planned = export.plan_export(model, torch.float32, size)
+        planned = full_model.plan_export(model, torch.float32, size)
         checkpoint = commit.list_checkpoints(run / "exp" / "checkpoints")[0]
         (run / "files").mkdir()
-        return export.write_model(model, checkpoint, planned, run / "files", lambda count: None)
+        return full_model.write_model(model, checkpoint, planned, run / "files", lambda count: None)
 
     return write
 

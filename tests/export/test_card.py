@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lib.checkpoints import card
+from lib.export import card
 
 
 @pytest.mark.parametrize(

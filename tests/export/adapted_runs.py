@@ -19,13 +19,14 @@ from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
+from lib.export import probe
 from lib.models import directory
 from lib.models.architecture import build_on_meta
 from lib.models.lora import Lora
 from lib.models.sharded import Placement, local_tensor
 from lib.models.weights import draw_added, load_pretrained
 from lib.optim import registry
-from lib.parallel import attention, parallelize, probe
+from lib.parallel import attention, parallelize
 
 LAYOUT = SimpleNamespace(device=torch.device("cpu"))
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lib.checkpoints.commit import Checkpoint
 from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.paths import Experiment
 from lib.models import directory, lookup
-from lib.train import earlier, journal
 
 _HINT = "-m NAME|DIR names where the model lies now that the adapters were trained beside"
 
 
-class Frozen(NamedTuple):
+class BaseModel(NamedTuple):
     """The directory of a frozen model. stamps: of its files, from before it was looked at."""
 
     directory: Path
@@ -26,7 +24,7 @@ class Frozen(NamedTuple):
         file_identity.require_same(self.stamps, f"the model {self.directory}", "it was exported")
 
 
-def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Frozen:
+def find(name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> BaseModel:
     """Return the frozen model of a run.
 
     name: of `-m`; None: where it was, or wherever a prepared model of the same content lies. Raises
@@ -34,20 +32,17 @@ def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Fr
     """
     identity = checkpoint.commit()["identity"]
     if name is None:
-        begun = {
-            "model_dir": journal.read_config(experiment).get("model_dir", ""),
-            "identity": identity,
-        }
-        try:
-            name = earlier.model_of(experiment, begun, None, cache_dir(experiment))
-        except ArtifactError as error:
-            raise ArtifactError(error.problem, hint=_HINT) from None
+        path = config.get("model_dir", "")
+        name = lookup.find_recorded_model(path, identity["inputs"]["model"], cache_dir(config))
         if name is None:
+            root = checkpoint.path.parents[1]
             raise ArtifactError(
-                f"nothing says where the model lies that {experiment.root} was begun with",
+                f"the model {path}, with which {root} was begun, is gone"
+                if path
+                else f"nothing says where the model lies that {root} was begun with",
                 hint=_HINT,
             )
-    found = lookup.find_model(name, cache_dir(experiment))
+    found = lookup.find_model(name, cache_dir(config))
     before = file_identity.read_identities(directory.list_files(found))
     if (now := directory.fingerprint(found)) != identity["inputs"]["model"]:
         raise UsageError(
@@ -56,11 +51,11 @@ def find(name: str | None, experiment: Experiment, checkpoint: Checkpoint) -> Fr
             found=now,
             hint=_HINT,
         )
-    return Frozen(found, before)
+    return BaseModel(found, before)
 
 
 def require_whole(
-    base: Path, experiment: Experiment, checkpoint: Checkpoint, progress: bool
+    base: Path, config: dict[str, Any], checkpoint: Checkpoint, progress: bool
 ) -> None:
     """Raise ArtifactError unless the weights are those that the run has read, every byte.
 
@@ -90,14 +85,14 @@ def require_whole(
         if content.get("kind") == directory.KIND
         else {"hint": f"copy it again from where it came from; {_HINT}"}
     )
-    if cache_dir(experiment).is_dir():
+    if cache_dir(config).is_dir():
         verified.require_intact(
-            base, {"files": files}, "the base", cache_dir(experiment), progress=progress, **remedy
+            base, {"files": files}, "the base", cache_dir(config), progress=progress, **remedy
         )
     else:
         manifest.check(base, {"files": files}, "the base", deep=True, **remedy)
 
 
-def cache_dir(experiment: Experiment) -> Path:
+def cache_dir(config: dict[str, Any]) -> Path:
     """Return the --cache-dir of a run."""
-    return Path(journal.read_config(experiment).get("options", {}).get("cache_dir") or ".cache")
+    return Path(config.get("options", {}).get("cache_dir") or ".cache")

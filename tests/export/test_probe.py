@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lib.export import probe
 from lib.models.lora import Lora
 from lib.models.sharded import local_tensor
-from lib.parallel import probe
-from tests.checkpoints.adapted_runs import LAYOUT, adapted_model
+from tests.export.adapted_runs import LAYOUT, adapted_model
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lib.checkpoints import adapter_files, commit, contents
-from lib.checkpoints.export import PieceReader
-from lib.checkpoints.lora_run import LoraRun, overlay
+from lib.checkpoints import commit, contents
 from lib.core import log, units
 from lib.core.errors import ArtifactError
+from lib.export import adapter_files, probe
+from lib.export.full_model import PieceReader
+from lib.export.lora_run import LoraRun, overlay
 from lib.models import lora
 from lib.models.architecture import decoder_layers
 from lib.models.stored import StoredModel, stream_parts
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.parallel import attention, probe
+from lib.parallel import attention
 
 # Names of the second moments of each optimizer; only whether they are zero is used.
 _SECOND_MOMENTS = ("exp_avg_sq", "exp_avg_root")
