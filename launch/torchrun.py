@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lib.core import liveness, stage
+from lib.core import commands, liveness, stage
 from lib.core.errors import StageError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
+    os.environ.setdefault(commands.LAUNCHED_AS, shlex.join(commands.typed()))
     import torch
     from torch import distributed
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases
+from lib.core import aliases, launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 # Set by a launcher for the processes that it starts: the command that was typed.
@@ -37,7 +37,6 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
 # Control characters, and bytes of a path that are not UTF-8.
 _UNTYPABLE = re.compile(r"([\x00-\x1f\x7f-\x9f\udc80-\udcff])")
 REDACTED = "[redacted]"
-_ANCESTORS = 6
 
 
 def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
@@ -93,8 +92,8 @@ def python(*words: object) -> str:
 
 def train(*words: object) -> str:
     """Return a command of stage 04: with several GPUs, through the launcher."""
-    if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
-        return _join([*launcher, "--", *_words(words)])
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):
+        return _join([*start, "--", *_words(words)])
     return _join([*_torchrun(), path_of(_TRAINER), *_words(words)])
 
 
@@ -111,7 +110,7 @@ def on_ranks(count: int) -> str:
     at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
     if at is None:
         return ""
-    program = words[:at] if _find_torchrun() else _torchrun()
+    program = words[:at] if launcher.is_torchrun() else _torchrun()
     return _join([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
@@ -168,15 +167,16 @@ def move_away(directory: Path, then: str) -> str:
 
 
 def typed() -> list[str]:
-    """Return the words of the command that started this process, as far as they are known.
+    """Return the words of the command that starts this process again.
 
-    Under torchrun that is torchrun's command, under a launcher the launcher's. Several ranks on
-    this machine give the launcher's as well, since it does not repeat their errors.
+    Under a launcher that is the launcher's command as it was typed. Under plain torchrun it is a
+    command that starts the same ranks.
     """
     if launched := os.environ.get(LAUNCHED_AS):
         return shlex.split(launched)
-    above = _find_torchrun()
-    return _as_launcher_command(above) or above or [*_program(), *sys.argv[1:]]
+    if launcher.is_torchrun():
+        return _ranks_command(os.environ)
+    return [*_program(), *sys.argv[1:]]
 
 
 def is_secret(name: str) -> bool:
@@ -276,26 +276,26 @@ def _torchrun() -> list[str]:
     return ["torchrun"] if _is_found("torchrun") else [_python(), "-m", "torch.distributed.run"]
 
 
-def _as_launcher_command(torchrun: Sequence[str]) -> list[str]:
-    """Return the launcher's command that equals a command of torchrun; empty if there is none."""
-    at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
-    ranks = "1"
-    follows = False
-    is_module = "torch.distributed.run" in torchrun[:at]
-    start = torchrun.index("torch.distributed.run") + 1 if is_module else 1
-    for word in torchrun[start:at]:
-        found = _RANKS.fullmatch(word)
-        if follows:
-            ranks = word
-            follows = False
-        elif found and found[1]:
-            ranks = found[1]
-        elif found:
-            follows = True
-        elif word != "--standalone":
-            return []
-    launcher = _launcher() if ranks != "1" else []
-    return [*launcher, "--nproc-per-node", ranks, "--", *torchrun[at + 1 :]] if launcher else []
+def _ranks_command(torchrun: Mapping[str, str]) -> list[str]:
+    """Return the command that starts the ranks of this launch, from the variables of torchrun.
+
+    Several ranks of stage 04 on one machine start through the launcher, which, unlike torchrun,
+    does not print a report below their errors.
+    """
+    nodes = torchrun.get("GROUP_WORLD_SIZE", "1")
+    ranks = torchrun.get("LOCAL_WORLD_SIZE", "1")
+    per_node = ["--nproc-per-node", ranks] if ranks != "1" else []
+    if nodes != "1":
+        where = {
+            "--nnodes": nodes,
+            "--node-rank": torchrun["GROUP_RANK"],
+            "--master-addr": torchrun["MASTER_ADDR"],
+            "--master-port": torchrun["MASTER_PORT"],
+        }
+        per_node = [word for option in where.items() for word in option] + per_node
+    elif per_node and Path(sys.argv[0]).name == _TRAINER and (start := _launcher()):
+        return [*start, *per_node, "--", *sys.argv[1:]]
+    return [*_torchrun(), *per_node, *sys.argv]
 
 
 def _launcher() -> list[str]:
@@ -316,29 +316,6 @@ def _is_found(program: str) -> bool:
     """Return whether the shell finds a program beside the current interpreter."""
     found = shutil.which(program)
     return found is not None and Path(found).absolute().parent == Path(sys.executable).parent
-
-
-def _find_torchrun() -> list[str]:
-    """Return the command of the torchrun that started this rank; empty without one."""
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    for _ in range(_ANCESTORS):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            pid = int(
-                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
-            )
-        except (OSError, ValueError):
-            return []
-        if len(words) > 1 and Path(words[1]).name == "torchrun":
-            is_found = shutil.which("torchrun") == words[1]
-            return ["torchrun" if is_found else words[1], *words[2:]]
-        if "torch.distributed.run" in words[:4] or any(
-            Path(word).name == "torchrun.py" for word in words[1:2]
-        ):
-            return [_python(), *words[1:]]
-        if len(words) > 1 and Path(words[1]) == ROOT / "launch" / "torchrun.py":
-            return [_python(), path_of("launch/torchrun.py"), *words[2:]]
-    return []
 
 
 def path_of(name: str) -> str:

@@ -15,8 +15,9 @@ from tests.conftest import ROOT
 
 TORCHRUN = """\
 import os, subprocess, sys
-for rank in "01":
-    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": rank}
+ranks = sys.argv[sys.argv.index("--nproc-per-node") + 1]
+for rank in range(int(ranks)):
+    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": str(rank), "LOCAL_WORLD_SIZE": ranks}
     subprocess.run([sys.executable, *sys.argv[3:]], check=True)
 """
 SHOWS_ITSELF = """\
@@ -100,15 +101,24 @@ def test_what_is_printed_is_run_by_a_shell(tmp_path: Path, ranks: int) -> None:
     torchrun = [str(tmp_path / "torchrun"), "--nproc-per-node", str(ranks)]
     start = [sys.executable, *(torchrun if ranks else []), "a script.py", "-e", "it's", "-d", "x"]
 
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
     def output(command: list[str]) -> list[str]:
         return subprocess.run(
-            command, cwd=tmp_path, text=True, capture_output=True, check=True
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            text=True,
+            capture_output=True,
+            check=True,
         ).stdout.splitlines()
 
     printed = [line for line in output(start) if line[:1] not in "[{"]
     assert ("torchrun --nproc-per-node" in printed[0]) == bool(ranks)
-    shell = printed[0] if not ranks else shlex.quote(sys.executable) + " " + printed[0]
-    assert output(["bash", "-c", shell]) == ['["-e", "it\'s", "--again"]'] * max(1, ranks)
+    stand_in = f'torchrun() {{ {shlex.quote(sys.executable)} ./torchrun "$@"; }}'
+    assert output(["bash", "-c", f"{stand_in}\n{printed[0]}"]) == [
+        '["-e", "it\'s", "--again"]'
+    ] * max(1, ranks)
 
 
 def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,41 +128,40 @@ def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "torchrun, expected",
+    ("script", "nodes", "ranks", "expected"),
     [
-        (["torchrun", "--standalone", "--nproc-per-node", "2", "04_train_fsdp.py", "-e", "x"], "2"),
-        (["torchrun", "--nproc_per_node=gpu", "sub/04_train_fsdp.py", "-e", "x"], "gpu"),
+        ("04_train_fsdp.py", "1", "1", "torchrun 04_train_fsdp.py -e x"),
+        ("04_train_fsdp.py", "1", "2", "launch/single_node.sh --nproc-per-node 2 -- -e x"),
+        ("other.py", "1", "2", "torchrun --nproc-per-node 2 other.py -e x"),
         (
-            [
-                "python",
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node=8",
-                "04_train_fsdp.py",
-                "-e",
-                "x",
-            ],
-            "8",
+            "04_train_fsdp.py",
+            "3",
+            "2",
+            "torchrun --nnodes 3 --node-rank 1 --master-addr head --master-port 29500 "
+            "--nproc-per-node 2 04_train_fsdp.py -e x",
         ),
-        (["torchrun", "04_train_fsdp.py", "-e", "x"], ""),  # one rank
-        (["torchrun", "--nproc-per-node", "1", "04_train_fsdp.py", "-e", "x"], ""),
-        (["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "04_train_fsdp.py", "-e", "x"], ""),
-        (["torchrun", "--nproc-per-node", "8", "other.py"], ""),
-        ([], ""),
     ],
 )
-def test_for_several_ranks_here_the_launcher_is_named(
-    typed, monkeypatch, torchrun: list[str], expected: str
+def test_ranks_of_torchrun_name_a_command_that_starts_them(
+    typed, monkeypatch, script: str, nodes: str, ranks: str, expected: str
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHON", sys.executable)
-    typed("04_train_fsdp.py")
-    assert commands._as_launcher_command(torchrun) == (
-        ["launch/single_node.sh", "--nproc-per-node", expected, "--", "-e", "x"] if expected else []
-    )
+    monkeypatch.setattr(commands, "_torchrun", lambda: ["torchrun"])
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "GROUP_WORLD_SIZE": nodes,
+        "GROUP_RANK": "1",
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "29500",
+    }.items():
+        monkeypatch.setenv(name, value)
+    typed(script, "-e", "x")
+    assert commands.as_typed() == expected
     monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # which the launcher would take
-    if expected:
-        assert commands._as_launcher_command(torchrun)[:2] == ["env", f"PYTHON={sys.executable}"]
+    if "single_node" in expected:
+        assert commands.as_typed() == f"env PYTHON={sys.executable} {expected}"
 
 
 def test_training_on_several_gpus_goes_through_the_launcher(typed, monkeypatch) -> None:

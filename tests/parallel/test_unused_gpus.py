@@ -22,10 +22,15 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable])
 
-    def say(*typed: str, ranks: int = 1, launched_as: str = "", device: str = "auto") -> str:
+    def say(
+        is_torchrun: bool = False, ranks: int = 1, launched_as: str = "", device: str = "auto"
+    ) -> str:
         monkeypatch.setattr(sys, "argv", [STAGE, "-e", "x", "-d", "a b"])
-        monkeypatch.setattr(commands, "_find_torchrun", lambda: list(typed))
-        monkeypatch.setattr(commands, "_as_launcher_command", lambda words: [])
+        monkeypatch.setattr(commands, "_torchrun", lambda: ["torchrun"])
+        monkeypatch.setattr(commands, "_launcher", lambda: ["launch/single_node.sh"])
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if is_torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
         monkeypatch.delenv(commands.LAUNCHED_AS, raising=False)
         if launched_as:
             monkeypatch.setenv(commands.LAUNCHED_AS, launched_as)
@@ -38,24 +43,16 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"),
+    ("ranks", "expected"),
     [
-        (("torchrun", STAGE), ["torchrun", "--nproc-per-node", "8", STAGE]),
-        (
-            ("torchrun", "--nproc-per-node", "1", STAGE, "-e", "x"),
-            ["torchrun", "--nproc-per-node=8", STAGE, "-e", "x"],
-        ),
-        (("torchrun", "--nproc_per_node=1", STAGE), ["torchrun", "--nproc_per_node=8", STAGE]),
-        (
-            (sys.executable, "-m", "torch.distributed.run", STAGE),
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", STAGE],
-        ),
+        (1, ["torchrun", "--nproc-per-node", "8", STAGE, "-e", "x", "-d", "a b"]),
+        (2, ["launch/single_node.sh", "--nproc-per-node=8", "--", "-e", "x", "-d", "a b"]),
     ],
 )
-def test_the_command_of_torchrun_with_all_gpus_is_named(said, typed, expected) -> None:
-    [line] = said(*typed).splitlines()
+def test_the_command_of_torchrun_with_all_gpus_is_named(said, ranks, expected) -> None:
+    [line] = said(is_torchrun=True, ranks=ranks).splitlines()
     head, _, command = line.partition("; all of them: ")
-    assert head == "uses 1 of the 8 GPUs of this machine"
+    assert head == f"uses {ranks} of the 8 GPUs of this machine"
     assert shlex.split(command) == expected
 
 
@@ -72,8 +69,8 @@ def test_without_torchrun_and_with_a_launcher(said) -> None:
 
 
 def test_nothing_is_said_where_all_are_used_or_none_is_wanted(said) -> None:
-    assert not said("torchrun", "--nproc-per-node", "8", STAGE, ranks=8)
-    assert not said("torchrun", STAGE, device="cpu")
+    assert not said(is_torchrun=True, ranks=8)
+    assert not said(is_torchrun=True, device="cpu")
 
 
 def test_an_offload_without_a_gpu_is_warned_about(capsys: pytest.CaptureFixture) -> None:
