@@ -6,7 +6,7 @@
   python launch/build_image.py --context unpacked-bundle         # offline, from its wheelhouse
   python launch/build_image.py --push 1234.dkr.ecr.us-west-2.amazonaws.com/llm --create-repository
 
-lib/core/torch_builds.py holds what is checked before the build. When docker or pip fails, the
+lib/parallel/torch_builds.py holds what is checked before the build. When docker or pip fails, the
 cause is named with its remedy; --auto-fix applies those that cost nothing and tries again: an older
 CUDA build of the same torch for an old driver, docker's build cache pruned when its disk is full, a
 mirror of the base image, another try when the network failed. The image is run once at the end.
@@ -29,10 +29,11 @@ from launch.images import docker as image_docker  # noqa: E402
 from launch.images import versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
 from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
-from lib.core import commands, declared, log, options, stage, torch_builds  # noqa: E402
+from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.core.retry import backoff  # noqa: E402
+from lib.parallel import torch_builds  # noqa: E402
 
 # Where AWS mirrors Docker's official images.
 MIRROR = "public.ecr.aws/docker/library"

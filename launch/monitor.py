@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.runs import run_files
 from launch.runs.run_files import Row, RunFiles
-from lib.core import nvidia, options, paths, run_records, stage, units
+from lib.core import options, paths, run_records, stage, units
 from lib.core.options import Options
 from lib.core.run_records import mean_loss
+from lib.parallel import nvidia
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-~=*#@"

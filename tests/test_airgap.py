@@ -25,7 +25,7 @@ from launch.bundles import bundle as bundle_module
 from launch.bundles import contents as bundle_contents
 from launch.bundles import unpacking, wheelhouse
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.torch_builds import Torch
+from lib.parallel.torch_builds import Torch
 from lib.tokens import packing, store
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH

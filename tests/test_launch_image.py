@@ -16,7 +16,7 @@ import pytest
 from launch import build_image
 from launch.images import versions as image_versions
 from lib.core.errors import UsageError
-from lib.core.torch_builds import Torch
+from lib.parallel.torch_builds import Torch
 from tests.conftest import ROOT, run_stage
 
 DOCKER = """#!/bin/sh

@@ -20,10 +20,11 @@ from launch.bundles import contents as bundle_contents
 from launch.bundles import unpacking, wheelhouse
 from launch.bundles.contents import Payload
 from launch.bundles.writer import Writer
-from lib.core import declared, hashing, log, options, publish, torch_builds, units
+from lib.core import declared, hashing, log, options, publish, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
-from lib.core.torch_builds import Torch
+from lib.parallel import torch_builds
+from lib.parallel.torch_builds import Torch
 
 _MOST_VOLUMES = 999
 

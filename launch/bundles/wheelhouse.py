@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish, torch_builds
+from lib.core import commands, hashing, log, manifest, publish
 from lib.core.errors import UsageError
-from lib.core.torch_builds import Torch
+from lib.parallel import torch_builds
+from lib.parallel.torch_builds import Torch
 
 KIND = "wheelhouse/1"
 _OLDEST_GLIBC = 5

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lib.core import hashing, manifest
-from lib.core.nvidia import Missing, answer, number, query
 from lib.core.paths import MANIFEST, models_root, tokens_root
 from lib.parallel.gpus import unusable
+from lib.parallel.nvidia import Missing, answer, number, query
 
 _BLOCK = 8 << 20
 _DISK_BYTES = 512 << 20

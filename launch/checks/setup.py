@@ -22,11 +22,12 @@ from pathlib import Path
 from launch.bundles import unpacking
 from launch.checks import findings
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from lib.core import hashing, log, manifest, nvidia, options
+from lib.core import hashing, log, manifest, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
-from lib.core.torch_builds import Torch, driver_problem
 from lib.models import verify
+from lib.parallel import nvidia
+from lib.parallel.torch_builds import Torch, driver_problem
 from lib.tokens.dataset import open_dataset
 
 ROOT = Path(__file__).resolve().parents[2]

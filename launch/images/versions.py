@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lib.core import commands, log, nvidia, options, torch_builds
+from lib.core import commands, log, options
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
-from lib.core.torch_builds import Torch, build_for, driver_problem
+from lib.parallel import nvidia, torch_builds
+from lib.parallel.torch_builds import Torch, build_for, driver_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "launch" / "Dockerfile"

@@ -16,7 +16,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
 from lib.core.commands import ROOT
-from lib.core.torch_builds import driver_problem, pinned
+from lib.parallel.torch_builds import driver_problem, pinned
 
 _FSX = "fsx.csi.aws.com"
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from lib.core import commands, log, nvidia, units
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.core.torch_builds import BLACKWELL, Torch, build_for, driver_problem
+from lib.parallel import nvidia
+from lib.parallel.torch_builds import BLACKWELL, Torch, build_for, driver_problem
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_MEANT = "-1"  # what a person types for the CPU; schedulers leave it empty

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from launch.checks import machine, node_findings, setup
-from lib.core import nvidia
 from lib.core.errors import UsageError
-from lib.parallel import gpus
+from lib.parallel import gpus, nvidia
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH
 

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from lib.core import torch_builds
 from lib.core.errors import UsageError
-from lib.core.torch_builds import RELEASES, Torch
+from lib.parallel import torch_builds
+from lib.parallel.torch_builds import RELEASES, Torch
 from tests.conftest import ROOT
 
 PINS = (ROOT / "requirements.txt").read_text()

@@ -63,7 +63,7 @@ class Torch:
             raise UsageError(
                 f"torch {minor} is not in the table of its CUDA builds",
                 found=f"torch {', '.join(RELEASES)}",
-                hint="add a row for it to lib/core/torch_builds.py",
+                hint="add a row for it to lib/parallel/torch_builds.py",
             )
         return RELEASES[minor]
 
@@ -74,7 +74,7 @@ class Torch:
         if major and major not in OLDEST_DRIVERS:
             raise UsageError(
                 f"the driver that CUDA {major} wants is not known",
-                hint="add a row for it to lib/core/torch_builds.py",
+                hint="add a row for it to lib/parallel/torch_builds.py",
             )
         return OLDEST_DRIVERS.get(major, "")
 
