@@ -272,7 +272,7 @@ def agree(
 
     estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
     if config.deterministic:
-        determinism.require()
+        determinism.require_determinism()
     layout = stack.enter_context(
         ParallelLayout.start(
             partial(fitting.agree_on_shards, config),

@@ -251,8 +251,8 @@ class Config(LoraOptions):
         False,
         role=ALIKE,
         parse=on_off,
-        help="on a GPU: the same bits each time, also after a resume, at a price in speed that is "
-        "printed",
+        help="on a GPU: the same bits each time, also after a resume; attention takes longer "
+        "(default: off)",
     )
     attention: str = option(
         "auto",

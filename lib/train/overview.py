@@ -13,9 +13,9 @@ from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.models.sharded import size_of
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import determinism, parallelize
+from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.planning import capacity, flops, memory, saving
+from lib.planning import flops, memory, saving
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import preparation
 from lib.train import balance, chats, checks, fitting, outlook
@@ -56,9 +56,6 @@ def show_head(
         }
     )
     _tell_doubts(plan, work, hardware, bool(data.held_out))
-    if config.deterministic:
-        cost = determinism.measure_cost(capacity.device(), config.precision)
-        log.info(f"deterministic: {cost}")
     log.info(
         f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
         + flops.described(model, config.seq_length)

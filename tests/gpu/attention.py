@@ -46,12 +46,26 @@ def attention(place: Place) -> None:
             "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
             "varlen FA2": varlen,
         }
+        _note_determinism(place, works["sdpa flash"], width)
         tell(place, works, flops, width)
         if left_out := take_flash_3("varlen", parts):
             place.note(**{f"FA3, {width} wide": left_out})
             continue
         tell(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
         restore_flash_attention_impl()
+
+
+def _note_determinism(place: Place, work: Callable[[], None], width: int) -> None:
+    """Note how many times longer attention takes with --deterministic on."""
+    import torch
+
+    fast = median_s(place, work)
+    torch.use_deterministic_algorithms(True)
+    try:
+        slow = median_s(place, work)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    place.note(**{f"sdpa flash, {width} wide, deterministic: times as long": slow / fast})
 
 
 def tell(place: Place, works: dict[str, Callable[[], None]], flops: float, width: int) -> None:
