@@ -7,6 +7,7 @@
 # make test-gpu            there: check what only a GPU shows (without one: a rehearsal on the CPU)
 # make bench-gpu           there: measure speed (each of these takes 20 to 30 minutes)
 # make lint                ruff (its rules and its format) and mypy
+# make reference          docs/reference/, from the declarations of options, events and metrics
 # make memory-table        what training known models takes of each GPU, as docs/how-to/speed.md has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
@@ -95,7 +96,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo demo-chat test test-slow test-long test-faults lint memory-table bench gpu-kit test-gpu bench-gpu \
+.PHONY: help demo demo-chat test test-slow test-long test-faults lint reference memory-table bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
@@ -158,6 +159,9 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+reference: $(VENV)/installed-dev
+	$(PY) -m tests.reference --write
 
 memory-table: $(VENV)/installed-dev
 	$(PY) benchmarks/memory.py $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -13,12 +12,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lib.core import aliases, options
 from tests import form
+from tests.reference import load_stage, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
@@ -262,29 +261,6 @@ def test_help_is_quick_and_imports_nothing_heavy(stage: Path) -> None:
     assert "usage:" in done.stdout and "--dry-run" in done.stdout
 
 
-def load(stage: Path) -> ModuleType:
-    """Import a stage, whose name is not an identifier."""
-    spec = importlib.util.spec_from_file_location(f"stage_{stage.stem}", stage)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def parser_of(stage: Path) -> options.Parser:
-    """Return the parser that a stage makes."""
-
-    class Made(Exception):
-        pass
-
-    def hand_out(self: options.Parser, argv: object) -> None:
-        raise Made(self)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
-        patch.setattr(options.Parser, "parse", hand_out)
-        load(stage).parse([])
-    return caught.value.args[0]
-
-
 @pytest.mark.parametrize("stage", STAGES, ids=name_of)
 def test_options_have_help_and_the_common_ones_are_there(stage: Path) -> None:
     actions = parser_of(stage)._actions
@@ -322,7 +298,7 @@ def test_every_command_that_is_shown_can_be_typed(path: Path) -> None:
     assert shown or path not in (ROOT / "README.md", ROOT / "Makefile", *STAGES)
     for script, arguments in shown:
         assert (ROOT / script).is_file(), f"no stage {script}"
-        load(ROOT / script).parse(arguments)
+        load_stage(ROOT / script).parse(arguments)
 
 
 def spans(text: str) -> list[str]:

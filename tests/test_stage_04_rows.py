@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lib.core.figures import METRICS, STATE, documented_name
 from tests.conftest import run_stage
 from tests.train.test_no_waiting import WAITING
 from tests.training import SEQ_LENGTH, metrics, steps_saved
@@ -258,7 +259,10 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     )
     steps = range(1, STEPS + 1)
     due = [step for step in steps if step in (1, STEPS) or not step % log or not step % evaluate]
-    assert [row["step"] for row in metrics(project, "run")] == due
+    rows = metrics(project, "run")
+    assert [row["step"] for row in rows] == due
+    assert not {documented_name(key) for row in rows for key in row} - set(METRICS)
+    assert set(json.loads((project / "outputs/run/state.json").read_text())) == set(STATE)
     launched = 0
     expected = []
     found = []
