@@ -163,8 +163,8 @@ def options_page() -> str:
         "Options",
         "the option's declaration",
         "For anyone who types a command or writes a `--config` file. Underscores may replace the "
-        "hyphens in a name, and\n[names of other trainers](../how-to/coming-from.md) are accepted where "
-        "they mean the same.",
+        "hyphens in a name, and\n[names of other trainers](../how-to/coming-from.md) are accepted "
+        "where they mean the same.",
         *parts,
     )
 
