@@ -18,7 +18,7 @@ from types import ModuleType
 from unittest import mock
 
 from lib.core import help_text, options
-from lib.core.events import PROBLEMS, Event
+from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
 from lib.core.figures import METRICS, STATE, Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,8 +93,10 @@ def events_page() -> str:
     rows = [
         (
             f"`{event.value}`",
-            event.meaning,
-            "; ".join(f"`{name}`: {meaning}" for name, meaning in event.fields.items()),
+            DESCRIPTIONS[event].meaning,
+            "; ".join(
+                f"`{name}`: {meaning}" for name, meaning in DESCRIPTIONS[event].fields.items()
+            ),
             "yes" if event in PROBLEMS else "",
             ", ".join(f"`{path}`" for path in writers[event]),
         )
