@@ -228,7 +228,7 @@ def set_up(
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
         first_weights(config, inputs, model, layout)
         journal.event(Event.START, 0, ranks=layout.ranks)
-    float8.rescale_with(optimizer, model)
+    float8.update_scales_with(optimizer, model)
     pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
     meters = Meters(

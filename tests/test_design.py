@@ -88,7 +88,7 @@ def test_an_optimizer(copy: Path) -> None:
 
 def test_an_adapter(copy: Path) -> None:
     row, module = blocks("How to add an adapter")
-    with (copy / "lib/models/adapters.py").open("a") as file:
+    with (copy / "lib/models/model_changes.py").open("a") as file:
         file.write("\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
     assert (
@@ -97,21 +97,21 @@ def test_an_adapter(copy: Path) -> None:
             """
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from lib.models import adapters
+from lib.models import model_changes
 from lib.models.sharded import Placement
 model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     num_attention_heads=2)) for _ in range(2))
-asked = adapters.make({"scaled": {"ends": ".mlp.down_proj"}})
-added, said = adapters.adapt(model, asked, Placement())
-held = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
-model.load_state_dict(held)
-extra = {name: held.pop(name) for name in added}
-plain.load_state_dict({name: adapters.fold(asked, plain, name, tensor, extra)
-                       for name, tensor in held.items()})
+changes = model_changes.build_changes({"scaled": {"ends": ".mlp.down_proj"}})
+added, descriptions = model_changes.apply_changes(model, changes, Placement())
+tensors = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+model.load_state_dict(tensors)
+factors = {name: tensors.pop(name) for name in added}
+plain.load_state_dict({name: model_changes.fold_tensor(changes, plain, name, tensor, factors)
+                       for name, tensor in tensors.items()})
 tokens = torch.arange(24).reshape(2, 12)
 torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
-print(said)
+print(descriptions)
 """,
             cwd=copy,
         )

@@ -64,7 +64,10 @@ def train(root: Path, name: str, *options: object, ranks: int = 2, **how: object
 @pytest.mark.slow
 def test_a_run_in_8_bits(project: Path) -> None:
     said = train(project, "whole")
-    assert "fp8: 14 linears of the blocks in 8-bit floats, scaled tensorwise; the rest in " in said
+    assert (
+        "fp8: 14 linear layers of the blocks in 8-bit floats, scaled tensorwise; the rest in "
+        in said
+    )
     assert "float32 masters and reductions, fp8 compute" in said and "Failed to load" not in said
     run_stage(
         "04_train_fsdp.py", "-e", "wide", *ARGUMENTS, "--precision", "bf16", cwd=project, ranks=2

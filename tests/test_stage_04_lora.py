@@ -251,7 +251,7 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
         "second",
     )
     said = run_stage(*begin, "--max-steps", 4, cwd=root, ranks=2).stdout
-    assert "adapters: taken from adapter" in said and "rsLoRA: rank 4, alpha 8, on 8 lin" in said
+    assert "adapters: taken from adapter" in said and "rsLoRA: rank 4, alpha 8, on 8 linear" in said
     run_stage(*begin[:-1], "same", "--max-steps", 1, "--lr", 0, cwd=root)
     run_stage("05_export_checkpoint.py", "-e", "same", "--adapter", "--out", "round", cwd=root)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -270,7 +270,7 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
     said = run_stage(*begin, "--max-steps", 6, cwd=root).stdout
     assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
     gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
-    assert "adapter holds no adapter" in gone
+    assert "adapter contains no adapter" in gone
 
 
 def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
@@ -301,7 +301,9 @@ def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
         6,
     )
     said = train(root, "alone", *options)
-    assert "on 2 linears and the experts of 4 parameters" in said and "no adapters" not in said
+    assert (
+        "on 2 linear layers and the experts of 4 parameters" in said and "no adapters" not in said
+    )
     for kind in ("selective", "full"):
         train(root, f"experts_{kind}", *options, "--activation-checkpointing", kind, ranks=3)
         assert losses(root, f"experts_{kind}") == pytest.approx(losses(root, "alone"), rel=1e-6)

@@ -129,7 +129,7 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
         content["r"],
         content["lora_alpha"],
         content["lora_dropout"],
-        peft_adapter.pattern(sorted(linears)),
+        peft_adapter.build_pattern(sorted(linears)),
         content["use_rslora"],
     )
     with safe_open(out / WEIGHTS, "pt") as file:

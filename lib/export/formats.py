@@ -16,7 +16,7 @@ from lib.core import log, units
 from lib.core.progress import Progress
 from lib.export import adapter_checks, adapter_files, full_model
 from lib.export.lora_run import LoraRun
-from lib.models import adapters
+from lib.models import model_changes
 from lib.models.stored import StoredModel
 
 
@@ -92,14 +92,14 @@ class ModelExport(Export):
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the model, tensor by tensor."""
         options = self.checkpoint.commit().get("identity", {}).get("options", {})
-        model_changes = adapters.make(adapters.asked_by(options))
+        changes = model_changes.build_changes(model_changes.select_settings(options))
         if self.adapted is None:
             return full_model.write_model(
-                self.model, self.checkpoint, self._plan, out, advance, model_changes
+                self.model, self.checkpoint, self._plan, out, advance, changes
             )
         with StoredModel(self.model, self.adapted.base) as base:
             return full_model.write_model(
-                self.model, self.checkpoint, self._plan, out, advance, model_changes, base
+                self.model, self.checkpoint, self._plan, out, advance, changes, base
             )
 
     def verify(self, out: Path) -> None:

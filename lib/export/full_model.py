@@ -19,10 +19,10 @@ from lib.checkpoints import commit, contents
 from lib.checkpoints.storage import ShardFile, StrictReader
 from lib.core import manifest, units
 from lib.core.errors import ArtifactError
-from lib.models import adapters, keys
-from lib.models.adapters import ModelAdapter
+from lib.models import keys, model_changes
 from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
+from lib.models.model_changes import ModelChange
 from lib.models.stored import StoredModel
 from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
 
@@ -81,7 +81,7 @@ def write_model(
     planned: ExportPlan,
     out: Path,
     advance: Callable[[int], None],
-    folded: Sequence[ModelAdapter] = (),
+    folded: Sequence[ModelChange] = (),
     base: StoredModel | None = None,
 ) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
@@ -150,7 +150,7 @@ def _hub_tensors(
     groups: list[tuple[str, ...]],
     reader: PieceReader,
     path: Path,
-    folded: Sequence[ModelAdapter],
+    folded: Sequence[ModelChange],
     base: StoredModel | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hub names and full tensors in the planned order, each valid until the next one.
@@ -168,7 +168,7 @@ def _hub_tensors(
         coming = ahead.submit(read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
             full = {
-                name: adapters.fold(folded, model, name, tensor, added)
+                name: model_changes.fold_tensor(folded, model, name, tensor, added)
                 for name, tensor in zip(group, coming.result(), strict=True)
             }
             if reader.reads_ahead:
@@ -183,7 +183,7 @@ def _saved_names(
     groups: list[tuple[str, ...]],
     reader: PieceReader,
     path: Path,
-    folded: Sequence[ModelAdapter],
+    folded: Sequence[ModelChange],
     beside_base: bool,
 ) -> tuple[list[list[str]], list[str]]:
     """Return the names under which each group is read, and the names of adapter tensors.

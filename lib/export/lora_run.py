@@ -18,7 +18,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import units
 from lib.core.errors import ArtifactError
 from lib.export.full_model import PieceReader
-from lib.models import adapters
+from lib.models import model_changes
 from lib.models.lora import Lora
 
 _SHOWN = 8
@@ -46,8 +46,8 @@ class LoraRun:
     def from_checkpoint(cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: Path) -> LoraRun:
         """Return the run of a checkpoint, which need not be verified yet. plain: see above."""
         options = checkpoint.commit()["identity"]["options"]
-        model_changes = adapters.make(adapters.asked_by(options))
-        lora = next(change for change in model_changes if isinstance(change, Lora))
+        changes = model_changes.build_changes(model_changes.select_settings(options))
+        lora = next(change for change in changes if isinstance(change, Lora))
         model = copy.deepcopy(plain)
         shapes = {
             name: tuple(model.get_parameter(name).shape) for name in sorted(lora.attach(model))

@@ -1,9 +1,8 @@
-"""`--precision fp8`: the linears of the blocks compute in 8-bit floats, by torchao.
+"""Compute the linear layers of the blocks in 8-bit floats with torchao, for `--precision fp8`.
 
-Input, weight and gradient of such a linear are cast to 8 bits right before each of its three matrix
-products, with a scale for the whole tensor or for each row. All else computes in bf16, as do the
-embeddings, the norms, experts and the output layer. The masters stay float32 under their names, so
-a checkpoint is that of any other precision.
+Right before each of its three matrix products, a layer casts input, weight and gradient to 8 bits,
+with one scale per tensor or per row. Embeddings, norms, experts and the output layer compute in
+bf16. Master weights stay float32 under their names, so checkpoints do not depend on the precision.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.sharded import Placement, is_gathered_in_8_bits
 
-MULTIPLE = 16  # the kernels take sizes that are multiples of it
+MULTIPLE = 16  # the kernels need sizes that are multiples of this
 _PACKAGE = "torchao==0.18.0"
-_LINEARS = ("Linear", "FalconLinear")  # classes whose `forward` is nothing but the product
-ROUTERS = ("gate", "router")  # they choose experts: few numbers, on which much depends
-_NOISY = ("torchao", "torch.utils._pytree")  # while torchao is imported
+_LINEARS = ("Linear", "FalconLinear")  # classes whose `forward` is only the matrix product
+ROUTERS = ("gate", "router")  # small layers that choose experts and need precision
+_NOISY = ("torchao", "torch.utils._pytree")  # loggers that are silenced while torchao is imported
 
 
 def require_package() -> None:
-    """Raise UsageError where torchao is not installed; imports nothing."""
+    """Raise UsageError if torchao is not installed, without importing it."""
     try:
         importlib.metadata.version("torchao")
     except importlib.metadata.PackageNotFoundError:
@@ -48,28 +47,30 @@ def require_package() -> None:
 
 @dataclass(frozen=True)
 class Float8:
-    """Has linears compute in 8-bit floats. recipe: `tensorwise` or `rowwise`, what each scale is
-    for."""
+    """Compute linear layers in 8-bit floats.
+
+    recipe: `tensorwise` for one scale per tensor, `rowwise` for one per row.
+    """
 
     recipe: str
 
-    before_plans = False  # which are made as for bf16
+    changes_memory_plan = False  # memory is estimated as for bf16
 
     def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
-        """Have the linears of a model's blocks compute in 8-bit floats; nothing is added.
+        """Convert the linear layers of a model's blocks; no parameter is added.
 
-        Where it can, FSDP gathers weights that are cast already, in half the bytes of bf16: not
-        with scales per row, rows that cannot be dealt out evenly, or shards in host memory. A rank
-        that holds all weights gathers nothing, and compiled blocks cast them for half the memory
-        traffic of FSDP's casts. On a CPU the products are of rounded numbers but in float32. Raises
-        UsageError for a model that has no such linear.
+        FSDP all-gathers weights that are already cast to 8 bits, half the bytes of bf16, unless
+        scales are per row, the rows do not divide evenly among ranks, or shards are in host memory.
+        A rank with all weights gathers nothing; compiled blocks cast them with half the memory
+        traffic of FSDP's casts. A CPU rounds the numbers to 8 bits and multiplies in float32.
+        Raises UsageError if the model has no layer to convert.
         """
-        chosen, left = _choose_linears(model)
+        chosen, skipped = _choose_linears(model)
         if not chosen:
             raise UsageError(
                 f"--precision fp8 changes nothing in a {model.config.model_type} model",
-                found="; ".join(left) or "no linear in its blocks",
-                expected=f"linears whose sizes are multiples of {MULTIPLE}",
+                found="; ".join(skipped) or "no linear layer in its blocks",
+                expected=f"linear layers whose sizes are multiples of {MULTIPLE}",
                 run=commands.as_typed("--precision", "bf16"),
             )
         is_sharded = placement.shard_size > 1
@@ -100,65 +101,65 @@ class Float8:
             gathered = f" ({len(chosen) - len(even):,} of them gathered in bf16)"
         return set(), "; ".join(
             [
-                f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, "
+                f"fp8: {units.counted(len(chosen), 'linear layer')} of the blocks in 8-bit floats, "
                 f"scaled {self.recipe}{gathered}",
-                *left,
+                *skipped,
                 "the rest in bf16",
             ]
         )
 
     def owns(self, name: str) -> bool:
-        """Return False: nothing is added."""
+        """Return False, because no parameter is added."""
         return False
 
     def fold(
         self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the tensor: masters are those of any other precision."""
+        """Return the tensor as it is: master weights do not depend on the precision."""
         return tensor
 
 
-def rescale(model: nn.Module) -> None:
-    """Compute the scales of all weights that are gathered in 8 bits, with a single exchange.
+def update_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in 8 bits, in a single all-reduce.
 
-    All ranks must call this after the weights have changed: what is gathered next is cast by these
-    scales. Without them each weight would find its own in an exchange of its own.
+    All ranks must call this after the weights have changed. FSDP casts with these scales before it
+    gathers. Without this call, each weight would need an all-reduce of its own.
     """
     if any(map(is_gathered_in_8_bits, model.parameters())):
         _import_torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def rescale_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Compute the scales now and after each step of an optimizer; all ranks must call this."""
+def update_scales_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Update the scales now and after each step of an optimizer. All ranks must call this."""
     if any(map(is_gathered_in_8_bits, model.parameters())):
-        rescale(model)
-        optimizer.register_step_post_hook(lambda *_: rescale(model))
+        update_scales(model)
+        optimizer.register_step_post_hook(lambda *_: update_scales(model))
 
 
 def _choose_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linears to compute in 8 bits by name, and what is said of those that are not."""
+    """Return the linear layers to convert by name, and a description of each kind of other ones."""
     chosen: dict[str, nn.Linear] = {}
-    left: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for block_name, block in decoder_layers(model).items():
         for name, module in block.named_modules(prefix=block_name):
             weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
             if ".experts" in name:
-                left["weights of experts"] += len(weights)
+                skipped["weights of experts"] += len(weights)
             elif not isinstance(module, nn.Linear):
                 continue
             elif type(module).__name__ not in _LINEARS:
-                left["linears that do more than a product"] += 1
+                skipped["linear layers that compute more than a product"] += 1
             elif name.rpartition(".")[2] in ROUTERS:
-                left["routers"] += 1
+                skipped["routers"] += 1
             elif any(size % MULTIPLE for size in module.weight.shape):
-                left[f"linears with sizes that are no multiples of {MULTIPLE}"] += 1
+                skipped[f"linear layers with sizes that are not multiples of {MULTIPLE}"] += 1
             else:
                 chosen[name] = module
-    return chosen, [f"{count:,} {what} in bf16" for what, count in left.items() if count]
+    return chosen, [f"{count:,} {kind} in bf16" for kind, count in skipped.items() if count]
 
 
 def _import_torchao() -> ModuleType:
-    """Return torchao.float8, imported without warnings of kernels that nothing here uses."""
+    """Import torchao.float8 without its warnings about kernels that we do not use."""
     if sys.modules.get("torchao", sys) is None:  # hidden in lib/__init__.py
         del sys.modules["torchao"]
     with ExitStack() as stack:

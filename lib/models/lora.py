@@ -1,10 +1,15 @@
-"""`--lora-rank`: low-rank adapters beside frozen linears.
+"""Train LoRA adapters beside the frozen linear layers of a model, for `--lora-rank`.
 
-A linear of the blocks gives W x + s B (A x) instead of W x: Hu et al. 2021, "LoRA: low-rank
-adaptation of large language models". A is [rank, in], B is [out, rank], and s is alpha ÷ rank, or
-alpha ÷ √rank with rsLoRA (Kalajdzievski 2023). W and all else of the model is frozen and kept in
-the dtype it computes in; A and B are float32 masters. They are modules beneath the linear that they
-belong to, so their names are those of PEFT's files: `….q_proj.lora_A.weight`.
+A linear layer with an adapter returns W x + s B (A x) instead of W x (Hu et al. 2021, "LoRA:
+low-rank adaptation of large language models"). A is [rank, in] and B is [out, rank]. The scale s is
+alpha ÷ rank, or alpha ÷ √rank with rsLoRA (Kalajdzievski 2023). The model's own parameters are
+frozen in the compute dtype, A and B are float32 master weights. A and B are submodules of their
+layer, so their names are those in PEFT's files: `….q_proj.lora_A.weight`.
+
+Transformers (5.23) keeps the weights of all experts of a layer in one parameter, [experts, rows,
+columns]: Mixtral's and Qwen MoE's modules have gate_up_proj and down_proj, and no linear layer.
+Such a parameter gets A [experts, rank, columns] and B [experts, rows, rank]. While the experts
+compute, the parameter is replaced by W + s B A, so it does not matter how they use it.
 """
 
 from __future__ import annotations
@@ -42,26 +47,26 @@ from lib.models.tensors import COMPUTE_DTYPES
 A = "lora_A"
 B = "lora_B"
 _OWNED = re.compile(rf"(.+)\.({A}|{B})\.weight")
-_EXPERTS = "lora_"
+_EXPERTS_PREFIX = "lora_"  # of the submodule that contains the adapter of an experts' parameter
 _SHOWN = 8
 
 
 class Factor(Added, nn.Linear):
-    """Holds A or B of an adapter. drawn: its first values are, else they are zero."""
+    """A or B of an adapter. is_random: initialised randomly; otherwise with zeros."""
 
-    def __init__(self, inputs: int, outputs: int, drawn: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, is_random: bool) -> None:
         super().__init__(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
-        self.drawn = drawn
+        self.is_random = is_random
         self.dropout = 0.0
         self.scale = 1.0
 
     def draw(self, full: Tensor) -> None:
-        """Give A its first values; those of B are zero."""
-        if self.drawn:
+        """Initialise the full parameter of A; B stays zero."""
+        if self.is_random:
             nn.init.kaiming_uniform_(full, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return s A x for x after dropout; x: [..., in] → [..., rank]."""
+        """Return s A x, with dropout applied to x; x: [..., in] → [..., rank]."""
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         low = F.linear(x, self.weight)
@@ -70,9 +75,8 @@ class Factor(Added, nn.Linear):
     def add_to(self, output: Tensor, low: Tensor) -> Tensor:
         """Return output + B low; low: [..., rank] → [..., out].
 
-        In compiled code the sum is an operation of its own, which the compiler makes part of the
-        next one that reads the output, and without a copy of it. Uncompiled, the product adds to
-        the output in one pass.
+        In compiled code the sum is a separate operation, because the compiler fuses it with the
+        next one that reads the output and needs no copy. Uncompiled, `addmm` needs only one pass.
         """
         if torch.compiler.is_compiling():
             return output + F.linear(low, self.weight)
@@ -82,41 +86,41 @@ class Factor(Added, nn.Linear):
 
 
 class ExpertFactor(Added):
-    """Holds A or B of all experts. drawn: its first values are, else they are zero."""
+    """A or B of all experts of a layer. is_random: initialised randomly; otherwise with zeros."""
 
-    def __init__(self, *shape: int, drawn: bool) -> None:
+    def __init__(self, *shape: int, is_random: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32))
-        self.drawn = drawn
+        self.is_random = is_random
 
     def draw(self, full: Tensor) -> None:
-        """Give A its first values, expert by expert; those of B are zero."""
-        for expert in full if self.drawn else ():
+        """Initialise the full parameter of A, expert by expert; B stays zero."""
+        for expert in full if self.is_random else ():
             nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
 
 
 class ExpertAdapter(nn.Module):
-    """Stands beside the parameter that it belongs to."""
+    """The adapter of a parameter that contains the weights of several experts."""
 
     def __init__(self, parameter: nn.Parameter, rank: int, scale: float) -> None:
         super().__init__()
         experts, rows, columns = parameter.shape
-        self.lora_A = ExpertFactor(experts, rank, columns, drawn=True)
-        self.lora_B = ExpertFactor(experts, rows, rank, drawn=False)
+        self.lora_A = ExpertFactor(experts, rank, columns, is_random=True)
+        self.lora_B = ExpertFactor(experts, rows, rank, is_random=False)
         self.scale = scale
 
-    def added_to(self, whole: Tensor) -> Tensor:
-        """Return W + s B A; whole: [experts, rows, columns], perhaps with rows of padding."""
+    def add_to(self, weight: Tensor) -> Tensor:
+        """Return W + s B A; weight: [experts, rows, columns], possibly with padded rows."""
         product = torch.bmm(self.lora_B.weight * self.scale, self.lora_A.weight)
-        return whole + F.pad(product, (0, 0, 0, whole.shape[1] - product.shape[1]))
+        return weight + F.pad(product, (0, 0, 0, weight.shape[1] - product.shape[1]))
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Gives linears an adapter each and freezes all else.
+    """Add LoRA adapters to linear layers and freeze the rest of the model.
 
     targets: all-linear, attention, mlp, or a regular expression that matches the whole name of a
-    linear or the last part of it. precision: what the model computes in, and is frozen in.
+    linear layer or the last part of its name. precision: compute dtype, also of frozen parameters.
     """
 
     rank: int
@@ -126,64 +130,67 @@ class Lora:
     rslora: bool = False
     precision: str = "fp32"
 
-    before_plans = True  # the plan of memory is of the adapted model
+    changes_memory_plan = True  # frozen parameters need no gradients and no optimizer state
 
     @property
     def scale(self) -> float:
-        """Return s."""
+        """Return the factor s of B (A x)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
-        """Freeze a meta-device model and attach its adapters.
+        """Freeze a model on the meta device and attach adapters.
 
-        Returns the names of their parameters, and a sentence about them. Raises UsageError where
-        the targets match nothing that can have an adapter, and for dropout with experts.
+        Returns the names of the adapters' parameters and a description for the log. Raises
+        UsageError if the targets match no linear layer, or for dropout with experts.
         """
         experts = choose_experts(model, self.targets)
         if experts and self.dropout:
             raise UsageError(
-                "--lora-dropout cannot be had with adapters of experts, which are "
-                "added to the weights and see no inputs",
+                "--lora-dropout does not work with adapters of experts, because they change "
+                "weights and do not see inputs",
                 found=experts[0],
                 run=commands.as_typed("--lora-dropout", 0),
             )
         dtype = COMPUTE_DTYPES[self.precision]
-        freeze(model, dtype)
-        narrow = [
+        freeze_parameters(model, dtype)
+        narrow_layers = [
             name
             for name in choose_linears(model, self.targets)
             if min(count_features(model.get_submodule(name))) < self.rank
         ]
-        if narrow and log.rank() == 0:
+        if narrow_layers and log.rank() == 0:
             log.warn(
-                f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
-                "smaller rank can learn the same there"
+                f"--lora-rank {self.rank} is larger than the number of rows or columns of "
+                f"{narrow_layers[0]}; a smaller rank can learn the same there"
             )
         added = self.attach(model)
         return (
             added,
-            f"{self._named(len(added) // 2 - len(experts), len(experts))}: "
+            f"{self._describe(len(added) // 2 - len(experts), len(experts))}: "
             f"{units.count(sum(model.get_parameter(name).numel() for name in added))} of "
             f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen "
             f"in {str(dtype).removeprefix('torch.')}{_describe_untargeted_experts(model)}",
         )
 
-    def _named(self, linears: int, experts: int) -> str:
-        """Say what these adapters are, and on how many linears and weights of experts."""
-        of_experts = f" and the experts of {units.counted(experts, 'parameter')}" if experts else ""
+    def _describe(self, layers: int, experts: int) -> str:
+        """Return the settings and the numbers of linear layers and expert parameters, as text."""
+        expert_text = (
+            f" and the experts of {units.counted(experts, 'parameter')}" if experts else ""
+        )
         return (
             f"{'rsLoRA' if self.rslora else 'LoRA'}: rank {self.rank}, alpha {self.alpha:g}, "
-            f"on {units.counted(linears, 'linear')}{of_experts} ({units.shortened(self.targets)})"
+            f"on {units.counted(layers, 'linear layer')}{expert_text} "
+            f"({units.shortened(self.targets)})"
         )
 
     def attach(self, model: PreTrainedModel) -> set[str]:
-        """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
+        """Add adapters, on meta, to the targets of a model; return their parameters' names."""
         names = choose_linears(model, self.targets)
         for name in names:
             linear = model.get_submodule(name)
             out, inputs = count_features(linear)
-            linear.add_module(A, Factor(inputs, self.rank, drawn=True))
-            linear.add_module(B, Factor(self.rank, out, drawn=False))
+            linear.add_module(A, Factor(inputs, self.rank, is_random=True))
+            linear.add_module(B, Factor(self.rank, out, is_random=False))
             linear.lora_A.dropout = self.dropout
             linear.lora_A.scale = self.scale
             linear.register_forward_hook(_add_product)
@@ -192,15 +199,15 @@ class Lora:
         return added | _attach_to_experts(model, experts, self.rank, self.scale)
 
     def owns(self, name: str) -> bool:
-        """Tell whether a name is that of an adapter."""
+        """Return whether a parameter of this name belongs to an adapter."""
         return _OWNED.fullmatch(name) is not None
 
     def fold(
         self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return W + s B A in float32, or the tensor itself where it has no adapter.
+        """Return W + s B A in float32, or the tensor itself if it has no adapter.
 
-        model: without adapters, perhaps on meta.
+        model: without adapters; it may be on meta.
         """
         path = name.removesuffix(".weight")
         if f"{path}.{A}.weight" not in added:
@@ -212,57 +219,58 @@ class Lora:
 
 
 def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add s B A x to what a linear has given for x; a hook, which copies of a model share."""
+    """Add s B A x to the output of a linear layer (a forward hook that copies of a model share)."""
     return linear.lora_B.add_to(output, linear.lora_A(arguments[0]))
 
 
 def _attach_to_experts(
     model: PreTrainedModel, names: list[str], rank: int, scale: float
 ) -> set[str]:
-    """Put adapters beside weights of experts, on meta; return their parameters' names."""
+    """Add adapters, on meta, to parameters of experts; return the adapters' parameter names."""
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = model.get_submodule(path)
         module.register_forward_pre_hook(_add_to_experts)
-        # Also where recomputation ends early, by an exception.
+        # Recomputation may end early by an exception, and W must be restored then too.
         module.register_forward_hook(_restore_experts, always_call=True)
     for name in names:
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).add_module(
-            _EXPERTS + leaf, ExpertAdapter(model.get_parameter(name), rank, scale)
+            _EXPERTS_PREFIX + leaf, ExpertAdapter(model.get_parameter(name), rank, scale)
         )
     return {
-        f"{_adapter_of_experts(name)}.{part}.weight"
+        f"{_name_expert_adapter(name)}.{part}.weight"
         for name in names
         for part in ("lora_A", "lora_B")
     }
 
 
 def _add_to_experts(module: nn.Module, _: Any) -> None:
-    """Put W + s B A in the place of W; a hook, which copies of a model share."""
+    """Replace W by W + s B A (a forward pre-hook that copies of a model share)."""
     _restore_experts(module)
-    module.frozen = {
-        name.removeprefix(_EXPERTS): module._parameters[name.removeprefix(_EXPERTS)]
+    adapted = [
+        name.removeprefix(_EXPERTS_PREFIX)
         for name, child in module.named_children()
         if isinstance(child, ExpertAdapter)
-    }
-    for name, whole in module.frozen.items():
-        module._parameters[name] = module.get_submodule(_EXPERTS + name).added_to(whole)
+    ]
+    module.frozen = {name: module._parameters[name] for name in adapted}
+    for name, weight in module.frozen.items():
+        module._parameters[name] = module.get_submodule(_EXPERTS_PREFIX + name).add_to(weight)
 
 
 def _restore_experts(module: nn.Module, *_: Any) -> None:
-    """Put W back in its place."""
+    """Replace W + s B A by W again."""
     module._parameters.update(module.__dict__.pop("frozen", {}))
 
 
-def _adapter_of_experts(name: str) -> str:
-    """Return the name of the adapter of such a weight."""
+def _name_expert_adapter(name: str) -> str:
+    """Return the name of the adapter of an experts' parameter."""
     path, _, leaf = name.rpartition(".")
-    return f"{path}.{_EXPERTS}{leaf}"
+    return f"{path}.{_EXPERTS_PREFIX}{leaf}"
 
 
 def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Return W + s B A in float32, or the tensor itself where it has no adapter."""
-    path = _adapter_of_experts(name)
+    """Return W + s B A in float32, or the tensor itself if it has no adapter."""
+    path = _name_expert_adapter(name)
     if f"{path}.lora_A.weight" not in added:
         return tensor
     product = added[f"{path}.lora_B.weight"].float() @ added[f"{path}.lora_A.weight"].float()
@@ -270,21 +278,21 @@ def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale:
 
 
 def _describe_untargeted_experts(model: PreTrainedModel) -> str:
-    """Say how many parameters of experts stay without an adapter; nothing where there are none."""
-    numbers = sum(
+    """Return how many parameters of experts have no adapter, as text; "" if there are none."""
+    count = sum(
         parameter.numel()
         for name, parameter in list_expert_weights(model).items()
-        if _adapter_of_experts(name) not in dict(model.named_modules())
+        if _name_expert_adapter(name) not in dict(model.named_modules())
     )
     return (
-        f"; {units.count(numbers)} parameters are of fused experts, which have no adapters"
-        if numbers
+        f"; {units.count(count)} parameters are of fused experts, which have no adapters"
+        if count
         else ""
     )
 
 
-def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make all parameters of a meta-device model frozen ones of a dtype; ties stay."""
+def freeze_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast and freeze all parameters of a model on the meta device; tied ones stay tied."""
     frozen: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -297,31 +305,32 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
-    """Raise UsageError where an adapter is not of this model, which has none yet.
+    """Raise UsageError if an adapter does not belong to this model. The model has no adapter yet.
 
-    Raises ArtifactError if it lacks linears of this model that its config names.
+    Raises ArtifactError if the adapter lacks linear layers that its config names.
     """
     linears = list_linears(model)
-    here = dict[tuple[str, str], tuple[int, ...]]()
+    shapes = dict[tuple[str, str], tuple[int, ...]]()
     for linear in linears.keys() & set(adapter.linears):
         out, inputs = count_features(model.get_submodule(linear))
-        here |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}
+        shapes |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}
     if wrong := [
-        f"{linear}: lora_{part} of {list(shape)}, and the model "
+        f"{linear}: lora_{part} has shape {list(shape)}, but the model "
         + (
-            f"needs {list(here[linear, part])}"
-            if (linear, part) in here
-            else "has no such linear in its blocks"
+            f"needs {list(shapes[linear, part])}"
+            if (linear, part) in shapes
+            else "has no linear layer of that name in its blocks"
         )
         for (linear, part), shape in sorted(adapter.shapes.items())
-        if here.get((linear, part)) != shape
+        if shapes.get((linear, part)) != shape
     ]:
         raise UsageError(
-            f"the adapter in {adapter.directory} is not of this {model.config.model_type} model",
+            f"the adapter in {adapter.directory} does not belong to this "
+            f"{model.config.model_type} model",
             found=units.join_lines(wrong, _SHOWN),
-            expected="the model that it was trained beside",
+            expected="an adapter that was trained with this model as its base",
         )
-    if lacking := [
+    if missing := [
         linear
         for linear, kind in linears.items()
         if kind != "router"
@@ -329,52 +338,54 @@ def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
         and any(f".{linear}".endswith(f".{name}") for name in adapter.modules)
     ]:
         raise ArtifactError(
-            f"the adapter in {adapter.directory} is not whole",
-            expected="A and B for each linear of the model that target_modules names",
-            found=f"nothing for {len(lacking)} of them:\n{units.join_lines(lacking, _SHOWN)}",
+            f"the adapter in {adapter.directory} is incomplete",
+            expected="A and B for each linear layer of the model that target_modules names",
+            found=f"nothing for {len(missing)} of them:\n{units.join_lines(missing, _SHOWN)}",
         )
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, adapter: PeftAdapter) -> None:
-    """Fill the adapters of a model, sharded or plain, from the files that they fit.
+def load_adapter(model: PreTrainedModel, adapter: PeftAdapter) -> None:
+    """Load the files of an adapter into the adapters of a model, which may be sharded.
 
-    Raises ArtifactError for numbers that are NaN or infinite in the dtype of the parameters.
+    The adapter must have passed `require_fits`. Raises ArtifactError for numbers that are NaN or
+    infinite in the dtype of the parameters.
     """
     path = adapter.directory / peft_adapter.WEIGHTS
     try:
         with safe_open(path, "pt") as file:
-            for name, parameter in _parameters(model).items():
+            for name, parameter in _list_adapter_parameters(model).items():
                 full = file.get_tensor(peft_adapter.PREFIX + name).to(parameter.dtype)
                 if not full.isfinite().all():
                     raise ArtifactError(
                         f"{path} is damaged",
-                        found=f"{name} has numbers that are "
-                        f"NaN or infinite, or beyond {parameter.dtype}",
+                        found=f"{name} contains numbers that are NaN, infinite or too large for "
+                        f"{parameter.dtype}",
                     )
                 local_tensor(parameter).copy_(full[local_slice(parameter)])
     except SafetensorError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from error
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def _list_adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter for name, parameter in model.named_parameters() if _OWNED.fullmatch(name)
     }
 
 
 @contextmanager
-def telling_of_idle(model: nn.Module) -> Iterator[None]:
-    """Warn of adapters that no forward pass of the while has used.
+def warn_about_unused_adapters(model: nn.Module) -> Iterator[None]:
+    """Warn about adapters that no forward pass uses while this context is open.
 
-    Where a family takes the weight of a linear without calling it, an adapter would learn nothing.
+    Some families read the weight of a linear layer without calling the layer, so that an adapter
+    would learn nothing. Experts are skipped, because the router may choose none of them.
     """
     used: set[str] = set()
     factors = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Factor) and name.endswith(A) and "expert" not in name
-    }  # which no token of the trial may have chosen
+    }
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: used.add(name))
         for name, module in factors.items()
@@ -384,16 +395,16 @@ def telling_of_idle(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    idle = [name.rpartition(".")[0] for name in factors if name not in used]
-    if idle and log.rank() == 0:
+    unused = [name.rpartition(".")[0] for name in factors if name not in used]
+    if unused and log.rank() == 0:
         log.warn(
-            f"{units.counted(len(idle), 'adapter')} had no part in a trial of the model, and "
-            f"may learn nothing: {units.join_lines(idle, _SHOWN)}"
+            f"a trial pass of the model did not use {units.counted(len(unused), 'adapter')}, "
+            f"which may learn nothing: {units.join_lines(unused, _SHOWN)}"
         )
 
 
-def settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run's adapters. options: of its identity."""
+def select_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Lora` for a run. options: from the identity of the run."""
     return {
         "rank": options["lora_rank"],
         "alpha": options["lora_alpha"],

@@ -1,4 +1,4 @@
-"""Chooses the linears and the weights of experts that get a LoRA adapter, by their names."""
+"""Choose the linear layers and the parameters of experts that get a LoRA adapter, by name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from lib.models.sharded import own_class
 ALL = "all-linear"
 ATTENTION = "attention"
 MLP = "mlp"
-# Classes whose `forward` is nothing but the product. Conv1D, of GPT-2 and its like, has its weight
-# the other way round: [in, out].
+# Classes whose `forward` is only the matrix product. Conv1D (GPT-2) stores its weight as [in, out].
 _LINEARS = ("Linear", "FalconLinear", "Conv1D")
 _TRANSPOSED = "Conv1D"
 _ROUTERS = (*ROUTERS, "shared_expert_gate")
@@ -25,10 +24,11 @@ _SHOWN = 8
 
 
 def choose_linears(model: PreTrainedModel, targets: str) -> list[str]:
-    """Return the names of the linears of a model's blocks that targets stand for, in order.
+    """Return the names of the linear layers in a model's blocks that match, in order.
 
-    Routers are among them only where a regular expression names them. Raises UsageError where none
-    is, and for a regular expression that matches some of them and the output layer or embedding.
+    targets: as for Lora. Routers are included only if a regular expression matches them. Raises
+    UsageError if no layer matches, or if a regular expression that is meant for some layers also
+    matches the embedding or the output layer.
     """
     kinds = list_linears(model)
     if targets in (ALL, ATTENTION, MLP):
@@ -37,23 +37,24 @@ def choose_linears(model: PreTrainedModel, targets: str) -> list[str]:
         ]
     else:
         chosen = [name for name in kinds if matches_name(targets, name)]
-        if len(chosen) < len(kinds):  # what matches all means the blocks
+        if len(chosen) < len(kinds):  # a pattern such as `.*` is meant for all layers of the blocks
             _require_in_blocks(model, targets)
     if not chosen and not choose_experts(model, targets):
-        leaves = sorted({name.rpartition(".")[2] for name in kinds})
+        last_parts = sorted({name.rpartition(".")[2] for name in kinds})
         raise UsageError(
-            f"--lora-targets {targets} matches no linear in the blocks of a "
+            f"--lora-targets {targets} matches no linear layer in the blocks of a "
             f"{model.config.model_type} model",
-            expected="the names of some of its linears, or a regular expression that matches them",
-            found=", ".join(leaves[:_SHOWN]) or "no linear at all",
+            expected="names of its linear layers, or a regular expression that matches them",
+            found=", ".join(last_parts[:_SHOWN]) or "no linear layer at all",
         )
     return chosen
 
 
 def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
-    """Return the names of weights of experts that a regular expression matches.
+    """Return the names of experts' parameters that match a regular expression.
 
-    It may match the name of the weight or of the module that has it.
+    The expression may match the name of the parameter or of its module. `all-linear`, `attention`
+    and `mlp` match none.
     """
     if targets in (ALL, ATTENTION, MLP):
         return []
@@ -65,13 +66,13 @@ def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
 
 
 def matches_name(pattern: str, name: str) -> bool:
-    """Tell whether a regular expression matches a whole name, or the whole last part of it."""
+    """Return whether a regular expression matches the whole name or the whole last part of it."""
     return any(re.fullmatch(pattern, text) for text in (name, name.rpartition(".")[2]))
 
 
 def list_linears(model: PreTrainedModel) -> dict[str, str]:
-    """Return the linears of the blocks by name: each is of attention, mlp or a router."""
-    found: dict[str, str] = {}
+    """Return the kind (`attention`, `mlp` or `router`) of each linear layer in the blocks."""
+    kinds: dict[str, str] = {}
     for block_name, block in decoder_layers(model).items():
         attention = [
             f"{name}."
@@ -81,14 +82,14 @@ def list_linears(model: PreTrainedModel) -> dict[str, str]:
         for name, module in block.named_modules(prefix=block_name):
             if own_class(module).__name__ in _LINEARS:
                 is_attention = name.startswith(tuple(attention))
-                found[name] = ATTENTION if is_attention else MLP
+                kinds[name] = ATTENTION if is_attention else MLP
                 if name.rpartition(".")[2] in _ROUTERS:
-                    found[name] = "router"
-    return found
+                    kinds[name] = "router"
+    return kinds
 
 
 def list_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the weights of the blocks that are of several experts, by name."""
+    """Return the parameters in the blocks that hold the weights of several experts, by name."""
     return {
         f"{path}.{name}": parameter
         for block_name, block in decoder_layers(model).items()
@@ -101,25 +102,25 @@ def list_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
-    """Raise UsageError where a regular expression matches an embedding or the output layer."""
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    """Raise UsageError if a regular expression matches an embedding or the output layer."""
+    excluded = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     if outside := [
         name
         for name, module in model.named_modules()
-        if id(module) in ends and matches_name(pattern, name)
+        if id(module) in excluded and matches_name(pattern, name)
     ]:
         raise UsageError(
-            f"--lora-targets {pattern} matches {' and '.join(outside)}, which can "
-            "have no adapter: only linears of the blocks can"
+            f"--lora-targets {pattern} matches {' and '.join(outside)}, which cannot have an "
+            "adapter: only linear layers of the blocks can"
         )
 
 
 def count_features(linear: nn.Module) -> tuple[int, int]:
-    """Return the features that a linear gives and takes."""
+    """Return the numbers of output and input features of a linear layer."""
     rows, columns = linear.weight.shape
     return (columns, rows) if is_transposed(linear) else (rows, columns)
 
 
 def is_transposed(linear: nn.Module) -> bool:
-    """Tell whether a linear has its weight as [in, out]."""
+    """Return whether a linear layer stores its weight as [in, out]."""
     return own_class(linear).__name__ == _TRANSPOSED

@@ -1,8 +1,8 @@
-"""The directory of an adapter as PEFT writes it: found and checked from its files alone, no torch.
+"""Read and check the directory of a LoRA adapter as PEFT writes it, without importing torch.
 
-    adapter_config.json         rank, alpha, the names of the linears, the name of the base
-    adapter_model.safetensors   base_model.model.<linear>.lora_A.weight [rank, in]
-                                base_model.model.<linear>.lora_B.weight [out, rank]
+    adapter_config.json         rank, alpha, names of the linear layers, name of the base model
+    adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [rank, in]
+                                base_model.model.<layer>.lora_B.weight [out, rank]
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
@@ -50,15 +50,16 @@ _HARMLESS = {
     "runtime_config",
     "qalora_group_size",
 }
-# Initialisations that leave the base as it is; the others train beside a base that they changed.
+# Initialisations that leave the base model unchanged. The others also change its weights.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class PeftAdapter(NamedTuple):
-    """Says what an adapter is. shapes: of A and B, by the linear and `A` or `B`.
+    """The settings and shapes of an adapter.
 
-    fingerprint: of config and weights, wherever they lie. modules: names, or the last parts of
-    names, of the linears that its config asks for; empty where it tells them in another way.
+    shapes: by name of the linear layer and `A` or `B`. fingerprint: of config and weights,
+    independent of the path. modules: the names, or last parts of names, of the linear layers in
+    its config; empty if the config selects layers in another way.
     """
 
     directory: Path
@@ -72,42 +73,45 @@ class PeftAdapter(NamedTuple):
 
     @property
     def linears(self) -> list[str]:
-        """Return the names of the linears that it belongs to, sorted."""
+        """Return the names of the linear layers that have this adapter, sorted."""
         return sorted({linear for linear, _ in self.shapes})
 
     @property
     def targets(self) -> str:
-        """Return a regular expression that matches these names and no others."""
-        return pattern(self.linears)
+        """Return a regular expression that matches exactly these names."""
+        return build_pattern(self.linears)
 
 
-def pattern(names: Iterable[str]) -> str:
-    """Return a regular expression that matches exactly these names, short if layers are alike."""
+def build_pattern(names: Iterable[str]) -> str:
+    """Return a regular expression that matches exactly these names.
+
+    It is short if the same names occur in several blocks.
+    """
     layers: dict[tuple[str, str], list[int]] = {}
     plain = []
     for name in names:
         if number := _NUMBER.search(name):
-            ends = name[: number.start()], name[number.end() :]
-            layers.setdefault(ends, []).append(int(number[1]))
+            before_and_after = name[: number.start()], name[number.end() :]
+            layers.setdefault(before_and_after, []).append(int(number[1]))
         else:
             plain.append(re.escape(name))
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    by_blocks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (before, after), numbers in layers.items():
-        alike.setdefault((before, tuple(sorted(numbers))), []).append(re.escape(after))
+        by_blocks.setdefault((before, tuple(sorted(numbers))), []).append(re.escape(after))
     return "|".join(
         plain
         + [
             rf"{re.escape(before)}\.({'|'.join(map(str, numbers))})\.({'|'.join(sorted(afters))})"
-            for (before, numbers), afters in alike.items()
+            for (before, numbers), afters in by_blocks.items()
         ]
     )
 
 
-def read(directory: Path) -> PeftAdapter:
-    """Return what the adapter in a directory is.
+def read_adapter(directory: Path) -> PeftAdapter:
+    """Return the settings and shapes of the adapter in a directory.
 
-    Raises UsageError for one that is not plain LoRA on linears, telling all that is against it, and
-    ArtifactError for files that are missing or damaged.
+    Raises UsageError with all reasons if it is not plain LoRA on linear layers, and ArtifactError
+    for missing or damaged files.
     """
     content = _read_config(directory)
     _require_plain(directory, content)
@@ -121,12 +125,12 @@ def read(directory: Path) -> PeftAdapter:
         bool(content.get("use_rslora")),
         shapes,
         hashing.fingerprint([content, digest]),
-        _modules(content),
+        _list_target_modules(content),
     )
 
 
-def _modules(content: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names in target_modules, if they alone decide which linears have an adapter."""
+def _list_target_modules(content: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names in target_modules, or () if other settings limit them."""
     names = content.get("target_modules")
     limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if not isinstance(names, list) or any(content.get(limit) for limit in limits):
@@ -140,22 +144,22 @@ def _read_config(directory: Path) -> dict[str, Any]:
         content = records.read_json(path)
     except OSError:
         raise ArtifactError(
-            f"{directory} holds no adapter (no {CONFIG})",
+            f"{directory} contains no adapter (no {CONFIG})",
             expected="a directory that PEFT or stage 05 with --adapter wrote",
         ) from None
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object")
-    if content.get("peft_type", "LORA") == "LORA" and not _is_sound(content):
+    if content.get("peft_type", "LORA") == "LORA" and not _has_valid_numbers(content):
         raise ArtifactError(
             f"{path} is damaged",
-            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1",
+            expected="a whole number r, lora_alpha above 0 and lora_dropout below 1",
         )
     return content
 
 
-def _is_sound(content: dict[str, Any]) -> bool:
+def _has_valid_numbers(content: dict[str, Any]) -> bool:
     rank, alpha, dropout = (content.get(name, 0) for name in ("r", "lora_alpha", "lora_dropout"))
     return (
         type(rank) is int
@@ -168,26 +172,27 @@ def _is_sound(content: dict[str, Any]) -> bool:
 
 
 def find_odd_alpha(alpha: float) -> str:
-    """Return what is wrong with the alpha of adapters, "" if nothing is."""
+    """Return why an alpha is not accepted, or "" if it is."""
     least, most = ALPHAS
     return (
         ""
         if least <= alpha <= most
-        else f"alpha lies between {least:g} and {most:,.0f}, 1 to 4 times the rank as a rule"
+        else f"alpha must be between {least:g} and {most:,.0f}, and is usually 1 to 4 times the "
+        "rank"
     )
 
 
 def _require_plain(directory: Path, content: dict[str, Any]) -> None:
-    """Raise UsageError for a config that asks for more than W x + s B A x."""
+    """Raise UsageError for a config that needs more than W x + s B A x."""
     problems = []
     if content.get("peft_type", "LORA") != "LORA":
         problems.append(f"peft_type: {content['peft_type']}")
     if content.get("bias", "none") != "none":
-        problems.append(f"bias: {content['bias']}, which is trained as well")
+        problems.append(f"bias: {content['bias']}, so biases were trained too")
     if content.get("init_lora_weights", True) not in _INITIAL:
         problems.append(
             f"init_lora_weights: {content['init_lora_weights']}, which may have "
-            "changed the weights of the base"
+            "changed the weights of the base model"
         )
     if odd := find_odd_alpha(content.get("lora_alpha", 1)):
         problems.append(f"lora_alpha: {content['lora_alpha']!r:.40}; {odd}")
@@ -198,22 +203,23 @@ def _require_plain(directory: Path, content: dict[str, Any]) -> None:
     ]
     if problems:
         raise UsageError(
-            f"the adapter in {directory} is not plain LoRA on linears",
+            f"the adapter in {directory} is not plain LoRA on linear layers",
             found=units.join_lines(problems, _SHOWN),
-            expected="A and B of one rank and one alpha, and nothing else",
+            expected="only A and B, with one rank and one alpha",
         )
 
 
 def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return the shapes of A and B by layer, from the header of the weights."""
     path = directory / WEIGHTS
     if not path.is_file():
         if (directory / _PICKLE).is_file():
             raise UsageError(
-                f"the adapter in {directory} is a pickle, which is not read here",
-                expected=f"{WEIGHTS}, as PEFT writes it now",
+                f"the adapter in {directory} is a pickle, which is never opened",
+                expected=f"{WEIGHTS}, as current versions of PEFT write it",
                 found=_PICKLE,
             )
-        raise ArtifactError(f"{directory} is not whole", found=f"no {WEIGHTS}")
+        raise ArtifactError(f"the adapter in {directory} is incomplete", found=f"no {WEIGHTS}")
     try:
         header, start = read_header(path, path.stat().st_size)
         if wrong := next(find_misplaced(header, _FLOATS, ""), ""):
@@ -221,31 +227,31 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
         ends = [entry["data_offsets"][1] for entry in header.values()]
         if start + max(ends, default=0) != path.stat().st_size:
             raise ValueError(
-                f"{path.stat().st_size} bytes, and its header tells of "
+                f"{path.stat().st_size} bytes, but its header describes "
                 f"{start + max(ends, default=0)}"
             )
-        found = {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in header.items()}
+        tensors = {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in header.items()}
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     problems = Problems()
-    for key, (shape, dtype) in found.items():
+    for key, (shape, dtype) in tensors.items():
         named = _KEY.fullmatch(key)
         if named and len(shape) == 2 and shape[_RANK_DIM[named[2]]] == rank and dtype in _FLOATS:
             shapes[named[1], named[2]] = shape
         else:
             problems.add(
-                f"{path} holds {key} {list(shape)} of {dtype}, which is no A or B of a "
-                f"linear at rank {rank}"
+                f"{path} contains {key} {list(shape)} in {dtype}, which is not A or B of a "
+                f"linear layer at rank {rank}"
             )
     problems.raise_if_any()
     if not shapes:
-        raise ArtifactError(f"{path} is not whole", found="no tensors at all")
-    lacking = []
+        raise ArtifactError(f"{path} is incomplete", found="no tensors at all")
+    missing = []
     for linear, part in shapes:
         other = "B" if part == "A" else "A"
         if (linear, other) not in shapes:
-            lacking.append(f"{linear} has no lora_{other}")
-    if lacking:
-        raise ArtifactError(f"{path} is not whole", found=units.join_lines(lacking, _SHOWN))
+            missing.append(f"{linear} has no lora_{other}")
+    if missing:
+        raise ArtifactError(f"{path} is incomplete", found=units.join_lines(missing, _SHOWN))
     return shapes

@@ -36,7 +36,7 @@ FLOATING = {
     for dtype, name in DTYPES.items()
     if dtype.is_floating_point
 }  # names in files → names in configs
-# With fp8, all but the linears of the blocks computes in bf16: see float8.py.
+# With fp8, everything but the linear layers of the blocks computes in bf16: see float8.py.
 COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

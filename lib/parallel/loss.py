@@ -46,7 +46,7 @@ def build_loss(
     """
     if packing == "documents":
         require_isolation(model, layout)
-    with lora.telling_of_idle(model):
+    with lora.warn_about_unused_adapters(model):
         said = chunk(model, layout, compiler)
     log.info(f"loss: {said}")
     return partial(token_loss_sum, model)

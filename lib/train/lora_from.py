@@ -21,11 +21,11 @@ def find(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None
     holds it already and the directory is gone.
 
     identity: of the run that has begun, or {}. Raises UsageError or ArtifactError as
-    `peft_adapter.read`.
+    `peft_adapter.read_adapter`.
     """
     if directory is None or (not directory.exists() and INPUT in identity.get("inputs", {})):
         return None
-    return peft_adapter.read(directory)
+    return peft_adapter.read_adapter(directory)
 
 
 def fingerprint(

@@ -15,8 +15,8 @@ from lib.core import log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.models import adapters, architecture, directory, lora
-from lib.models.adapters import ModelAdapter
+from lib.models import architecture, directory, lora, model_changes
+from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS
@@ -79,8 +79,9 @@ def build_model(
     config = balance.settle(config, model, inputs)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
-    for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
-        log.info(said)
+    changes = _select_changes(config, changes_memory_plan=True)
+    for description in model_changes.apply_changes(model, changes, Placement()).descriptions:
+        log.info(description)
     _require_whole_blocks(config, model)
     if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
         precision.warn_if_emulated(config.precision)
@@ -134,8 +135,9 @@ def shard(
     load = balance.watch(config, model, layout.device)
     offload = update_device(config, layout) != layout.device
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
-    for said in adapters.adapt(model, _asked(config, before_plans=False), placement).said:
-        log.info(said)
+    changes = _select_changes(config, changes_memory_plan=False)
+    for description in model_changes.apply_changes(model, changes, placement).descriptions:
+        log.info(description)
     log.info(
         "sharded: "
         + parallelize.parallelize(
@@ -154,10 +156,11 @@ def shard(
     return load
 
 
-def _asked(config: Config, before_plans: bool) -> list[ModelAdapter]:
-    """Return the adapters of a run that change its model before it is planned, or afterwards."""
-    asked = adapters.make(adapters.asked_by(config.having(Role.RESULT)))
-    return [adapter for adapter in asked if adapter.before_plans == before_plans]
+def _select_changes(config: Config, changes_memory_plan: bool) -> list[ModelChange]:
+    """Return the changes of the model that come before the memory plan, or those after it."""
+    settings = model_changes.select_settings(config.having(Role.RESULT))
+    changes = model_changes.build_changes(settings)
+    return [change for change in changes if change.changes_memory_plan == changes_memory_plan]
 
 
 def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout) -> None:
@@ -183,7 +186,7 @@ def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: Para
     """
     began = time.monotonic()
     if inputs.adapter:
-        lora.fill(model, inputs.adapter)
+        lora.load_adapter(model, inputs.adapter)
         log.info(f"adapters: taken from {inputs.adapter.directory}")
     elif is_frozen(model):
         draw_added(model, config.seed)

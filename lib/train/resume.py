@@ -121,7 +121,7 @@ def roll_back(
     if checkpoint is None:
         raise symptoms.diverged(diverged_at, bad, state.rollbacks, config, experiment)
     checkpointer.load(checkpoint, state)
-    float8.rescale(state.model)
+    float8.update_scales(state.model)
     # What is learned goes back, not the data.
     state.position = position
     state.rollbacks = rollbacks

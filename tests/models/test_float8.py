@@ -68,7 +68,7 @@ def sharded(
 def train(model: nn.Module, steps: int) -> list[float]:
     """Return the losses of so many steps on sentences of a small made-up language."""
     adamw = registry.build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
-    float8.rescale_with(adamw, model)
+    float8.update_scales_with(adamw, model)
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
@@ -164,11 +164,13 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
     }
     assert model.state_dict().keys() == before.state_dict().keys()
     converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
-    assert said.startswith(f"fp8: {len(converted)} linears of the blocks in 8-bit floats")
+    assert said.startswith(f"fp8: {len(converted)} linear layers of the blocks in 8-bit floats")
     assert all(n.startswith(tuple(decoder_layers(model))) for n in converted)
     assert not [n for n in converted if "experts" in n or n.endswith(".gate")]
     assert ("weights of experts in bf16" in said) == ("moe" in name or name == "mixtral")
-    assert ("1 linear" in said or "2 linears with sizes" in said) == (name == "qwen2_moe"), said
+    assert ("1 linear layer" in said or "2 linear layers with sizes" in said) == (
+        name == "qwen2_moe"
+    ), said
 
 
 def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:

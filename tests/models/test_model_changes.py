@@ -1,4 +1,4 @@
-"""An adapter changes modules, keeps their names, and is folded away; unknown ones are errors."""
+"""A model change keeps all names and is folded away in an export; unknown names are errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lib.core.errors import UsageError
-from lib.models import adapters
+from lib.models import model_changes
 from lib.models.architecture import decoder_layers
 from lib.models.sharded import Placement
 from tests.models.families import FAMILIES
@@ -30,10 +30,10 @@ class ScaledLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Scaled:
-    """Multiplies what some linear layers return."""
+    """Scale the linear layers whose names end in `ends`."""
 
     ends: str
-    before_plans = True
+    changes_memory_plan = True
 
     def convert(self, model: PreTrainedModel, _: Placement) -> tuple[set[str], str]:
         added = set()
@@ -43,7 +43,7 @@ class Scaled:
                     linear.__class__ = ScaledLinear
                     linear.factor = nn.Parameter(linear.weight.new_empty(linear.out_features))
                     added.add(name + FACTOR)
-        return added, f"{len(added)} linears scaled"
+        return added, f"{len(added)} linear layers scaled"
 
     def fold(
         self, _: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
@@ -56,16 +56,18 @@ class Scaled:
 
 
 @pytest.mark.parametrize(("family", "ends", "count"), [("llama", "_proj", 14), ("phi", ".fc1", 2)])
-def test_what_is_added_is_folded_away(
+def test_added_parameters_are_folded_away(
     monkeypatch: pytest.MonkeyPatch, family: str, ends: str, count: int
 ) -> None:
-    monkeypatch.setitem(adapters.ADAPTERS, "scaled", Scaled)
+    monkeypatch.setitem(model_changes.MODEL_CHANGES, "scaled", Scaled)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
     plain = copy.deepcopy(model)
-    asked = adapters.make({"scaled": {"ends": ends}, "float8": {"recipe": "tensorwise"}})
-    added, said = adapters.adapt(model, asked[:1], Placement())
-    assert said == [f"{count} linears scaled"] and len(added) == count
+    changes = model_changes.build_changes(
+        {"scaled": {"ends": ends}, "float8": {"recipe": "tensorwise"}}
+    )
+    added, descriptions = model_changes.apply_changes(model, changes[:1], Placement())
+    assert descriptions == [f"{count} linear layers scaled"] and len(added) == count
     assert {name for name, _ in model.named_parameters()} == {
         name for name, _ in plain.named_parameters()
     } | added
@@ -76,17 +78,20 @@ def test_what_is_added_is_folded_away(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
-    held = model.state_dict()
-    extra = {name: held.pop(name) for name in added}
+    tensors = model.state_dict()
+    factors = {name: tensors.pop(name) for name in added}
     plain.load_state_dict(
-        {name: adapters.fold(asked, plain, name, tensor, extra) for name, tensor in held.items()}
+        {
+            name: model_changes.fold_tensor(changes, plain, name, tensor, factors)
+            for name, tensor in tensors.items()
+        }
     )
     expected = model(input_ids=TOKENS).logits
     assert expected.std() > 0.01
     torch.testing.assert_close(plain(input_ids=TOKENS).logits, expected)
 
 
-def test_the_last_to_change_a_model_is_folded_first() -> None:
+def test_the_last_change_is_folded_first() -> None:
     class Order:
         def __init__(self, power: int) -> None:
             self.power = power
@@ -94,12 +99,15 @@ def test_the_last_to_change_a_model_is_folded_first() -> None:
         def fold(self, _: None, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
             return tensor * 2 + self.power
 
-    asked = [Order(1), Order(10)]
-    assert adapters.fold(asked, None, "x", torch.tensor(1), {}) == (1 * 2 + 10) * 2 + 1
+    changes = [Order(1), Order(10)]
+    assert (
+        model_changes.fold_tensor(changes, None, "x", torch.tensor(1), {}) == (1 * 2 + 10) * 2 + 1
+    )
 
 
-def test_an_unknown_adapter_is_an_error() -> None:
-    with pytest.raises(UsageError, match="there is no adapter dora") as error:
-        adapters.make({"dora": {}})
+def test_an_unknown_change_is_an_error() -> None:
+    with pytest.raises(UsageError, match="dora") as error:
+        model_changes.build_changes({"dora": {}})
     assert "float8" in error.value.render()
-    assert adapters.make({}) == [] and adapters.adapt(None, [], Placement()) == (set(), [])
+    assert model_changes.build_changes({}) == []
+    assert model_changes.apply_changes(None, [], Placement()) == (set(), [])
