@@ -51,7 +51,7 @@ from launch.kube.raw_text import RawText  # noqa: E402
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
-from lib.train import stage_04  # noqa: E402
+from lib.train import command_line  # noqa: E402
 from lib.train.config import Config  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
@@ -117,9 +117,9 @@ def parser() -> options.Parser:
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """Return our options, and those of stage 04: words after `--`, or options only it knows."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     asking = parser()
-    own, more = stage_04.taken_out(own, asking._option_string_actions)
+    own, more = command_line.take_stage_options(own, asking._option_string_actions)
     return asking.parse(own), [*more, *train]
 
 
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
 
 def deploying(argv: list[str]) -> list[str]:
     """Return the words of a `prepare` for the `deploy` that follows it."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     # The command may stand behind options, and one of these may have the same word as its value.
     at = 0 if own[0] == "prepare" else len(own) - 1 - own[::-1].index("prepare")
     return [*own[:at], "deploy", *own[at + 1 :], *(["--", *train] if train else [])]
@@ -379,7 +379,7 @@ def deploy_training_job(
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
     deploy.deploy(
-        planned(completed(job, kubectl), [*train, *stage_04.words_of(given)]),
+        planned(completed(job, kubectl), [*train, *command_line.to_words(given)]),
         kubectl,
         token=token,
         monitor=monitor,

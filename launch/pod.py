@@ -34,7 +34,7 @@ from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.core.retry import poll  # noqa: E402
-from lib.train import stage_04  # noqa: E402
+from lib.train import command_line  # noqa: E402
 
 _STAGE = str(ROOT / "04_train_fsdp.py")
 _TRY_AGAIN = 128 + signal.SIGTERM
@@ -76,10 +76,10 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Print the command, run it, and exit with its code as Kubernetes should see it."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     opts = parse(own)
     if not train:
-        raise stage_04.nothing_behind("-e exp -d corpus")
+        raise command_line.missing_dashes_error("-e exp -d corpus")
     if opts.min_nodes and opts.min_nodes > opts.nnodes:
         raise UsageError(f"--min-nodes {opts.min_nodes} is above --nnodes {opts.nnodes}")
     operators = {

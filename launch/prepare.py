@@ -26,7 +26,7 @@ from launch import pod  # noqa: E402
 from launch.kube.raw_text import RawText, steps  # noqa: E402
 from lib.core import declared, log, options, stage  # noqa: E402
 from lib.core.options import Options  # noqa: E402
-from lib.train import stage_04  # noqa: E402
+from lib.train import command_line  # noqa: E402
 
 
 def parse(argv: list[str]) -> Options:
@@ -37,10 +37,10 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     opts = parse(own)
-    train = stage_04.completed(train)
-    config = stage_04.parse(train)
+    train = command_line.add_recipe(train)
+    config = command_line.parse_options(train)
     if not config.experiment_name:
         train = [*train, "--experiment-name=prepare"]
     for script, *words in list(steps(declared.read_options(RawText, opts), config, train)):

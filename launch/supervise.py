@@ -30,7 +30,7 @@ from lib.core import commands, launcher, liveness, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import OUTPUTS, Experiment
-from lib.train import stage_04
+from lib.train import command_line
 from lib.train.config import Config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -124,7 +124,7 @@ def parse(argv: list[str]) -> Options:
 
 def stage_options(words: list[str]) -> Config:
     """Return the options of stage 04; UsageError when a run cannot be started with them."""
-    opts = stage_04.parse(words)
+    opts = command_line.parse_options(words)
     if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are needed behind `--`: a name for the run, and a dataset")
     return opts
@@ -132,14 +132,16 @@ def stage_options(words: list[str]) -> Config:
 
 def script_in(command: list[str]) -> int:
     """Return where stage 04 stands in a command; UsageError when it does not, or has no options."""
-    script = next((i for i, word in enumerate(command) if Path(word).name == stage_04.SCRIPT), None)
+    script = next(
+        (i for i, word in enumerate(command) if Path(word).name == command_line.SCRIPT), None
+    )
     if script is None:
         raise UsageError(
-            f"the command behind `--` does not run {stage_04.SCRIPT}",
+            f"the command behind `--` does not run {command_line.SCRIPT}",
             found=shlex.join(command) or "nothing",
         )
     if script == len(command) - 1:
-        raise stage_04.nothing_behind("-e exp -d hf_datasets/corpus")
+        raise command_line.missing_dashes_error("-e exp -d hf_datasets/corpus")
     return script
 
 
@@ -160,12 +162,14 @@ def show(opts: Options, command: NodeCommand) -> None:
 def main(argv: list[str]) -> None:
     """Show the command and, unless that is all, keep it running; exits with the run's code."""
     problems = Problems()
-    (own, words) = stage_04.divided(argv)
+    (own, words) = command_line.split_at_dashes(argv)
     opts = problems.collect(lambda: parse(own))
     script = script_in(words)
     asked = problems.collect(lambda: stage_options(words[script + 1 :]))
     if opts and asked:
-        problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
+        problems.collect(
+            lambda: command_line.require_divisible(asked, opts.nnodes * opts.nproc_per_node)
+        )
     problems.raise_if_any()
     assert opts and asked  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)

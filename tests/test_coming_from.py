@@ -14,7 +14,7 @@ import yaml
 from lib.core import aliases, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import plan, stage_04
+from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.inputs import model_from_scratch
@@ -323,9 +323,9 @@ def test_recomputation_is_a_flag_or_has_a_value(words: list[str], kind: str) -> 
 
 
 def test_launchers_tell_the_same() -> None:
-    assert stage_04.parse(["-e", "x", "-d", "y", "--learning_rate", "1e-4"]).lr == 1e-4
+    assert command_line.parse_options(["-e", "x", "-d", "y", "--learning_rate", "1e-4"]).lr == 1e-4
     with pytest.raises(UsageError) as caught:
-        stage_04.parse(["--warmup_ratio", "0.1"])
+        command_line.parse_options(["--warmup_ratio", "0.1"])
     assert caught.value.hint.startswith("--warmup-steps N, a number of steps and not a share")
 
 

@@ -27,7 +27,7 @@ from launch.kube.kubectl import Kubectl
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
 from lib.core.errors import UsageError
-from lib.train import stage_04
+from lib.train import command_line
 from tests.conftest import ROOT, run_stage
 from tests.hub_server import HubServer, Repo
 from tests.kube_server import Cluster, Object, Server
@@ -125,7 +125,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         container["resources"]["limits"].items()
         >= {"nvidia.com/gpu": 1, "vpc.amazonaws.com/efa": 1}.items()
     )
-    asked = stage_04.parse(container["args"])
+    asked = command_line.parse_options(container["args"])
     assert (asked.model_name, asked.dataset_name, asked.experiment_name, asked.batch_size) == (
         "scratch-1B",
         ["c4"],
@@ -161,7 +161,7 @@ def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> Non
     assert item["template"]["spec"]["nodeSelector"] == {
         "node.kubernetes.io/instance-type": "ml.g5.12xlarge"
     }
-    assert stage_04.parse(container["args"]).max_steps == 1000
+    assert command_line.parse_options(container["args"]).max_steps == 1000
 
 
 def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
@@ -178,7 +178,7 @@ def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
         instance_type="g5.8xlarge",
     )
     item, container = worker(eks)
-    asked = stage_04.parse(container["args"])
+    asked = command_line.parse_options(container["args"])
     assert (asked.from_scratch, asked.model_size, asked.model_name) == (True, "1B", None)
     assert asked.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
     assert item["template"]["spec"]["nodeSelector"] == {  # as the nodes of HyperPod bear it
@@ -252,7 +252,7 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
         "prepare"
     )
     if "max_steps" in line:
-        assert stage_04.parse(worker(eks)[1]["args"]).max_steps == 1000
+        assert command_line.parse_options(worker(eks)[1]["args"]).max_steps == 1000
         assert ("secrets", "default", "j-hub-token") in eks.objects
 
 

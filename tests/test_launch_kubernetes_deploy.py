@@ -21,7 +21,7 @@ from launch import kubernetes
 from launch.kube import aws
 from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
-from lib.train import stage_04
+from lib.train import command_line
 from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
 from tests.kube_server import CORE, Cluster, Object, Server
 
@@ -207,7 +207,7 @@ def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
     assert "attempt 3 of 5" in said and "complete" in said
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-    options = stage_04.parse(worker["containers"][0]["args"])
+    options = command_line.parse_options(worker["containers"][0]["args"])
     assert options.activation_checkpointing == "full"
 
 
@@ -498,7 +498,7 @@ def test_the_same_as_a_function(
     kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-    assert stage_04.parse(worker["containers"][0]["args"]).max_steps == 5
+    assert command_line.parse_options(worker["containers"][0]["args"]).max_steps == 5
     assert ("secrets", "default", "exp-hub-token") in kube.objects
     kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
     with pytest.raises(JobFailed, match="damaged artifact") as caught:

@@ -29,7 +29,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
-from lib.train import report, stage_04
+from lib.train import command_line, report
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
 from tests.test_design import blocks
@@ -108,8 +108,8 @@ def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
 
 def test_pods_without_gpus_mean_the_cpu_also_on_a_node_that_has_some() -> None:
     on_cpu = asked("render", *ASKED, *SHAPES["any node, on the CPU"], *TRAIN).train
-    assert stage_04.parse(on_cpu).device == "cpu"
-    assert stage_04.parse(asked("render", *ASKED, *TRAIN).train).device == "auto"
+    assert command_line.parse_options(on_cpu).device == "cpu"
+    assert command_line.parse_options(asked("render", *ASKED, *TRAIN).train).device == "auto"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -480,7 +480,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "own values.yaml"
     file.write_text("dataset_name: [a, b]\nbatch-size: 2\ncompile: true\nfrom-scratch: true\n")
     plain = asked("render", *ASKED, "--", "--config", file)
-    opts = stage_04.parse(plain.train)
+    opts = command_line.parse_options(plain.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
         ["a", "b"],
         2,
@@ -502,7 +502,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
         "-e",
         "other",
     )
-    opts = stage_04.parse(own.train)
+    opts = command_line.parse_options(own.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
     assert opts.config is None and opts.experiment_name == "other"
 

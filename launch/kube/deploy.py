@@ -22,7 +22,7 @@ from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
 from lib.core.retry import backoff, poll
 from lib.parallel import recompute
-from lib.train import stage_04
+from lib.train import command_line
 
 _LONGEST_BACKOFF_S = 600.0
 _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
@@ -230,7 +230,7 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
 
 def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
     """Recompute more, which changes nothing that is learned."""
-    now = stage_04.parse(asked.train).activation_checkpointing
+    now = command_line.parse_options(asked.train).activation_checkpointing
     if now == recompute.KINDS[-1]:
         return None
     # What auto has chosen there is not known here.

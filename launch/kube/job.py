@@ -20,7 +20,7 @@ from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
 from lib.core.errors import Problems, UsageError, visible
-from lib.train import stage_04
+from lib.train import command_line
 from lib.train.config import Config
 
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
@@ -57,7 +57,7 @@ class Job(JobOptions):
 
     def _settings(self) -> dict[str, Any]:
         kind = KINDS[self.kind]
-        asked = stage_04.parse(self.train)
+        asked = command_line.parse_options(self.train)
         return {
             **{name.upper(): value for name, value in vars(self).items()},
             "RUNTIME": self.runtime,
@@ -95,7 +95,7 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
     settled = asked.settled()
     train = problems.collect(lambda: train_options(asked, given))
     if train and (asked.node or asked.gpus_per_node is not None):
-        parsed = stage_04.parse(train)
+        parsed = command_line.parse_options(train)
         per_node = settled.gpus_per_node or 1
         problems.collect(lambda: _check_division(asked, parsed, per_node))
     problems.raise_if_any()
@@ -113,12 +113,12 @@ def train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
     What --config holds stands among them: pods do not have the file. The job's name becomes the
     experiment's when there is none, and a rule for slow jobs has the log style that it reads.
     """
-    words = stage_04.expanded(stage_04.completed(given))
+    words = command_line.expand_config(command_line.add_recipe(given))
     if asked.slow_below:
         words.insert(0, "--log-style=dict")
     if asked.gpus_per_node == 0:  # the node may have some, and the pod gets none
         words.insert(0, "--device=cpu")
-    parsed = stage_04.parse(words)
+    parsed = command_line.parse_options(words)
     if asked.slow_below and parsed.log_style != "dict":
         raise UsageError(
             "--slow-below reads the speed from --log-style dict",
@@ -137,7 +137,7 @@ def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
     """
     from lib.train import plan
 
-    stage_04.check_ranks(train, asked.nodes * per_node)
+    command_line.require_divisible(train, asked.nodes * per_node)
     division = plan.divide(train, 0, asked.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node

@@ -11,7 +11,7 @@ from lib.core import options, paths
 from lib.core.declared import flag, option
 from lib.core.errors import UsageError
 from lib.tokens import dataset_errors
-from lib.train import stage_04
+from lib.train import command_line
 from lib.train.config import Config
 
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -29,7 +29,7 @@ class RawText:
         group="prepare: the raw text of a dataset that is not there yet",
         metavar="ORG/NAME|DIR",
         help="dataset of the Hub, or a directory of files, such as /bucket/raw "
-        f"(default: for {stage_04.DATASET} ten files of allenai/c4, else it "
+        f"(default: for {command_line.DATASET} ten files of allenai/c4, else it "
         "is needed)",
     )
     include: list[str] = option(
@@ -84,7 +84,7 @@ def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]
     for path in missing:
         yield from _data_steps(raw, path)
     yield from _model_steps(config)
-    yield [stage_04.SCRIPT, *train, "--prepare-only"]
+    yield [command_line.SCRIPT, *train, "--prepare-only"]
 
 
 def _dataset(word: str) -> Path:
@@ -94,7 +94,7 @@ def _dataset(word: str) -> Path:
 
 
 def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
-    if not raw.data and dataset.name != stage_04.DATASET:
+    if not raw.data and dataset.name != command_line.DATASET:
         raise UsageError(
             f"{dataset} is not there, and no --data says what to make it of",
             expected="--data ORG/NAME of the Hub, or --data DIR",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.core import paths
 from lib.core.errors import StageError
-from lib.train import stage_04
+from lib.train import command_line
 
 
 def process_on(root: Path) -> tuple[int, bool]:
@@ -21,7 +21,9 @@ def process_on(root: Path) -> tuple[int, bool]:
             words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
             names = [Path(word).name for word in words]
             cwd = (entry / "cwd").readlink()
-            asked = stage_04.parse_in(cwd, words[names.index(stage_04.SCRIPT) + 1 :])
+            asked = command_line.parse_options_in(
+                cwd, words[names.index(command_line.SCRIPT) + 1 :]
+            )
             where = cwd / (asked.save_dir or paths.OUTPUTS) / (asked.experiment_name or "")
             if names[0].startswith("python") and where.resolve() == root:
                 parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]

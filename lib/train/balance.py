@@ -30,13 +30,13 @@ def settle(config: Config, model: PreTrainedModel, inputs: Inputs) -> Config:
     if given == OFF or not method:
         return config
     if inputs.begun or inputs.named:  # by a launch that had it off, or was older than the option
-        return config.settled(KEPT, router_aux_loss=OFF)
+        return config.with_values(KEPT, router_aux_loss=OFF)
     coefficient = routers.family_coefficient(model) if method == LOSS else _BIAS_STEP
     if inputs.scratch:
-        return config.settled("from scratch", router_aux_loss=coefficient or OFF)
+        return config.with_values("from scratch", router_aux_loss=coefficient or OFF)
     if method == LOSS and asks:
-        return config.settled("the model's config", router_aux_loss=coefficient or OFF)
-    return config.settled("fine-tuning", router_aux_loss=OFF)
+        return config.with_values("the model's config", router_aux_loss=coefficient or OFF)
+    return config.with_values("fine-tuning", router_aux_loss=OFF)
 
 
 def _require_of_use(config: Config, model: PreTrainedModel, method: str) -> None:
@@ -48,7 +48,7 @@ def _require_of_use(config: Config, model: PreTrainedModel, method: str) -> None
             found=f"{name}, which has no routers that the pipeline can balance",
             run=commands.as_typed("--router-aux-loss", "off"),
         )
-    if method == BIAS and config.adapts:
+    if method == BIAS and config.trains_lora:
         raise UsageError(
             f"--router-aux-loss {config.router_aux_loss:g} moves the biases of {name}'s routers, "
             "which a LoRA adapter cannot contain",
@@ -63,7 +63,7 @@ def describe(config: Config, model: PreTrainedModel) -> dict[str, str]:
     """
     found = routers.find_routers(model)
     method = routers.find_method(model, found)
-    why = config.why.get("router_aux_loss", "as typed")
+    why = config.settled_by.get("router_aux_loss", "as typed")
     value = config.router_aux_loss
     if not method:
         has_experts = found or getattr(model.config.get_text_config(), "num_experts_per_tok", None)

@@ -93,7 +93,7 @@ def settle_packing(config: Config, corpora: Sequence[Corpus]) -> Config:
     if config.packing is not None:
         return config
     if _have_chats(corpora):
-        return config.settled("a chat dataset", packing="documents")
+        return config.with_values("a chat dataset", packing="documents")
     return replace(config, packing="concat")
 
 

@@ -106,7 +106,7 @@ def require_shape(config: Config) -> None:
 
 def _adapters(config: Config, problems: Problems) -> None:
     for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
-        if not config.adapts and getattr(config, name) != getattr(DEFAULTS, name):
+        if not config.trains_lora and getattr(config, name) != getattr(DEFAULTS, name):
             problems.add(
                 f"{declared.flag(name)} belongs to --lora-rank",
                 expected="the rank of the adapters: 8 to 256 as a rule",
@@ -120,7 +120,7 @@ def _adapters(config: Config, problems: Problems) -> None:
             f"--lora-rank {config.lora_rank} is more than any linear has rows or columns",
             expected="8 to 256 as a rule",
         )
-    if config.adapts and config.precision == "fp8":
+    if config.trains_lora and config.precision == "fp8":
         problems.add(
             "--precision fp8 has no adapters: what is frozen would be cast anew in each pass",
             run=commands.as_typed("--precision", "bf16"),

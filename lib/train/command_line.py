@@ -1,15 +1,25 @@
-"""From a command line, or what stands behind a launcher's `--`, to the options of stage 04."""
+"""Read the options of stage 04: for the stage itself, and for launchers before they start it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from lib.core import declared, options, paths
+from lib.core import aliases, commands, config_file, declared, log, options, paths
+from lib.core.errors import Problems, UsageError
 from lib.train.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "04_train_fsdp.py"
+# What launchers train if no option says so, on the dataset that launch/prepare.py makes by itself.
+RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
+DATASET = "c4"
+_FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
 
 
 def add_options(parser: options.Parser) -> None:
-    """Add all options of stage 04."""
+    """Add all options of stage 04 to a parser."""
     declared.add_options(parser, Config)
     speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
     speed.add_argument(
@@ -23,7 +33,148 @@ def add_options(parser: options.Parser) -> None:
 
 
 def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
-    """Return what was typed or stands in --config; UsageError tells what is wrong."""
+    """Return the options of a command line and of its --config; UsageError for invalid ones."""
     opts = parser.parse(argv)
     paths.expand_save_dir(opts)
     return declared.read_options(Config, opts)
+
+
+def parse_options(words: Sequence[str]) -> Config:
+    """Return the options that stage 04 would read from words; UsageError if it would refuse them.
+
+    The error suggests the help of stage 04, not that of the launcher which calls this.
+    """
+    try:
+        return read_options(_make_parser(), words)
+    except UsageError as error:
+        if error.run in (commands.help_of(), commands.help_of("--help-all")):
+            error.run = commands.script(SCRIPT, "--help-all")
+        raise
+
+
+def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
+    """Return the options of words that were typed in another directory; errors as `parse_options`.
+
+    Only the path in --config is resolved against the directory.
+    """
+    parser = _make_parser()
+    placed: list[str] = []
+    follows_config = False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        is_config = parser.to_our_name(flag) == "--config"
+        if follows_config:
+            word = str(directory / word)
+        elif is_config and equals:
+            word = f"{flag}={directory / value}"
+        follows_config = is_config and not equals and not follows_config
+        placed.append(word)
+    return parse_options(placed)
+
+
+def expand_config(words: Sequence[str]) -> list[str]:
+    """Return words with --config replaced by the options in its file; errors as `parse_options`."""
+    kept: list[str] = []
+    follows_config = False
+    for word in _make_parser().expand_config(words):
+        if not follows_config and word.partition("=")[0] != "--config":
+            kept.append(word)
+        follows_config = word == "--config"
+    return kept
+
+
+def to_words(values: Mapping[str, Any]) -> list[str]:
+    """Return values of options as words of a command line. values: by field of `Config`."""
+    words: list[str] = []
+    for name, value in values.items():
+        if declared.is_flag(Config, name):
+            words += [declared.flag(name)] if value else []
+        else:
+            words += [
+                f"{declared.flag(name)}={config_file.value_as_word(each)}"
+                for each in (value if isinstance(value, list | tuple) else [value])
+            ]
+    return words
+
+
+def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def missing_dashes_error(example: str) -> UsageError:
+    """Return the error for a launcher that was given no options of stage 04."""
+    return UsageError(
+        "`--` is missing, or nothing follows it",
+        expected=f"the options of the launcher, then `--`, then those of {SCRIPT}: -- {example}",
+    )
+
+
+def take_stage_options(
+    words: Sequence[str], launcher_flags: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the words of a launcher, and the words among them that are options of stage 04.
+
+    launcher_flags: the launcher's own options, which it keeps even if stage 04 has them too.
+    """
+    kept: list[str] = []
+    taken: list[str] = []
+    stage_flags = _make_parser()._option_string_actions
+    target = kept
+    for word in words:
+        if word.startswith("-"):
+            is_stage_option = _is_option(word, stage_flags) and not _is_option(word, launcher_flags)
+            target = taken if is_stage_option else kept
+        target.append(word)
+    return kept, taken
+
+
+def _is_option(word: str, flags: Collection[str]) -> bool:
+    """Return whether a word is one of these options, in our spelling or that of another trainer."""
+    name = word.partition("=")[0]
+    ours = name.replace("_", "-") if name.startswith("--") else name
+    return ours in flags or bool(aliases.find_option(name, flags))
+
+
+def add_recipe(words: Sequence[str]) -> list[str]:
+    """Return options of stage 04, with those of a 1B model from scratch if no model is given.
+
+    A --tokenizer that names a model of the Hub becomes the directory where stage 03 stores it.
+    """
+    asked = parse_options(words)
+    if asked.tokenizer and len(asked.tokenizer.parts) == 2 and asked.tokenizer.parts[0] != "..":
+        prepared = paths.models_root(asked.cache_dir) / paths.model_dir_name(str(asked.tokenizer))
+        words = [*words, f"--tokenizer={prepared}"]
+    if asked.model_name or asked.model_size or asked.config:
+        return [*words]
+    if asked.dataset_name and not asked.tokenizer:
+        return [*words]
+    recipe = expand_config([f"--config={RECIPE}"])
+    if asked.tokenizer:
+        recipe = [
+            *(word for word in recipe if not word.startswith("--model-name=")),
+            *_FROM_SCRATCH,
+        ]
+    dataset = [] if asked.dataset_name else [f"--dataset-name={DATASET}"]
+    log.info(
+        f"no model is given: training a 1B model from scratch with recipes/{RECIPE.name}"
+        + (f", on {DATASET}" if dataset else "")
+    )
+    return [*recipe, *dataset, *words]
+
+
+def require_divisible(config: Config, ranks: int) -> None:
+    """Raise UsageError if the batch or --shard-size cannot be divided by this number of ranks."""
+    from lib.train import plan
+
+    problems = Problems()
+    problems.collect(lambda: plan.divide(config, 0, ranks))
+    problems.collect(lambda: plan.degrees(config).replicas(ranks))
+    problems.raise_if_any()
+
+
+def _make_parser() -> options.Parser:
+    parser = options.Parser(None)
+    add_options(parser)
+    return parser

@@ -1,4 +1,4 @@
-"""Everything that stage 04 can be asked for, each option declared once."""
+"""Declare all options of stage 04, each as one field of `Config`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lib.core.options import (
     positive,
     positive_int,
 )
+from lib.models import scratch
 from lib.optim import schedule
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
-from lib.train.lora_options import LoraOptions
 
-AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
+AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
 OFF = "off"
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -37,14 +37,17 @@ def _auto_or_count(text: str) -> int | str:
 def _auto_off_or_positive(text: str) -> float | str:
     if text.lower() == AUTO:
         return AUTO
-    # YAML reads `off` as false, and 0 times the loss is none.
+    # YAML reads `off` as false, and a loss times 0 is no loss.
     return OFF if text.lower() in (OFF, "false", "no") else non_negative(text) or OFF
 
 
 def _or_switch(
     on: str | None, off: str, parse: Callable[[str], str] = str
 ) -> Callable[[str], str | None]:
-    """Return what reads a value, or one of the words that other systems have for on and off."""
+    """Return a parser that also accepts the words for on and off that other trainers use.
+
+    on, off: the values that these words stand for. parse: the parser of all other words.
+    """
     words = {
         **dict.fromkeys(("on", "true", "yes", "1"), on),
         **dict.fromkeys(("off", "false", "no", "0"), off),
@@ -57,8 +60,225 @@ def _or_switch(
 
 
 @dataclass(frozen=True)
-class Config(LoraOptions):
-    """What a run is asked for, None or AUTO until settled. why: by field, where a value is from."""
+class Config:
+    """Contains the options of a run; None and AUTO are open until lib/train/settle.py fills them.
+
+    settled_by: for each option that was filled, what decided its value.
+    """
+
+    experiment_name: str = option(
+        None,
+        "-e",
+        group="the run",
+        role=LOCAL,
+        first="name of the run; its files go to outputs/NAME",
+        metavar="NAME",
+        help="name of the run, which is a directory under --save-dir; or the path of that "
+        "directory (needed)",
+    )
+    dataset_name: list[str] = option(
+        [],
+        "-d",
+        role=LOCAL,
+        first="dataset of stage 02; several make a mixture",
+        metavar="DIR[=WEIGHT]",
+        help="dataset of stage 02: a directory, or a name under hf_datasets/. Several make a "
+        "mixture, each with its share of the samples: -d a=0.7 -d b=0.3 (needed)",
+    )
+    model_name: str | None = option(
+        None,
+        "-m",
+        role=LOCAL,
+        first="model of stage 03",
+        metavar="NAME|DIR",
+        help="model that stage 03 prepared, or any model directory (default: the run's, or the "
+        "only one)",
+    )
+    save_dir: Path = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        help="parent directory of the runs (default: outputs, or the parent of a path in -e)",
+    )
+    checkpoint_dir: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        help="another name of --save-dir; without -e it is the directory of the run itself, with "
+        "checkpoints in DIR/checkpoints (default: none)",
+    )
+    cache_dir: Path = option(
+        Path(".cache"), role=LOCAL, parse=Path, help="directory of prepared models and token stores"
+    )
+    seed: int = option(
+        0,
+        role=RESULT,
+        renumbers=True,
+        parse=options.seed,
+        help="seed of the order of samples, the initial weights and dropout",
+    )
+    from_scratch: bool = option(
+        False,
+        role=RESULT,
+        help="initialise the weights from --seed, even if the model directory contains weights",
+    )
+    model_size: str | None = option(
+        None,
+        role=RESULT,
+        quiet=True,
+        choices=tuple(scratch.SIZES),
+        help="with --from-scratch: create a model of this size, without stage 03 (default: none, "
+        "the model is -m)",
+    )
+    vocab_size: int | None = option(
+        None,
+        role=RESULT,
+        quiet=True,
+        parse=positive_int,
+        help="with --model-size: tokens in the vocabulary, padded to a multiple of "
+        f"{scratch.VOCABULARY_MULTIPLE} (default: that of --tokenizer, else 1,024 for 1M, "
+        "4,096 for tiny, 32,000 for the others)",
+    )
+    tokenizer: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        help="with --model-size: directory of the tokenizer (default: a tokenizer trained on -d; "
+        "with --streaming, one token per byte)",
+    )
+    trust_remote_code: bool = option(
+        False,
+        role=LOCAL,
+        help="run the Python code that stage 03 fetched with a model whose type transformers does "
+        "not know; only the command line can set this, not --config",
+    )
+    prepare_only: bool = option(
+        False,
+        role=LOCAL,
+        help="tokenise the dataset, or verify an existing token store, and stop before training",
+    )
+    show_samples: int = option(
+        0,
+        role=LOCAL,
+        parse=count,
+        help="print N samples of each dataset before training, and mark their trained tokens",
+    )
+    streaming: bool = option(
+        False,
+        role=LOCAL,
+        help="for experiments: -d is a directory of raw JSON Lines or Parquet shards, tokenised "
+        "while training; needs --max-steps",
+    )
+    text_field: str | None = option(
+        None,
+        role=LOCAL,
+        metavar="NAME",
+        help="with --streaming: field or column that contains the text (default: text)",
+    )
+    online: bool = option(
+        False,
+        role=LOCAL,
+        help="with --streaming: -d is a dataset on the Hugging Face Hub; its files are downloaded "
+        "when needed and kept in --cache-dir",
+    )
+    include: list[str] = option(
+        [],
+        role=LOCAL,
+        metavar="GLOB",
+        help="with --online: paths of the dataset's files to use; may be repeated (default: all)",
+    )
+    chat_template: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        metavar="FILE|chatml|plain",
+        help="chat datasets: Jinja template that renders conversations; chatml and plain are "
+        "built in (default: the model's)",
+    )
+    train_on: str = option(
+        "assistant",
+        role=RESULT,
+        quiet=True,
+        renumbers=True,
+        choices=("assistant", "last", "all"),
+        help="chat datasets: tokens in the loss: all answers of the assistant, only the last "
+        "answer, or all tokens",
+    )
+    too_long: str = option(
+        "drop",
+        role=RESULT,
+        quiet=True,
+        renumbers=True,
+        choices=("drop", "split"),
+        help="chat datasets: what to do with a conversation of more than --seq-length tokens: drop "
+        "it, or split it between turns and repeat the system prompt in each part",
+    )
+    token_reads: str = option(
+        "mmap",
+        role=LOCAL,
+        choices=("mmap", "pread"),
+        help="how to read token stores: memory-mapped, or with pread() for file systems with slow "
+        "mmap",
+    )
+    resume: str = option(
+        "auto",
+        role=ALIKE,
+        metavar="auto|never|PATH",
+        help="auto: resume from the newest valid checkpoint; never: refuse to; PATH: resume from "
+        "this checkpoint",
+    )
+    resume_with_changes: bool = option(
+        False,
+        role=ALIKE,
+        help="resume although data, batch, seed or other options that affect the result have "
+        "changed; needs --max-steps",
+    )
+
+    lora_rank: int = option(
+        0,
+        group="LoRA",
+        role=RESULT,
+        quiet=True,
+        parse=count,
+        help="train a LoRA adapter of rank N and freeze the base model; 0: train the model itself",
+    )
+    lora_alpha: float = option(
+        None,
+        role=RESULT,
+        quiet=True,
+        parse=positive,
+        help="scale of the adapter: its output is multiplied by alpha ÷ rank (default: "
+        "2 × --lora-rank)",
+    )
+    lora_dropout: float = option(
+        0.0,
+        role=RESULT,
+        quiet=True,
+        parse=non_negative,
+        help="dropout probability of the adapter's inputs, from 0 to below 1",
+    )
+    lora_targets: str = option(
+        "all-linear",
+        role=RESULT,
+        quiet=True,
+        metavar="all-linear|attention|mlp|REGEX",
+        help="linear layers of the blocks with an adapter, without routers; REGEX matches the full "
+        "name of a layer or its last part: 'q_proj|v_proj'",
+    )
+    lora_rslora: bool = option(
+        False,
+        role=RESULT,
+        quiet=True,
+        parse=on_off,
+        help="rsLoRA: scale by alpha ÷ √rank instead of alpha ÷ rank, for large ranks",
+    )
+    lora_from: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        help="adapter directory of PEFT or stage 05 to start from; it defines rank, alpha and "
+        "targets (default: A is initialised from --seed, B is zero)",
+    )
 
     num_epochs: int | None = option(
         None,
@@ -72,37 +292,40 @@ class Config(LoraOptions):
         None,
         role=LOCAL,
         parse=positive_int,
-        first="optimizer steps at most",
-        help="optimizer steps at most (default: no limit)",
+        first="most optimizer steps",
+        help="maximum number of optimizer steps (default: no limit)",
     )
     steps_per_epoch: int | None = option(
         None,
         role=LOCAL,
         parse=positive_int,
-        help="let an epoch of --num-epochs be N steps, however much data there is (default: one "
-        "pass over the data)",
+        help="optimizer steps that --num-epochs counts as one epoch, whatever the size of the data "
+        "(default: one pass over the data)",
     )
     batch_size: int = option(
         None,
         "-b",
         role=LOCAL,
         parse=_auto_or_count,
-        first="samples in one pass",
+        first="micro-batch size",
         metavar="N|auto",
-        help="samples per process in one pass; auto: the largest micro-batch that fits, at most "
-        "32,768 tokens (2,048 on a CPU); with --global-batch-size typed the default is 1 "
-        "everywhere (default: auto on a GPU, else 1)",
+        help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
+        "32,768 tokens (2,048 on a CPU). If --global-batch-size is typed, the default is 1 on "
+        "GPUs too (default: auto on a GPU, else 1)",
     )
     global_batch_size: int | None = option(
         None,
         role=RESULT,
         parse=positive_int,
         first="samples per step",
-        help="samples per step over all ranks, instead of --grad-accum-steps (default: "
+        help="samples per optimizer step over all ranks; replaces --grad-accum-steps (default: "
         "--batch-size × ranks)",
     )
     grad_accum_steps: int | None = option(
-        None, role=LOCAL, parse=positive_int, help="passes per step (default: 1)"
+        None,
+        role=LOCAL,
+        parse=positive_int,
+        help="micro-batches per optimizer step (default: 1)",
     )
     seq_length: int = option(
         None,
@@ -112,15 +335,16 @@ class Config(LoraOptions):
         renumbers=True,
         parse=positive_int,
         first="tokens per sample",
-        help="tokens per sample (default: 1024 or the model's limit)",
+        help="sequence length: tokens per sample (default: 1024 or the model's limit)",
     )
     packing: str = option(
         None,
         role=RESULT,
         renumbers=True,
         choices=("concat", "documents"),
-        help="concat: windows across documents; documents: whole documents that do not see each "
-        "other, with padding (default: documents where there is a chat dataset, else concat)",
+        help="concat: samples are windows over the concatenated documents. documents: samples "
+        "consist of whole documents with padding, and attention does not cross their boundaries "
+        "(default: documents with a chat dataset, else concat)",
     )
 
     optimizer: str = option(
@@ -129,7 +353,7 @@ class Config(LoraOptions):
         role=RESULT,
         quiet=True,
         choices=tuple(OPTIMIZERS),
-        help="adamw8bit: moments of one byte per number instead of four",
+        help="optimizer; adamw8bit stores each moment in 1 byte per parameter instead of 4",
     )
     lr: float = option(
         None,
@@ -149,43 +373,47 @@ class Config(LoraOptions):
         None,
         role=RESULT,
         parse=count,
-        help="steps of linear warm-up (default: 5 %% of all, at most 1000)",
+        help="steps of linear warm-up (default: 5 %% of all steps, at most 1000)",
     )
     lr_scheduler: str = option(
         "cosine",
         role=RESULT,
         metavar="KIND",
         choices=schedule.KINDS,
-        help="cosine, linear, constant or wsd (constant, then down in the last fifth)",
+        help="learning rate schedule: cosine, linear, constant or wsd (constant, then decay over "
+        "the last fifth of the steps)",
     )
     weight_decay: float = option(
         0.1,
         role=RESULT,
         parse=non_negative,
-        help="AdamW decay of matrices; norms and biases are not decayed",
+        help="weight decay of matrices; norms and biases have none",
     )
     beta1: float = option(
-        0.9, role=RESULT, parse=non_negative, help="AdamW decay of the first moment"
+        0.9, role=RESULT, parse=non_negative, help="AdamW: decay rate of the first moment"
     )
     beta2: float = option(
-        0.95, role=RESULT, parse=non_negative, help="AdamW decay of the second moment"
+        0.95, role=RESULT, parse=non_negative, help="AdamW: decay rate of the second moment"
     )
     grad_clip: float = option(
-        1.0, role=RESULT, parse=non_negative, help="largest global gradient norm, 0 for no limit"
+        1.0,
+        role=RESULT,
+        parse=non_negative,
+        help="maximum global norm of the gradients; 0: no clipping",
     )
     spike_factor: float = option(
         30.0,
         role=RESULT,
         parse=factor,
-        help="a step whose gradient norm is over X times the usual (a mean of 100 steps) changes "
-        "nothing, like one that is NaN or infinite; 0: it does",
+        help="skip the update of a step if its gradient norm exceeds X times the running mean of "
+        "100 steps, as for NaN and infinity; 0: never",
     )
     rollback_after: int = option(
         20,
         role=ALIKE,
         parse=positive_int,
-        help="after N such steps in a row go back to the checkpoint before them and pass over "
-        "their data, three times at most",
+        help="after N skipped steps in a row, return to the last checkpoint and pass over their "
+        "data, at most three times",
     )
     router_aux_loss: float | str = option(
         AUTO,
@@ -193,9 +421,9 @@ class Config(LoraOptions):
         quiet=(AUTO, OFF),
         parse=_auto_off_or_positive,
         metavar="auto|off|X",
-        help="mixture-of-experts models: train with the load-balancing loss times X, or move the "
-        "biases of sigmoid routers by X in each step, as the family does; auto: from scratch with "
-        "the family's number, and in fine-tuning if the model's config has output_router_logits "
+        help="mixture-of-experts models: coefficient of the load-balancing loss, or for families "
+        "with sigmoid routers the step by which their biases move. auto: the family's value from "
+        "scratch, and in fine-tuning only if the model's config sets output_router_logits "
         "(default: auto)",
     )
     precision: str = option(
@@ -205,27 +433,27 @@ class Config(LoraOptions):
         choices=_PRECISIONS,
         nargs="?",
         parse=_or_switch(None, "fp32", options.dtype(*_PRECISIONS)),
-        help="compute dtype, without a value the default; masters are float32; bfloat16, float16 "
-        "and float32 mean the same; fp8: as bf16, but the products of the blocks' linears in "
-        "8 bits, on a GPU of the Ada generation or newer (default: bf16 where the hardware "
-        "has it, else fp32)",
+        help="compute dtype (bfloat16, float16 and float32 are accepted too; without a value, the "
+        "default); master weights stay float32. fp8: bf16, with the linear layers of the blocks "
+        "in 8 bits, on Ada GPUs or newer (default: bf16 where the hardware computes in it, else "
+        "fp32)",
     )
     fp8_recipe: str = option(
         "tensorwise",
         role=RESULT,
         quiet=True,
         choices=("tensorwise", "rowwise"),
-        help="with --precision fp8: a scale for each tensor, which is fastest, or for each of its "
-        "rows, which rounds less",
+        help="with --precision fp8: one scale per tensor, which is fastest, or one per row, which "
+        "is more precise",
     )
 
     device: str = option(
         "auto",
-        group="speed and memory (none of it changes what is learned)",
+        group="speed and memory (the model learns the same)",
         role=ALIKE,
         choices=("auto", "cpu"),
-        help="auto: the GPUs of this machine, which are an error where torch cannot use them, or "
-        "the CPU of one that has none; cpu: also where there are GPUs",
+        help="auto: the GPUs of this machine, or its CPU if there are none; GPUs that torch cannot "
+        "use are an error. cpu: the CPU, even if there are GPUs",
     )
     activation_checkpointing: str = option(
         AUTO,
@@ -234,79 +462,82 @@ class Config(LoraOptions):
         nargs="?",
         const="full",
         choices=(AUTO, *recompute.KINDS),
-        help="activations to compute again in the backward pass instead of keeping them: none, "
-        "selective (the cheap ones) or full (all of a block, also without a value); auto: "
-        "none where that fits by the memory plan, then selective, then full; a run that goes "
-        "on keeps what it had",
+        help="activations to recompute in the backward pass: none, selective (cheap operations) or "
+        "full (whole blocks; also without a value). auto: the least that fits in memory; a "
+        "resumed run does not go below its earlier value",
     )
     compile: bool | None = option(
         None,
         role=ALIKE,
         parse=auto_on_off,
-        help="compile the decoder blocks, the loss and the update of adamw8bit; the first step "
-        "then takes a minute longer. on: a run ends if its blocks cannot be compiled; auto: "
-        "compile with a GPU, and warn about a part that runs uncompiled (default: auto)",
+        help="torch.compile the decoder blocks, the loss and the update of adamw8bit; the first "
+        "step takes a minute longer. on: fail if the blocks cannot be compiled. auto: compile on "
+        "GPUs, and warn about parts that cannot be compiled (default: auto)",
     )
     deterministic: bool = option(
         False,
         role=ALIKE,
         parse=on_off,
-        help="on a GPU: the same bits each time, also after a resume; attention takes longer "
-        "(default: off)",
+        help="on GPUs: reproduce the same bits in each run and after a resume; attention is slower",
     )
     attention: str = option(
         "auto",
         role=ALIKE,
         choices=("auto", "flash", "sdpa", "varlen", "flash_attention_2", "flex"),
-        help="auto: varlen for packed documents on a GPU, else sdpa; flash: flash_attention_2 "
-        "where its package can train here, else auto",
+        help="attention implementation. auto: varlen for packed documents on a GPU, else sdpa. "
+        "flash: flash_attention_2 if its package is installed and supports training here, else "
+        "auto",
     )
     cpu_offload: bool = option(
         False,
         role=ALIKE,
         parse=on_off,
-        help="keep shards and optimizer states in host memory, at a price in speed",
+        help="keep the sharded weights and optimizer state in host memory, which is slower",
     )
     keep_gathered: bool | None = option(
         None,
         role=ALIKE,
         parse=auto_on_off,
-        help="keep the weights of all blocks gathered from forward to backward, and between the "
-        "passes of a step, instead of gathering them again; never with --cpu-offload "
-        "(default: auto, on where that fits well by the memory plan)",
+        help="keep the weights of all blocks gathered from forward to backward and between the "
+        "micro-batches of a step, instead of repeating the all-gather; not with --cpu-offload "
+        "(default: auto, on if the memory plan leaves enough room)",
     )
     shard_size: int | None = option(
         None,
         role=ALIKE,
         parse=positive_int,
-        help="ranks that share one replica of the model, say the GPUs of a node (HSDP) (default: "
-        "all ranks; from four nodes of GPUs on those of a node, if a step fits so by the "
+        help="ranks that share one replica of the model (HSDP), such as the GPUs of a node "
+        "(default: all ranks; with four or more GPU nodes those of a node, if a step fits by the "
         "memory plan)",
     )
 
     plan_only_warn: bool = option(
         False,
-        group="memory and checkpoints ahead of time (with --dry-run, on any machine)",
+        group="planning (with --dry-run, on any machine)",
         role=LOCAL,
-        help="start a run that does not fit in memory by the plan, which only warns then",
+        help="only warn, and start the run, if it does not fit in memory by the plan",
     )
     plan_gpus: list[int] | None = option(
         None,
         role=LOCAL,
         parse=options.parse_counts,
         metavar="N,N,…",
-        help="print the memory per GPU on so many GPUs, for each kind of activation checkpointing "
-        "and several batch sizes (default: only the bytes of its states on the ranks of this "
-        "launch)",
+        help="print the memory per GPU on N GPUs, for each kind of activation checkpointing and "
+        "several batch sizes (default: the memory of weights and optimizer state on the ranks of "
+        "this launch)",
     )
     plan_gpu_memory: float = option(
-        80.0, role=LOCAL, parse=positive, metavar="GIB", help="memory of one of those GPUs"
+        80.0,
+        role=LOCAL,
+        parse=positive,
+        metavar="GIB",
+        help="with --plan-gpus: memory of each GPU, in GiB",
     )
     plan_gpu_tflops: float | None = option(
         None,
         role=LOCAL,
         parse=positive,
-        help="TFLOP/s that one of them reaches at most, by its data sheet, for the time of a run "
+        help="with --plan-gpus: peak TFLOP/s of each GPU by its data sheet, to estimate the time "
         "(default: 989, of an H100; 67 in fp32)",
     )
     plan_mtbf_hours: float = option(
@@ -314,8 +545,8 @@ class Config(LoraOptions):
         role=LOCAL,
         parse=positive,
         metavar="HOURS",
-        help="mean time to a failure of one of those GPUs (hours between failures of a job × its "
-        "GPUs), for the best time between checkpoints (default: 45566, as published for Llama"
+        help="mean time between failures of one GPU, in hours (hours between failures of a job × "
+        "its GPUs), to suggest the interval of checkpoints (default: 45566, as published for Llama"
         " 3 405B on 16,384 GPUs)",
     )
     plan_write_gbps: float = option(
@@ -323,14 +554,15 @@ class Config(LoraOptions):
         role=LOCAL,
         parse=positive,
         metavar="GB/S",
-        help="rate at which all ranks together write to --save-dir",
+        help="write speed of --save-dir with all ranks together, in GB/s",
     )
     plan_step_seconds: float | None = option(
         None,
         role=LOCAL,
         parse=positive,
         metavar="S",
-        help="duration of a step there, to tell --ckpt-freq in steps (default: not told in steps)",
+        help="step time on those GPUs in seconds, to report --ckpt-freq in steps (default: report "
+        "seconds only)",
     )
 
     log_freq: int = option(
@@ -345,8 +577,8 @@ class Config(LoraOptions):
         "line",
         role=LOCAL,
         choices=("line", "dict"),
-        help="on the console: an aligned line for people, or the dict with the four timers that "
-        "each rank's log has",
+        help="format of the console: an aligned line per row, or the dict with timers that each "
+        "rank's log contains",
     )
     ckpt_freq: int = option(
         500,
@@ -359,8 +591,8 @@ class Config(LoraOptions):
         3,
         role=ALIKE,
         parse=count,
-        help="newest checkpoints to keep (2 at least, and always the one with the lowest "
-        "validation loss), 0 for all",
+        help="number of newest checkpoints to keep, at least 2, and always the one with the lowest "
+        "validation loss; 0: all",
     )
     ckpt_keep_every: int | None = option(
         None,
@@ -372,108 +604,122 @@ class Config(LoraOptions):
         True,
         role=ALIKE,
         parse=on_off,
-        help="write checkpoints while training goes on, from copies in host memory",
+        help="write checkpoints in the background, from copies in host memory",
     )
     ckpt_local_dir: Path | None = option(
         None,
         role=LOCAL,
         parse=Path,
-        help="on each node's own disk: also save there, more often; a resume with the same ranks "
-        "takes whichever is newest (default: none)",
+        help="directory on each node's own disk for additional, more frequent checkpoints; a "
+        "resume on the same ranks uses the newest of both kinds (default: none)",
     )
     ckpt_hyperpod: str | None = option(
         None,
         role=ALIKE,
         metavar="auto|URL",
-        help="instead of --ckpt-local-dir: in the memory of the HyperPod cluster, whose service is"
-        " found by itself or at an address (default: not used)",
+        help="keep these frequent checkpoints in the memory of a HyperPod cluster instead of in "
+        "--ckpt-local-dir; auto finds its service (default: not used)",
     )
     ckpt_local_freq: int | None = option(
         None,
         role=ALIKE,
         parse=positive_int,
-        help="steps between those (default: a tenth of --ckpt-freq)",
+        help="steps between these frequent checkpoints (default: a tenth of --ckpt-freq)",
     )
     eval_freq: int = option(
-        500, role=ALIKE, parse=count, help="steps between evaluations, 0 for only at the end"
+        500,
+        role=ALIKE,
+        parse=count,
+        help="steps between evaluations; 0: evaluate only at the end",
     )
     eval_batches: int = option(
         100,
         role=ALIKE,
         parse=positive_int,
-        help="global batches of the validation split in an evaluation",
+        help="global batches of the validation split per evaluation",
     )
     max_minutes: float | None = option(
         None,
         role=LOCAL,
         parse=positive,
-        help="save and stop (exit code 75) when the run has taken so long; the same command goes "
-        "on (default: no limit)",
+        help="save and stop (exit code 75) after so many minutes; the same command resumes "
+        "(default: no limit)",
     )
     watchdog_minutes: float = option(
         30.0,
         role=LOCAL,
         parse=non_negative,
-        help="end a process whose step takes longer, with the stacks of its threads in logs/; 0 "
-        "for never",
+        help="minutes after which a step counts as hung: write the stacks of all threads to logs/ "
+        "and end the process; 0: never",
     )
     wandb: bool = option(
         False,
         role=LOCAL,
         parse=on_off,
-        help="also log to Weights & Biases, offline, in the experiment's wandb/ (`wandb sync` "
-        "sends it later)",
+        help="also log to Weights & Biases, offline, in the run's wandb/ directory (`wandb sync` "
+        "uploads it)",
     )
     profile: tuple[int, int] | None = option(
         None,
         role=LOCAL,
         parse=options.span,
         metavar="START:END",
-        help="steps to record: a trace and a table of operations per rank, on a GPU also its "
-        "memory, in the experiment's profile/ (default: none)",
+        help="steps to profile: writes a trace and a table of operations per rank, on GPUs also "
+        "of memory, to the run's profile/ directory (default: none)",
     )
 
     config: Path | None = option(None, role=LOCAL)  # this one and those below: as in every stage
-    dry_run: bool = option(False, role=LOCAL, first="print the plan and touch nothing")
+    dry_run: bool = option(False, role=LOCAL, first="print the plan and write nothing")
     overwrite: bool = option(False, role=ALIKE)
     num_workers: int = option(1, role=LOCAL)
     no_progress: bool = option(False, role=LOCAL)
-    why: Mapping[str, str] = field(default_factory=dict)
+    settled_by: Mapping[str, str] = field(default_factory=dict)
 
-    def settled(self, why: str, **values: Any) -> Config:
-        """Return it with other values. why: where they are from."""
-        return replace(self, **values, why={**self.why, **dict.fromkeys(values, why)})
+    def with_values(self, settled_by: str, **values: Any) -> Config:
+        """Return a copy with other values of options. settled_by: what decided them."""
+        return replace(
+            self, **values, settled_by={**self.settled_by, **dict.fromkeys(values, settled_by)}
+        )
 
-    def reopened(self, name: str) -> Config:
-        """Return it with an option as nobody typed it, whatever it was settled to."""
-        why = {other: text for other, text in self.why.items() if other != name}
-        again: dict[str, Any] = {name: None, "why": why}
-        return replace(self, **again)
+    def without_value(self, name: str) -> Config:
+        """Return a copy in which an option that was settled is None again."""
+        others = {key: reason for key, reason in self.settled_by.items() if key != name}
+        changes: dict[str, Any] = {name: None, "settled_by": others}
+        return replace(self, **changes)
 
     @property
-    def chose_batch(self) -> bool:
-        """Tell whether the batch is open, or was and has been chosen."""
-        return self.batch_size == AUTO or "batch_size" in self.why
+    def has_auto_batch(self) -> bool:
+        """Return whether --batch-size is `auto`, or was before it was settled."""
+        return self.batch_size == AUTO or "batch_size" in self.settled_by
+
+    @property
+    def trains_lora(self) -> bool:
+        """Return whether the run trains a LoRA adapter."""
+        return bool(self.lora_rank or self.lora_from)
 
     @property
     def step_limit(self) -> int | None:
-        """Return the most steps that the options allow, None where only the data ends a run."""
+        """Return the most steps that the options allow; None if only the data ends the run."""
         if not self.steps_per_epoch or (self.max_steps and not self.num_epochs):
             return self.max_steps
         steps = self.steps_per_epoch * (self.num_epochs or 1)
         return min(steps, self.max_steps or steps)
 
-    def having(self, *roles: Role) -> dict[str, Any]:
-        """Return the values of the fields that have one of these roles."""
+    def values_of(self, *roles: Role) -> dict[str, Any]:
+        """Return the values of the options with one of these roles, by field."""
         return {
             each.name: getattr(self, each.name)
             for each in declared.list_fields(Config)
             if each.metadata["role"] in roles
         }
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the options as a record holds them: what model and hardware decided is open."""
-        again = {
+    def to_record(self) -> dict[str, Any]:
+        """Return all options as plain values for config.yaml.
+
+        Values that the model, the hardware or the memory plan decided are open again, so that
+        `--config` with this record decides them anew on another machine.
+        """
+        reopened = {
             name: default
             for name, default in (
                 ("seq_length", None),
@@ -483,25 +729,27 @@ class Config(LoraOptions):
                 ("shard_size", None),
                 ("router_aux_loss", AUTO),
             )
-            if name in self.why
+            if name in self.settled_by
         }
-        return options.to_plain_values(options.Options(**self.having(*Role) | again))
+        return options.to_plain_values(options.Options(**self.values_of(*Role) | reopened))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
-        """Return what decides the result of a run, as lib/core/identity.py compares it.
+        """Return what affects the result of a run, in the form that lib/core/identity.py compares.
 
-        inputs: fingerprints of model, dataset and tokenizer. global_batch: samples in a step.
+        inputs: fingerprints of model, dataset and tokenizer. global_batch: samples per step.
         """
-        left_out = {
+        quiet_defaults = {
             each.name
             for each in declared.list_fields(Config)
             if (quiet := each.metadata["quiet"])
             and getattr(self, each.name) in (quiet if isinstance(quiet, tuple) else (each.default,))
         }
-        decisive = {
-            name: value for name, value in self.having(RESULT).items() if name not in left_out
+        values = {
+            name: value
+            for name, value in self.values_of(RESULT).items()
+            if name not in quiet_defaults
         }
-        return {"options": {**decisive, "global_batch_size": global_batch}, "inputs": dict(inputs)}
+        return {"options": {**values, "global_batch_size": global_batch}, "inputs": dict(inputs)}
 
 
 DEFAULTS = Config()

@@ -166,7 +166,7 @@ def _go_on_from(
 ) -> tuple[str, str]:
     """Return what lets this run go on from a checkpoint of another run, as `_go_on` does."""
     names = {each.name for each in changed}
-    if not names & _OF_TENSORS.keys() and not (config.adapts and "model" in names):
+    if not names & _OF_TENSORS.keys() and not (config.trains_lora and "model" in names):
         return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
     own = Experiment(config.save_dir, config.experiment_name)
     root = _run_of(checkpoint)
@@ -198,7 +198,7 @@ def _go_on(
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
-    options = config.recorded()
+    options = config.to_record()
     replaced = {
         each.name
         for each in changed
@@ -214,7 +214,9 @@ def _go_on(
             "the adapter that its checkpoints hold, which needs no --lora-from",
             commands.move_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
         )
-    if any(each.name in _OF_TENSORS for each in changed) or (config.adapts and "model" in replaced):
+    if any(each.name in _OF_TENSORS for each in changed) or (
+        config.trains_lora and "model" in replaced
+    ):
         name = f"{where.name}-2"
         return _ANOTHER_NAME, commands.as_typed("--experiment-name", name, drop=["--resume"])
     return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")

@@ -91,9 +91,9 @@ def _describe(
         log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
-    settled = {name: getattr(config, name) for name in config.why}
+    settled = {name: getattr(config, name) for name in config.settled_by}
     journal.config(
-        config.recorded(),
+        config.to_record(),
         settled,
         plan.identity(),
         inputs.model_dir,

@@ -47,13 +47,13 @@ def default_batch(config: Config, inputs: Inputs) -> Config:
     """
     if config.batch_size is not None:
         return config
-    is_typed = config.global_batch_size and "global_batch_size" not in config.why
+    is_typed = config.global_batch_size and "global_batch_size" not in config.settled_by
     on_gpu = bool(config.plan_gpus) or capacity.device().type == "cuda"
     if on_gpu and not is_typed and not config.prepare_only:
         config = replace(config, batch_size=AUTO)
         return config if config.resume_with_changes else keep_global_batch(config, inputs)
     config = replace(config, batch_size=1)
-    if config.why.get("global_batch_size") == KEPT:
+    if config.settled_by.get("global_batch_size") == KEPT:
         divided = plan.divide(config, 0, plan.launched_size())
         log.info(
             f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
@@ -129,7 +129,11 @@ def _refusal(config: Config, inputs: Inputs, fit: MemoryCheck) -> UsageError | N
         return None
     whole = plan.divide(config, 0, plan.launched_size()).global_batch
     return fit.refusal(
-        case, needed, whole, begun=bool(inputs.begun), auto="activation_checkpointing" in config.why
+        case,
+        needed,
+        whole,
+        begun=bool(inputs.begun),
+        auto="activation_checkpointing" in config.settled_by,
     )
 
 
@@ -176,25 +180,25 @@ def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config
         strict=True,
     )
     most = max(kinds, key=recompute.KINDS.index)
-    if config.chose_batch:
+    if config.has_auto_batch:
         if log.rank() == 0 and min(batches) != config.batch_size:
             log.info(
                 f"--batch-size auto: {min(batches)} per process instead of "
                 f"{config.batch_size}, as rank {batches.index(min(batches))} has chosen"
             )
-        config = config.settled("memory plan", batch_size=min(batches))
-    is_open = config.chose_batch or "activation_checkpointing" in config.why
+        config = config.with_values("memory plan", batch_size=min(batches))
+    is_open = config.has_auto_batch or "activation_checkpointing" in config.settled_by
     if is_open and most != config.activation_checkpointing:
         if log.rank() == 0:
             log.info(
                 f"--activation-checkpointing: {most} instead of "
                 f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen"
             )
-        config = config.settled("memory plan of another rank", activation_checkpointing=most)
-    if "keep_gathered" in config.why and not all(gathered):
-        config = config.reopened("keep_gathered")
-    if "shard_size" in config.why and config.shard_size != layout.fsdp.size(-1):
-        config = config.reopened("shard_size")
+        config = config.with_values("memory plan of another rank", activation_checkpointing=most)
+    if "keep_gathered" in config.settled_by and not all(gathered):
+        config = config.without_value("keep_gathered")
+    if "shard_size" in config.settled_by and config.shard_size != layout.fsdp.size(-1):
+        config = config.without_value("shard_size")
     return limit(config, samples, layout.ranks)
 
 
@@ -206,7 +210,7 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     """
     asked = plan.epochs(config)
     steps = min(config.step_limit or _STEPS, _STEPS)
-    if not config.chose_batch or config.global_batch_size or samples is None or asked is None:
+    if not config.has_auto_batch or config.global_batch_size or samples is None or asked is None:
         return config
     dp_size = plan.degrees(config).dp_size(ranks)
     most = asked * samples // (steps * dp_size * (config.grad_accum_steps or 1))
@@ -220,13 +224,13 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
             f"{units.counted(asked * samples, 'sample')} make at least "
             f"{units.counted(steps, 'step')} or, if they are too few, as many as can be"
         )
-    return config.settled("samples of an epoch", batch_size=batch)
+    return config.with_values("samples of an epoch", batch_size=batch)
 
 
 def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
     """Say once that a pass has too few tokens for a GPU, and which batch fits; on rank 0."""
     tokens = config.batch_size * config.seq_length
-    if config.chose_batch or tokens >= FEW[fit.on_gpu] or log.rank() != 0:
+    if config.has_auto_batch or tokens >= FEW[fit.on_gpu] or log.rank() != 0:
         return
     ranks = plan.launched_size()
     kept = config
@@ -234,7 +238,7 @@ def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    larger, _ = _chosen(kept.settled("", batch_size=AUTO), fit, ranks, _gpus_here())
+    larger, _ = _chosen(kept.with_values("", batch_size=AUTO), fit, ranks, _gpus_here())
     batch = larger.batch_size
     if batch > config.batch_size:
         step = (
@@ -283,7 +287,7 @@ def _chosen(
         case = rows[-1][0]  # what takes the least
         said = [f"the memory that this run takes could not be estimated: {error}"]
     if config.activation_checkpointing == AUTO:
-        config = config.settled(
+        config = config.with_values(
             "earlier launch" if case.recompute == kept else "memory plan",
             activation_checkpointing=case.recompute,
         )
@@ -293,17 +297,17 @@ def _chosen(
                 f"is not sure to fit in {units.memory(fit.room)} by the memory plan"
             ]
     if case.shard_size != rows[0][0].shard_size:
-        config = config.settled("memory plan", shard_size=case.shard_size)
+        config = config.with_values("memory plan", shard_size=case.shard_size)
         said.append(
             f"--shard-size {case.shard_size}: a replica of the model in each of "
             f"{ranks // case.shard_size} nodes, since a step fits so by the memory plan; "
             f"--shard-size {ranks} shards over all ranks"
         )
     if case.keep_gathered and not config.keep_gathered:
-        config = config.settled("memory plan", keep_gathered=True)
+        config = config.with_values("memory plan", keep_gathered=True)
     if config.batch_size == AUTO:
         said.append(_why(config, fit, ranks, batches, case.batch))
-        config = config.settled("memory plan", batch_size=case.batch)
+        config = config.with_values("memory plan", batch_size=case.batch)
     return config, said
 
 

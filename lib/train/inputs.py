@@ -189,21 +189,21 @@ def settle(config: Config, inputs: Inputs) -> Config:
     config = lora_from.settle(config, inputs.adapter, _identity(inputs.begun, inputs.named))
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
-            config = config.settled(KEPT, **{name: value})
+            config = config.with_values(KEPT, **{name: value})
     identity = _identity(inputs.begun, inputs.named)
     if config.router_aux_loss == AUTO and (value := identity.get("options", {}).get(_BALANCE)):
-        config = config.settled(KEPT, router_aux_loss=value)
+        config = config.with_values(KEPT, router_aux_loss=value)
     if config.lr is None:
         why = "from scratch" if inputs.scratch else "a model with weights"
-        config = config.settled(
+        config = config.with_values(
             "adapters" if config.lora_rank else why,
             lr=checks.DEFAULT_LRS[inputs.scratch] * (checks.LORA_LR if config.lora_rank else 1),
         )
     if config.min_lr is None:
-        config = config.settled("a tenth of --lr", min_lr=config.lr / 10)
+        config = config.with_values("a tenth of --lr", min_lr=config.lr / 10)
     checks.require_falling(config, config.lr)
     if config.lora_rank and config.lora_alpha is None:
-        config = config.settled("2 × --lora-rank", lora_alpha=2.0 * config.lora_rank)
+        config = config.with_values("2 × --lora-rank", lora_alpha=2.0 * config.lora_rank)
     return config
 
 
@@ -229,7 +229,7 @@ def keep_global_batch(config: Config, inputs: Inputs) -> Config:
         or (config.resume_with_changes and not is_auto)
     ):
         return config
-    kept = config.settled(KEPT, global_batch_size=batch, grad_accum_steps=None)
+    kept = config.with_values(KEPT, global_batch_size=batch, grad_accum_steps=None)
     asked = plan.divide(config, 0, plan.launched_size())
     if is_auto or asked.global_batch == batch:
         return kept if is_auto else config
@@ -284,7 +284,7 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     Adapters are trained beside weights that are there: UsageError where they would be drawn.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
-        if config.adapts:
+        if config.trains_lora:
             raise UsageError(
                 f"--lora-rank trains adapters beside a model that has weights, and "
                 f"those of {model_dir} would be drawn from the seed",
@@ -292,7 +292,7 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
                 hint="without --lora-rank, the whole model is trained",
             )
         return True
-    if has_begun and not config.adapts:
+    if has_begun and not config.trains_lora:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
         error = ArtifactError(
@@ -403,7 +403,7 @@ def _make(
         files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
         building.publish(
             stage="04_train_fsdp.py",
-            options=config.recorded(),
+            options=config.to_record(),
             files=files,
             summary={"source": "scratch", "parameters": facts.parameters, **of_config},
         )

@@ -59,7 +59,7 @@ def settle(config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
                 hint="leave it out: an adapter keeps what it has",
             )
     problems.raise_if_any()
-    return config.settled(_WHY, **kept)
+    return config.with_values(_WHY, **kept)
 
 
 def _options(adapter: PeftAdapter | None, identity: dict[str, Any]) -> dict[str, Any]:

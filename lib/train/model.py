@@ -43,7 +43,7 @@ def build_model(
     be used.
     """
     if config.precision is None:
-        config = config.settled(
+        config = config.with_values(
             "hardware", precision="bf16" if config.plan_gpus else precision.default_precision()
         )
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
@@ -62,7 +62,7 @@ def build_model(
     experts.use_own_function(model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.seq_length is None:
-        config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
+        config = config.with_values("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
     elif longest and config.seq_length > longest:
         raise UsageError(
             f"--seq-length {config.seq_length} is longer than the model allows",
@@ -158,7 +158,7 @@ def shard(
 
 def _select_changes(config: Config, changes_memory_plan: bool) -> list[ModelChange]:
     """Return the changes of the model that come before the memory plan, or those after it."""
-    settings = model_changes.select_settings(config.having(Role.RESULT))
+    settings = model_changes.select_settings(config.values_of(Role.RESULT))
     changes = model_changes.build_changes(settings)
     return [change for change in changes if change.changes_memory_plan == changes_memory_plan]
 

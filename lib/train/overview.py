@@ -123,9 +123,11 @@ def _too_short(plan: Plan, ranks: int) -> str:
 
 def _settled(config: Config) -> dict[str, str]:
     """Return the options that nobody typed and no default decided, each with what did."""
-    values = {name: getattr(config, name) for name in config.why}
+    values = {name: getattr(config, name) for name in config.settled_by}
     words = {name: _in_words(value) for name, value in values.items() if value is not None}
-    said = [f"{declared.flag(name)} {text} ({config.why[name]})" for name, text in words.items()]
+    said = [
+        f"{declared.flag(name)} {text} ({config.settled_by[name]})" for name, text in words.items()
+    ]
     return {"settled": ", ".join(said)} if said else {}
 
 

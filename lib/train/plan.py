@@ -90,7 +90,7 @@ class Plan:
         from lib.parallel.layout import gather
 
         mine = self.identity()
-        mine["options"] |= self.config.having(Role.ALIKE) | {
+        mine["options"] |= self.config.values_of(Role.ALIKE) | {
             "ckpt_local_dir": bool(self.config.ckpt_local_dir),
             "steps": self.total_steps,
             "batch_size": self.division.micro_batch,

@@ -21,13 +21,13 @@ from lib.train.config import Config
 def main() -> None:
     """Agree, and write it."""
     is_first = os.environ["RANK"] == "0"
-    config = Config(seq_length=16, precision="fp32").settled(
+    config = Config(seq_length=16, precision="fp32").with_values(
         "memory plan",
         batch_size=4 if is_first else 2,
         activation_checkpointing="none" if is_first else "full",
     )
     if is_first:
-        config = config.settled("memory plan", keep_gathered=True, shard_size=1)
+        config = config.with_values("memory plan", keep_gathered=True, shard_size=1)
     layout = ParallelLayout.start(partial(fitting.agree_on_shards, config))
     config = fitting.agree(config, None, layout)
     mine = {

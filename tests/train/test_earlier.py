@@ -88,7 +88,7 @@ def test_the_command_for_a_run_with_other_settings_helps(
     now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp/config.yaml").write_text(
-        yaml.safe_dump({"options": begun.recorded(), "identity": now})
+        yaml.safe_dump({"options": begun.to_record(), "identity": now})
     )
     with pytest.raises(UsageError) as error:
         earlier.require_same(

@@ -92,10 +92,10 @@ def test_no_more_is_computed_again_than_needed(
         here(monkeypatch, samples, gpu=True)
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
         config, _ = fitting.settle(given, Namespace(recomputed=kept), on_meta())
-        assert config.why["activation_checkpointing"] == (
+        assert config.settled_by["activation_checkpointing"] == (
             "earlier launch" if config.activation_checkpointing == kept else "memory plan"
         )
-        assert config.recorded()["activation_checkpointing"] == "auto"
+        assert config.to_record()["activation_checkpointing"] == "auto"
         return config.activation_checkpointing, config.batch_size
 
     assert taken(1000) == ("none", 4) and not said
@@ -112,8 +112,8 @@ def test_no_more_is_computed_again_than_needed(
     assert taken(5.9, **auto) == ("full", 16) and taken(1, **auto) == ("full", 4)
     assert taken(7.9, **auto, global_batch_size=4) == ("none", 4)
     assert taken(1, **auto, seq_length=8192) == ("full", 1)
-    config = replace(ASKED, activation_checkpointing="full").settled("x", lr=1.0)
-    assert config.recorded()["activation_checkpointing"] == "full"
+    config = replace(ASKED, activation_checkpointing="full").with_values("x", lr=1.0)
+    assert config.to_record()["activation_checkpointing"] == "full"
 
 
 def test_samples_of_a_step_are_divided_evenly(
@@ -145,7 +145,7 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
             activation_checkpointing="selective",
             **changes,
         )
-        given = given.settled("memory plan", batch_size=32) if auto else given
+        given = given.with_values("memory plan", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
         agreed = fitting.agree(given, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
@@ -190,8 +190,8 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
         said.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
         config = fitting.settle(given, Namespace(recomputed=""), on_meta())[0]
-        assert (config.why.get("shard_size") == "memory plan") == bool(said)
-        assert config.recorded()["shard_size"] == changes.get("shard_size")
+        assert (config.settled_by.get("shard_size") == "memory plan") == bool(said)
+        assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
 
     nodes(4, 1.2, shards=8)
@@ -394,7 +394,7 @@ def test_too_few_tokens_are_told_with_what_fits(
             ASKED,
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
-        given = given.settled("memory plan", batch_size=1) if auto else given
+        given = given.with_values("memory plan", batch_size=1) if auto else given
         fitting.advise(given, MemoryCheck.here(on_meta()), has_begun)
         return "".join(said)
 
