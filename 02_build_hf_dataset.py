@@ -31,7 +31,7 @@ from lib.corpus import encoding, inputs, pool, report, split_parts, text_documen
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
-from lib.corpus.pool import Pool
+from lib.corpus.pool import UnitPool
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, RowOptions
 
@@ -251,7 +251,7 @@ def build_split(
         chat = ChatTally()
         lines_before = 0
         with (
-            Pool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
+            UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
             Progress(build.target.name, total, "B", not opts.no_progress) as bar,
         ):
             for done in workers.run(tasks):
@@ -290,7 +290,7 @@ def add_units(
     total = sum(task.bytes for task in tasks)
     left = tasks[dataset.units :]
     with (
-        Pool(min(opts.num_workers, len(tasks))) as workers,
+        UnitPool(min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in left))

@@ -118,7 +118,7 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     from tokenizers import Tokenizer
 
     from lib.core.conversation import Conversation
-    from lib.tokens.chat.encoder import ChatEncoder
+    from lib.tokens.chat.encode import ChatEncoder
     from lib.tokens.chat.policy import ChatPolicy
     from lib.tokens.dataset import open_dataset
     from lib.tokens.encode import Encoder

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lib.core.declared import list_fields
 from lib.optim.schedule import Schedule
 from lib.tokens import mixture, packing, store
-from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import TOO_LONG, TRAIN_ON, ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.samples import IGNORED, Samples, Windows
 from lib.train.config import Config
 from tests.conftest import run_stage
-from tests.tokens import chats
+from tests.tokens.chat import chats
 from tests.training import metrics, save_model
 
 STEPS = 8
@@ -171,7 +171,7 @@ def test_the_store_holds_what_one_encoder_makes(trained: Path) -> None:
     encoder = ChatEncoder(
         ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH), Encoder(trained / "model", 1)
     )
-    made = encoder.encode([chat for rows in dataset.conversations("train") for chat, _ in rows])
+    made = encoder.encode([chat for chat, _ in chats.read(dataset, "train")])
     [path] = (
         path for path in (trained / ".cache/tokens").glob("talks-*") if "packs" not in path.name
     )

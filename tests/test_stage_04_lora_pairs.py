@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.conftest import run_stage
-from tests.tokens import chats
+from tests.tokens.chat import chats
 from tests.training import SEQ_LENGTH, losses, prepare, save_model, steps_saved, write_corpus
 
 STEPS = 5

@@ -10,21 +10,20 @@ import heapq
 import os
 import shutil
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lib.core import commands, log, publish, units
-from lib.core.errors import StageError, UsageError, is_of_disk
+from lib.core.errors import UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
 from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape_path
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ProcessPoolExecutor
+    from lib.core.workers import Pool
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,14 +43,14 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._executor: ProcessPoolExecutor | None = None
+        self._pool: Pool | None = None
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._executor:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._pool:
+            self._pool.close()
 
     def map(
         self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int
@@ -65,37 +64,25 @@ class Workers:
         if total <= _CHUNK:
             yield from chain.from_iterable(map(work, chunks))
             return
-        from concurrent.futures.process import BrokenProcessPool
-
-        if self._executor is None:
-            from concurrent.futures import ProcessPoolExecutor
+        if self._pool is None:
             from multiprocessing import get_context
 
-            from lib.core import workers
+            from lib.core.workers import Pool
 
-            self._executor = ProcessPoolExecutor(
-                min(self._count, units.ceil_div(total, _CHUNK)),
-                get_context("fork"),
-                workers.set_up_worker,
-            )
-        pending: deque[Future[list[Result]]] = deque()
-        try:
-            for chunk in chunks:
-                pending.append(self._executor.submit(work, chunk))
-                if len(pending) > 4 * self._count:
-                    yield from pending.popleft().result()
-            for future in pending:
-                yield from future.result()
-        except BrokenProcessPool:
-            raise _make_worker_error() from None
+            count = min(self._count, units.ceil_div(total, _CHUNK))
+            self._pool = Pool(count, "files", _get_task_function, context=get_context("fork"))
+        for results in self._pool.run((work, chunk) for chunk in chunks):
+            yield from results
 
 
-def _make_worker_error() -> StageError:
-    return StageError(
-        "a worker process has died",
-        run=commands.as_typed(),
-        hint="if memory ran out (signal 9 is typical), use fewer --num-workers:",
-    )
+def _get_task_function() -> Callable[[tuple[Callable[[Any], Any], Any]], Any]:
+    """Return the function that a worker calls with each task."""
+    return _apply
+
+
+def _apply(task: tuple[Callable[[Any], Any], Any]) -> Any:
+    work, chunk = task
+    return work(chunk)
 
 
 def sniff_files(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:

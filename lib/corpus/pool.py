@@ -1,4 +1,4 @@
-"""Run worker processes that end with their parent; a file that crashes a worker is skipped."""
+"""Process units in worker processes; a file that crashes a worker is skipped."""
 
 from __future__ import annotations
 
@@ -6,75 +6,66 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from lib.core import log, workers
+from lib.core.workers import WorkerDied
 from lib.corpus import work_units
 from lib.corpus.scan import escape_path
 from lib.corpus.work_units import UnitResult, WorkUnit
 
-Work = Callable[[WorkUnit], UnitResult]
+ProcessUnit = Callable[[WorkUnit], UnitResult]
 
 # Deeper than the nesting that orjson accepts, and far from the end of the C stack.
 _RECURSION_LIMIT = 10_000
 
 
-class Pool:
-    """Process units in worker processes and yield the results in order.
+class UnitPool:
+    """Processes units in worker processes and yields the results in order.
 
-    work: function that a worker calls with a unit.
+    process: the function that a worker calls with a unit.
 
-    >>> with Pool(workers) as pool:
-    ...     for done in pool.run(units): …
+    >>> with UnitPool(count) as pool:
+    ...     for result in pool.run(units): …
     """
 
-    def __init__(self, workers: int, work: Work = work_units.process_unit) -> None:
-        self._workers = workers
-        self._work = work
-        self._executor = _make_executor(workers)
+    def __init__(self, count: int, process: ProcessUnit = work_units.process_unit) -> None:
+        self._pool = workers.Pool(count, "units", _prepare, process, context=start_server())
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> UnitPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
         """Yield the result of each unit; few units run ahead, so that parts do not pile up."""
-        pending: dict[int, Future[UnitResult]] = {}
-        ahead = 2 * self._workers
-        for position, unit in enumerate(units):
-            for later in range(position, min(position + ahead, len(units))):
-                if later not in pending:
-                    pending[later] = self._submit(units[later])
-            try:
-                done = pending.pop(position).result()
-            except BrokenProcessPool:
-                done = _process_alone(self._work, unit)
-                # Some units of the broken pool had finished before the crash.
-                pending = {
-                    later: future
-                    for later, future in pending.items()
-                    if future.done() and not future.cancelled() and future.exception() is None
-                }
-            yield done
+        return self._pool.run(units, self._process_alone)
 
-    def _submit(self, unit: WorkUnit) -> Future[UnitResult]:
+    def _process_alone(self, unit: WorkUnit) -> UnitResult:
+        """Process a unit again while nothing else runs, without the files that crash the worker."""
+        if result := self._try_unit(unit):
+            return result
+        fatal = frozenset(
+            span.file.path
+            for span in unit.spans
+            if not self._try_unit(replace(unit, spans=(span,)))
+        )
+        for path in sorted(fatal):
+            log.warn(f"{escape_path(path)} crashes the worker process that reads it; it is skipped")
+        result = self._try_unit(replace(unit, avoid=fatal))
+        if result is None:
+            raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
+        return result
+
+    def _try_unit(self, unit: WorkUnit) -> UnitResult | None:
         try:
-            return self._executor.submit(self._work, unit)
-        except BrokenProcessPool:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = _make_executor(self._workers)
-            return self._executor.submit(self._work, unit)
-
-
-def _make_executor(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, start_server(), _set_up_worker)
+            return self._pool.answer(unit)
+        except WorkerDied:
+            return None
 
 
 @cache
@@ -92,29 +83,7 @@ def start_server() -> BaseContext:
     return context
 
 
-def _set_up_worker() -> None:
+def _prepare(process: ProcessUnit) -> ProcessUnit:
+    """Return the function that a worker calls with a unit."""
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    workers.set_up_worker()
-
-
-def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:
-    """Process a unit again while nothing else runs, without the files that crash the process."""
-    if done := _try_unit(work, unit):
-        return done
-    fatal = frozenset(
-        span.file.path for span in unit.spans if not _try_unit(work, replace(unit, spans=(span,)))
-    )
-    for path in sorted(fatal):
-        log.warn(f"{escape_path(path)} crashes the worker process that reads it; it is skipped")
-    done = _try_unit(work, replace(unit, avoid=fatal))
-    if done is None:
-        raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
-    return done
-
-
-def _try_unit(work: Work, unit: WorkUnit) -> UnitResult | None:
-    with _make_executor(1) as executor:
-        try:
-            return executor.submit(work, unit).result()
-        except BrokenProcessPool:
-            return None
+    return process

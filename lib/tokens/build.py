@@ -42,7 +42,7 @@ def prepare_store(
     tokenizer can give larger ids, the dataset was replaced meanwhile, or no conversation can be
     trained on. Raises ArtifactError if the existing store is damaged.
     """
-    identity = store.make_identity(dataset, tokenizer_dir, chat)
+    identity = store.make_identity(dataset, tokenizer_dir, chat.identity() if chat else None)
     target = store.find_store_dir(cache_dir, dataset, identity)
 
     @cache  # `build_once` may call `build` several times
@@ -185,21 +185,21 @@ def _fill_store(
     dataset.require_same()
     began = time.monotonic()
     with Progress("tokenising", text_bytes, "B", progress) as bar:
-        from lib.tokens.chat import preparation  # which takes time to import
+        from lib.tokens.chat import write  # takes time to import
 
         written = (
-            preparation.write_splits(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
+            write.write_splits(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
             if chat
             else _write_texts(build.dir, dataset, encoder, dtype, bar)
         )
-    for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *build.dir.glob(f"*.{store.ERRORS}")):
+    for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *written.leftovers):
         leftover.unlink()
     dataset.require_same()
     build.publish(
         stage="04_train_fsdp.py",
         options={"num_workers": num_workers},
         files=written.files,
-        summary=store.summarise_store(dtype, encoder, written.counts, written.chat),
+        summary=store.summarise_store(dtype, encoder, written.counts, written.facts),
     )
     return written.counts, began
 
@@ -208,7 +208,7 @@ def _write_texts(
     directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
 ) -> Written:
     """Write the splits of a text dataset."""
-    written = Written({}, [])
+    written = Written({}, [], {}, [])
     for name in dataset.splits:
         writer = TextWriter(directory, name, dtype, dataset)
         writer.run(encoder, bar)

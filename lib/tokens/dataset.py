@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import file_identity, log, manifest, paths
-from lib.core.conversation import Conversation, Place
 from lib.tokens import columns, dataset_errors, dataset_files
-from lib.tokens.chat import table_rows
 from lib.tokens.columns import CHAT, TEXT
 
 if TYPE_CHECKING:
@@ -105,12 +103,6 @@ class Dataset:
     def chats(self, split: str, first: int = 0) -> Iterator[pa.RecordBatch]:
         """Yield the conversations of a split from row `first` on, as rows of about 2 MB."""
         return self._read_parts(split, first, columns.CHAT_COLUMNS, _CHAT_BYTES, _CHAT_ROWS)
-
-    def conversations(
-        self, split: str, first: int = 0
-    ) -> Iterator[list[tuple[Conversation, Place]]]:
-        """Yield the valid conversations of a split from row `first` on, in lists of about 2 MB."""
-        return map(table_rows.read_valid_rows, self.chats(split, first))
 
     def _read_parts(
         self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int

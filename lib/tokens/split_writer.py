@@ -23,11 +23,15 @@ _SAVE_PROGRESS_S = 20.0
 
 
 class Written(NamedTuple):
-    """Holds counts by split, manifest entries, and the summary of a chat dataset."""
+    """Holds counts by split, manifest entries, and further facts for the summary of the store.
+
+    leftovers: files to delete once no interrupted run needs them.
+    """
 
     counts: dict[str, dict[str, int]]
     files: list[dict[str, Any]]
-    chat: dict[str, Any] | None = None
+    facts: dict[str, Any]
+    leftovers: list[Path]
 
 
 class SplitWriter:

@@ -6,20 +6,20 @@
         validation.tokens.bin   … and the same for the validation split, if there is one
         manifest.json           written last: dtype, counts, BOS/EOS policy, digests
 
-All files are little-endian. The key is a digest of the dataset's content and the tokenizer's
-files. The manifest's `label_mask` is null: every token is a label for the token before it. In the
-store of a chat dataset, a document is a sample and `label_mask` names a further file. Its key also
-covers the chat template and the options that decide which tokens are trained:
+All files are little-endian. The key is a digest of the dataset's content, the tokenizer's files
+and the options that decide which tokens are trained. If the manifest's `label_mask` is null, every
+token is a label for the token before it. Otherwise it names a further file:
 
         train.labels.bin        uint8 [tokens ÷ 8], one bit per token, the lowest first: 1 for a
                                 label; never for the first token of a document
-        errors.jsonl            the dropped conversations, in the format of stage 02
-        chat_template.jinja     the template that rendered the conversations
+
+Whoever writes a store may add files and facts to it; lib/tokens/chat/write.py does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,12 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths, units
 from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError
-from lib.tokens.chat import outcome
-from lib.tokens.chat.outcome import ChatCounts, ChatFacts
-from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder
 
 KIND = "tokens/1"
-LABEL_MASK = "labels.bin"  # only in the store of a chat dataset
-TEMPLATE = "chat_template.jinja"
-ERRORS = "errors.jsonl"
+LABEL_MASK = "labels.bin"  # only in a store where some tokens are no labels
 _CHUNK = 1 << 22  # label bits that are counted at a time
 
 
@@ -133,7 +128,8 @@ class Split:
 class TokenStore:
     """Holds a finished store. vocab_size: of the tokenizer. splits: name → its tokens.
 
-    reads: how to read its files and the indexes over it. chat: None for a text dataset.
+    summary: from its manifest, with the facts that its writer added. reads: how to read its files
+    and the indexes over it.
     """
 
     path: Path
@@ -142,27 +138,20 @@ class TokenStore:
     summary: dict[str, Any]
     splits: dict[str, Split]
     reads: str
-    chat: ChatFacts | None = None
 
 
 def make_identity(
-    dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None
+    dataset: Dataset, tokenizer_dir: Path, further: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the inputs that decide a store's content, in the form that identity.py compares.
 
-    chat: the options for conversations, for a chat dataset.
+    further: inputs besides the dataset and the tokenizer.
     """
-    inputs: dict[str, Any] = {
+    inputs = {
         "dataset": dataset.fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+        **(further or {}),
     }
-    if chat:
-        inputs |= {
-            "chat template": hashing.fingerprint(chat.template),
-            "train_on": chat.train_on,
-            "too_long": chat.too_long,
-            "seq_length": chat.longest,
-        }
     return {"options": {}, "inputs": inputs}
 
 
@@ -175,16 +164,13 @@ def find_store_dir(cache_dir: Path, dataset: Dataset, identity: dict[str, Any]) 
 
 
 def summarise_store(
-    dtype: str,
-    encoder: Encoder,
-    counts: dict[str, dict[str, int]],
-    chat: dict[str, Any] | None = None,
+    dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the summary for the manifest of a store.
 
-    counts: by split. chat: the summary of the conversations, for a chat dataset.
+    counts: by split. facts: of its writer; they replace those here.
     """
-    summary = {
+    return {
         "dtype": dtype,
         "vocab_size": encoder.vocab_size,
         "splits": counts,
@@ -192,14 +178,7 @@ def summarise_store(
         "eos": encoder.eos,
         "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
         "label_mask": None,
-    }
-    if chat is None:
-        return summary
-    return {
-        **summary,
-        "policy": "a sample as its template writes it, ends exclusive in *.ends.bin",
-        "label_mask": LABEL_MASK,
-        "chat": chat,
+        **facts,
     }
 
 
@@ -218,26 +197,24 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
             hint="update the code, or build the store again:",
             run=commands.delete_and_rerun(path),
         )
-    is_chat = summary.get("label_mask") == LABEL_MASK
-    try:
-        chat = _read_chat(path, summary["chat"]) if is_chat else None
-        is_valid = _is_valid_summary(summary)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        is_valid = False
-        chat = None
-    if not is_valid:
-        raise ArtifactError(
-            f"{path / paths.MANIFEST} is damaged",
-            run=commands.delete_and_rerun(path),
-            expected="the manifest of a finished token store",
-        )
+    if not _is_valid_summary(summary):
+        raise make_damage_error(path)
     splits = {
         name: _open_split(path, name, summary["dtype"], counts, reads)
         for name, counts in summary["splits"].items()
     }
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
-    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads, chat)
+    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads)
+
+
+def make_damage_error(path: Path) -> ArtifactError:
+    """Return the error for a store whose manifest is damaged, with a command to build it again."""
+    return ArtifactError(
+        f"{path / paths.MANIFEST} is damaged",
+        run=commands.delete_and_rerun(path),
+        expected="the manifest of a finished token store",
+    )
 
 
 def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads: str) -> Split:
@@ -250,14 +227,6 @@ def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads
         )
     )
     return Split(tokens, open_file(path / f"{name}.ends.bin", "int64", reads), labels)
-
-
-def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
-    """Read the facts of a chat store. Raises KeyError, TypeError or ValueError if damaged."""
-    counts = {name: ChatCounts.from_record(record) for name, record in chat["splits"].items()}
-    names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
-    template = (path / TEMPLATE).read_text(encoding="utf-8")
-    return outcome.build_facts(template, counts, names)
 
 
 def _is_valid_summary(summary: dict[str, Any]) -> bool:

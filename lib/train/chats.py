@@ -113,16 +113,16 @@ def template_to_keep(source: str, model_dir: Path) -> str:
     Who renders a conversation for the model tells the tokenizer to add nothing, as with any other
     template: the text must begin there as it began in training.
     """
-    from lib.tokens.chat import sandbox, template  # which takes time to import
+    from lib.tokens.chat import render  # takes time to import
 
     tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
     if encoder.bos is None:
         return source
-    made = template.Template(source, tokenizer.special_tokens_map)
+    template = render.Template(source, tokenizer.special_tokens_map)
     # A template may refuse these messages.
-    with suppress(sandbox.TemplateError), sandbox.limit_rendering() as begin:
-        begin()
-        if made.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
+    with suppress(render.TemplateError), render.limit_rendering() as restart:
+        restart()
+        if template.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
             return source
         return _WITH_BOS + source
     return source if "bos_token" in source else _WITH_BOS + source

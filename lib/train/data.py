@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
-from lib.tokens import build, mixture, packing, shown, store
+from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
-from lib.tokens.chat import checks, outcome
-from lib.tokens.chat.outcome import ChatFacts
+from lib.tokens.chat import counts
+from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import HeldOut
 from lib.tokens.raw_shards import RawShards
@@ -92,16 +93,26 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
-        if tokens.chat:
-            log.table(tokens.chat.table_rows())
+        if chat := counts.read_facts(tokens):
+            log.table(chat.table_rows())
             if log.rank() == 0:
-                checks.warn_about_samples(
-                    str(corpus.dataset.path), tokens.chat.counts["train"], path / store.ERRORS
+                counts.warn_about_samples(
+                    str(corpus.dataset.path), chat.counts["train"], path / counts.ERRORS
                 )
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
-        shown.print_samples(stores, config.show_samples, inputs.model_dir)
+        _print_samples(stores, config.show_samples, inputs.model_dir)
     return mix(config, inputs, stores)
+
+
+def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
+    """Print some samples of each store, in colour on a terminal."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    tokenizer = Encoder(tokenizer_dir, 1).tokenizer
+    log.info(f"training samples ({readable.describe_marks(colour)}):")
+    for tokens in stores:
+        for text in readable.render_documents(tokens, count, tokenizer, colour):
+            log.info(text)
 
 
 def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
@@ -111,7 +122,7 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     return Data(
         train,
         mixture.held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
-        outcome.merge_facts([tokens.chat for tokens in stores if tokens.chat]),
+        counts.merge_facts([*filter(None, map(counts.read_facts, stores))]),
     )
 
 

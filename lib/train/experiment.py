@@ -20,7 +20,7 @@ from lib.core.retry import poll
 from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
-from lib.tokens.chat.outcome import ChatFacts
+from lib.tokens.chat.counts import ChatFacts
 from lib.train import chats
 from lib.train.config import Config
 from lib.train.inputs import Inputs

@@ -17,7 +17,7 @@ from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, saving
 from lib.tokens import encode, packing, store
-from lib.tokens.chat import preparation
+from lib.tokens.chat import write
 from lib.train import balance, chats, checks, fitting, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
@@ -187,13 +187,15 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
         store.find_store_dir(
             config.cache_dir,
             corpus.dataset,
-            store.make_identity(corpus.dataset, inputs.model_dir, policy),
+            store.make_identity(
+                corpus.dataset, inputs.model_dir, policy.identity() if policy else None
+            ),
         )
         for corpus, policy in zip(inputs.corpora, policies, strict=True)
     ]
     if missing := [str(target) for target in targets if not target.exists()]:
         tokens = sum(
-            preparation.estimate_tokens(corpus.dataset, inputs.model_dir, policy)
+            write.estimate_tokens(corpus.dataset, inputs.model_dir, policy)
             if policy
             else encode.estimate_tokens(corpus.dataset, inputs.model_dir)
             for corpus, policy in zip(inputs.corpora, policies, strict=True)

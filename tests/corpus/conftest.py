@@ -14,7 +14,7 @@ from lib.core.conversation import Conversation, Place
 from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.tally import RowOptions
-from lib.tokens.chat import table_rows
+from lib.tokens.chat import conversations
 
 
 @dataclass
@@ -78,7 +78,7 @@ def read(tmp_path: Path) -> Read:
                 chats=[
                     chat
                     for batch in train.to_batches()
-                    for chat in table_rows.read_valid_rows(batch)
+                    for chat in conversations.read_valid_rows(batch)
                 ],
             )
         return Outcome(

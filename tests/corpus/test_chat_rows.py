@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lib.core.conversation import Conversation, Place
 from lib.corpus import chat_rows
-from lib.tokens.chat import table_rows
+from lib.tokens.chat import conversations
 
 
 def test_rows_come_back_as_they_went_in() -> None:
@@ -37,7 +37,7 @@ def test_rows_come_back_as_they_went_in() -> None:
     ]
     batch = chat_rows.make_batch(rows)
     assert batch.schema == chat_rows.make_schema()
-    assert table_rows.read_valid_rows(batch) == rows
-    assert table_rows.read_valid_rows(batch.slice(1)) == rows[1:]
+    assert conversations.read_valid_rows(batch) == rows
+    assert conversations.read_valid_rows(batch.slice(1)) == rows[1:]
     for empty in (batch.slice(0, 0), chat_rows.make_batch([])):
-        assert table_rows.read_valid_rows(empty) == []
+        assert conversations.read_valid_rows(empty) == []

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.tokens.chat.mask import NoAnswerBoundary, TextWithSpans
+from lib.tokens.chat.answers import NoAnswerBoundary, TextWithSpans
 from lib.tokens.encode import Encoder
 
 # The white space that a token with lstrip or rstrip takes in.
 _SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
-# The cache of heads: the text between a special token and the edge of a span, with its ids.
-_LONGEST_HEAD = 200  # characters of a head
-_MOST_HEADS = 1 << 14  # heads
 
 
 class EncodedTexts(NamedTuple):
@@ -54,8 +51,22 @@ class EncodedTexts(NamedTuple):
         return EncodedTexts(self.ids[is_token], self.trained[is_token], self.lengths[is_kept], {})
 
 
-class Boundaries:
-    """Encodes texts and finds the tokens inside their trained spans."""
+class _Edge(NamedTuple):
+    """Describes where a span begins or ends.
+
+    number: of the text. token: the number of the last special token before the edge, or of the
+    first token of the text. head: the characters from that token to the edge. place: the character
+    of the edge.
+    """
+
+    number: int
+    token: int
+    head: str
+    place: int
+
+
+class SpanEncoder:
+    """Encodes texts and marks the tokens inside their trained spans."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -70,79 +81,71 @@ class Boundaries:
         self._is_special[list(splitting)] = True
         longest_first = sorted(splitting.values(), key=lambda token: -len(token.content))
         self._special = re.compile("|".join(map(_make_token_pattern, longest_first)) or "(?!)")
-        self._known: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[TextWithSpans]) -> EncodedTexts:
         """Return the tokens of texts, with the trained ones marked."""
-        ids, lengths = self._encoder.encode_bare(
-            [text.encode("utf-8", "replace") for text, _ in texts]
-        )
-        begins = [0, *np.cumsum(lengths).tolist()]
-        edges = self._find_edges(texts, ids, begins)
-        heads = self._encode_heads({head for _, _, head, _ in edges})
-        coded = ids.tobytes()
-        size = ids.itemsize
+        ids, lengths = self._encode_texts([text for text, _ in texts])
+        starts = [0, *np.cumsum(lengths).tolist()]
+        edges = self._find_edges(texts, ids, starts)
+        # Nearly all edges of a batch have the same head, so each head is encoded once.
+        heads = sorted({edge.head for edge in edges})
+        id_bytes = dict(zip(heads, self._encode_to_bytes(heads), strict=True))
+        all_bytes = ids.tobytes()
         places = []
         wrong = {}
-        for number, at, head, place in edges:
-            known = heads[head]
-            begin = at * size
-            end = at * size + len(known)
-            if coded[begin:end] != known or end > begins[number + 1] * size:
-                wrong[number] = NoAnswerBoundary(
+        for edge in edges:
+            head = id_bytes[edge.head]
+            begin = edge.token * ids.itemsize
+            end = begin + len(head)
+            if all_bytes[begin:end] != head or end > starts[edge.number + 1] * ids.itemsize:
+                wrong[edge.number] = NoAnswerBoundary(
                     "an answer begins or ends within a token",
-                    *_find_lines(texts[number].text, place),
+                    *_find_lines(texts[edge.number].text, edge.place),
                 )
-                end = begins[number] * size
-            places.append(end // size)
+                end = starts[edge.number] * ids.itemsize
+            places.append(end // ids.itemsize)
         trained = np.zeros(len(ids), bool)
         for start, stop in zip(places[0::2], places[1::2], strict=True):
             trained[start:stop] = True
         return EncodedTexts(ids, trained, lengths, wrong)
 
-    def _find_edges(
-        self, texts: Sequence[TextWithSpans], ids: np.ndarray, begins: list[int]
-    ) -> list[tuple[int, int, str, int]]:
-        """Return the two edges of every span, as tuples of four values.
+    def _encode_texts(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of texts, uint32 [N], and their numbers of tokens, int64 [texts]."""
+        return self._encoder.encode_bare([text.encode("utf-8", "replace") for text in texts])
 
-        These are the number of the text, the number of the last special token before the edge (or
-        of the first token), the characters between that token and the edge, and the character
-        position of the edge.
+    def _encode_to_bytes(self, texts: Sequence[str]) -> list[bytes]:
+        """Return the ids of each text as bytes."""
+        ids, lengths = self._encode_texts(texts)
+        ends = np.cumsum(lengths)
+        return [
+            ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def _find_edges(
+        self, texts: Sequence[TextWithSpans], ids: np.ndarray, starts: list[int]
+    ) -> list[_Edge]:
+        """Return the two edges of every span.
+
+        starts: the number of each text's first token, then the number of tokens.
         """
         special = np.flatnonzero(self._is_special[ids])
-        firsts = np.searchsorted(special, begins).tolist()
-        at = special.tolist()
+        firsts = np.searchsorted(special, starts).tolist()
+        tokens = special.tolist()
         edges = []
         for number, (text, spans) in enumerate(texts):
             first = firsts[number]
-            starts = [match.start() for match in self._special.finditer(text)]
-            if (
-                len(starts) != firsts[number + 1] - first
-            ):  # this tokenizer reads some of them as plain text
-                starts = []
+            found = [match.start() for match in self._special.finditer(text)]
+            if len(found) != firsts[number + 1] - first:  # the tokenizer reads some as plain text
+                found = []
             for span in spans:
                 for place in span:
-                    last = bisect_left(starts, place) - 1
+                    last = bisect_left(found, place) - 1
                     edges.append(
-                        (number, at[first + last], text[starts[last] : place], place)
+                        _Edge(number, tokens[first + last], text[found[last] : place], place)
                         if last >= 0
-                        else (number, begins[number], text[:place], place)
+                        else _Edge(number, starts[number], text[:place], place)
                     )
         return edges
-
-    def _encode_heads(self, heads: set[str]) -> dict[str, bytes]:
-        """Return the ids of each head as bytes, from the cache or by encoding it."""
-        if len(self._known) > _MOST_HEADS:
-            self._known.clear()
-        id_bytes = {head: self._known[head] for head in heads if head in self._known}
-        new = [*(heads - id_bytes.keys())]
-        ids, lengths = self._encoder.encode_bare([head.encode("utf-8", "replace") for head in new])
-        coded = ids.tobytes()
-        ends = (np.cumsum(lengths) * ids.itemsize).tolist()
-        for head, begin, end in zip(new, [0, *ends], ends, strict=False):
-            id_bytes[head] = coded[begin:end]
-        self._known |= {head: id_bytes[head] for head in new if len(head) <= _LONGEST_HEAD}
-        return id_bytes
 
 
 def _make_token_pattern(token: Any) -> str:

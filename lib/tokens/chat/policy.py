@@ -6,15 +6,15 @@ This module does not import Jinja, so a command that only looks up a run starts 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lib.core import commands, paths, records
+from lib.core import commands, hashing, paths, records
+from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
 
 ASSISTANT, LAST, ALL = TRAIN_ON = ("assistant", "last", "all")
 DROP, SPLIT = TOO_LONG = ("drop", "split")
 _OPTION = "--chat-template"
-_NAME = "chat_template.jinja"
 _CHATML = "chat_templates/chatml.jinja"
 _PLAIN = "chat_templates/plain.jinja"
 
@@ -30,6 +30,15 @@ class ChatPolicy(NamedTuple):
     train_on: str
     too_long: str
     longest: int
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the content of a token store, besides dataset and tokenizer."""
+        return {
+            "chat template": hashing.fingerprint(self.template),
+            "train_on": self.train_on,
+            "too_long": self.too_long,
+            "seq_length": self.longest,
+        }
 
 
 def find_template(model_dir: Path, given: Path | None) -> str:
@@ -114,8 +123,8 @@ def _read_templates(model_dir: Path) -> dict[str, str]:
             and isinstance(entry.get("template"), str)
         }
     files = {path.stem: path for path in (model_dir / "additional_chat_templates").glob("*.jinja")}
-    if (model_dir / _NAME).is_file():
-        files["default"] = model_dir / _NAME
+    if (model_dir / CHAT_TEMPLATE).is_file():
+        files["default"] = model_dir / CHAT_TEMPLATE
     for name, path in files.items():
         try:
             templates[name] = path.read_text(encoding="utf-8")

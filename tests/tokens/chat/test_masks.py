@@ -11,14 +11,14 @@ import pytest
 
 from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
-from lib.tokens.chat.encoder import ChatEncoder, EncodedChats
+from lib.tokens.chat.encode import ChatEncoder, EncodedChats
 from lib.tokens.chat.policy import ChatPolicy
-from lib.tokens.chat.template import Template
+from lib.tokens.chat.render import Template
 from lib.tokens.encode import Encoder, Gigatoken
 from tests.conftest import ROOT
-from tests.tokens import chat_tokenizers
-from tests.tokens.chat_templates import ANSWERS, CHATML, MARKED, QWEN_3, TEMPLATES, WITHOUT_BOS
-from tests.tokens.chat_tokenizers import shown
+from tests.tokens.chat import tokenizer_kinds
+from tests.tokens.chat.templates import ANSWERS, CHATML, MARKED, QWEN_3, TEMPLATES, WITHOUT_BOS
+from tests.tokens.chat.tokenizer_kinds import shown
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 WORDS = ["ä", "be\nsee", "dee", "", "e", "f\tgee", "你好", "'x'", "<y>", "{z}", "Number 12", "it's"]
@@ -30,8 +30,8 @@ Encoders = dict[tuple[str, bool], Encoder]
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
     """Return encoders of each kind of tokenizer, that put BOS in front or do not."""
     return {
-        (kind, bos): chat_tokenizers.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
-        for kind in chat_tokenizers.KINDS
+        (kind, bos): tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
+        for kind in tokenizer_kinds.KINDS
         for bos in (True, False)
     }
 
@@ -76,7 +76,7 @@ def test_answers_and_what_ends_them_are_trained(encoders: Encoders, name: str) -
     draw = random.Random(name)
     answer = ANSWERS.get(name, "{}<|im_end|>")
     template = Template(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
-    for kind in chat_tokenizers.KINDS:
+    for kind in tokenizer_kinds.KINDS:
         encoder = encoders[kind, name not in WITHOUT_BOS]
         it = coder(encoder, TEMPLATES[name])
         several = [drawn(name, draw) for _ in range(20)]
@@ -198,7 +198,7 @@ def test_one_bos_in_front_and_no_eos_behind(encoders: Encoders) -> None:
 
 
 def test_the_end_is_learned_also_where_padding_is_the_same_token(tmp_path: Path) -> None:
-    encoder = chat_tokenizers.encoder(tmp_path / "it", "bytes", False, pad_token="</s>")
+    encoder = tokenizer_kinds.encoder(tmp_path / "it", "bytes", False, pad_token="</s>")
     encoded = coder(encoder, (ROOT / "chat_templates/plain.jinja").read_text()).encode(
         [said("a", "b")]
     )
@@ -210,7 +210,7 @@ def test_the_end_is_learned_also_where_padding_is_the_same_token(tmp_path: Path)
 def test_the_end_is_learned_also_where_text_spells_no_special_token(
     tmp_path: Path, kind: str
 ) -> None:
-    encoder = chat_tokenizers.encoder(tmp_path / "it", kind, False, split_special_tokens=True)
+    encoder = tokenizer_kinds.encoder(tmp_path / "it", kind, False, split_special_tokens=True)
     assert encoder.eos not in encoder.encode_bare([b"b</s>"])[0]
     chats = [said("a", "b")]
     source = (ROOT / "chat_templates/plain.jinja").read_text()
@@ -253,7 +253,7 @@ def test_what_spells_a_control_token_is_dropped(encoders: Encoders) -> None:
 def test_thoughts_may_stand_in_tokens_of_their_own(tmp_path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer
 
-    chat_tokenizers.encoder(tmp_path / "it", "merged", False)
+    tokenizer_kinds.encoder(tmp_path / "it", "merged", False)
     file = tmp_path / "it/tokenizer.json"
     whole = Tokenizer.from_file(str(file))
     whole.add_special_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
@@ -270,7 +270,7 @@ def test_thoughts_may_stand_in_tokens_of_their_own(tmp_path: Path) -> None:
 
 
 def test_white_space_around_an_answer(encoders: Encoders) -> None:
-    for kind in chat_tokenizers.KINDS[:2]:
+    for kind in tokenizer_kinds.KINDS[:2]:
         encoder = encoders[kind, False]
         it = coder(encoder, CHATML)
         for text in (" hello", "hello  \n", "hello\n\n", "a\r\nb\r\n", "\thello", "  "):
@@ -358,7 +358,7 @@ def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
     """As Phi-3 has them, which take in white space, and Gemma, which has white space as tokens."""
     from tokenizers import AddedToken, Tokenizer
 
-    chat_tokenizers.encoder(tmp_path / "it", "merged", False)
+    tokenizer_kinds.encoder(tmp_path / "it", "merged", False)
     file = tmp_path / "it/tokenizer.json"
     source = file.read_text()
     ways = {

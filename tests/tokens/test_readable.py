@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from lib.tokens import shown
-from lib.tokens.chat import checks
+from lib.tokens import readable
 from lib.tokens.store import Split, TokenStore
 
 
@@ -18,16 +17,17 @@ def test_what_is_trained_is_set_apart(tokenizer: Path) -> None:
     trained = np.zeros(len(ids), bool)
     trained[-7:] = True
     assert (
-        shown.render_sample(ids, trained, loaded, colour=False) == "<s>ask: ä\\x1b[2J\n⟦yes\n\nno⟧"
+        readable.render_sample(ids, trained, loaded, colour=False)
+        == "<s>ask: ä\\x1b[2J\n⟦yes\n\nno⟧"
     )
-    coloured = shown.render_sample(ids, trained, loaded, colour=True).split("\n")
+    coloured = readable.render_sample(ids, trained, loaded, colour=True).split("\n")
     assert coloured == [
         "\033[90m<s>ask: ä\\x1b[2J\033[0m",
         "\033[32myes\033[0m",
         "",
         "\033[32mno\033[0m",
     ]
-    assert shown.render_sample(ids[:0], trained[:0], loaded, colour=False) == ""
+    assert readable.render_sample(ids[:0], trained[:0], loaded, colour=False) == ""
 
 
 def test_brackets_of_the_text_are_no_marks(tokenizer: Path) -> None:
@@ -35,13 +35,13 @@ def test_brackets_of_the_text_are_no_marks(tokenizer: Path) -> None:
     ids = np.array(loaded("⟦a⟧ b⟧", add_special_tokens=False)["input_ids"])
     trained = np.zeros(len(ids), bool)
     trained[-1 - len(loaded("⟧", add_special_tokens=False)["input_ids"]) :] = True
-    found = shown.render_sample(ids, trained, loaded, colour=False)
+    found = readable.render_sample(ids, trained, loaded, colour=False)
     assert found.count("⟦") == found.count("⟧") == 1 and found.endswith("⟧")
     assert found.replace("⟦", "").replace("⟧", "") == "\\u27e6a\\u27e7 b\\u27e7"
-    assert "⟦a⟧" in shown.render_sample(
+    assert "⟦a⟧" in readable.render_sample(
         ids, trained, loaded, colour=True
     )  # colours are not brackets
-    one_line = checks.render_sample(loaded, ids, trained)
+    one_line = readable.render_excerpt(ids, trained, loaded)
     assert one_line.count("⟦") == one_line.count("⟧") == 1 and "\\u27e6a" in one_line
 
 
@@ -56,9 +56,9 @@ def test_samples_lie_evenly(tokenizer: Path) -> None:
         (Split(tokens, ends), "<s>⟦a</s>⟧"),
     ):
         store = TokenStore(Path("it"), "", 300, {}, {"train": split}, "mmap")
-        found = list(shown.render_documents(store, 3, loaded, colour=False))
+        found = list(readable.render_documents(store, 3, loaded, colour=False))
         assert [text.split(" of 10")[0] for text in found] == ["--- 1", "--- 4", "--- 7"]
         assert found[0].endswith(
             f"3 tokens, {1 if split.labels is not None else 2} trained\n" + first
         )
-        assert len(list(shown.render_documents(store, 30, loaded, colour=False))) == 10
+        assert len(list(readable.render_documents(store, 30, loaded, colour=False))) == 10

@@ -12,9 +12,9 @@ import pytest
 
 from lib.core.conversation import Conversation, Message
 from lib.tokens.encode import Encoder
-from tests.tokens import chat_tokenizers
-from tests.tokens.chat_tokenizers import shown
-from tests.tokens.test_chat import coder, said
+from tests.tokens.chat import tokenizer_kinds
+from tests.tokens.chat.test_masks import coder, said
+from tests.tokens.chat.tokenizer_kinds import shown
 
 THOUGHT = "<think>t</think>"
 # True if a message follows the current one `m`; written in the loop over the messages.
@@ -106,7 +106,7 @@ TURN = """\
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return chat_tokenizers.encoder(tmp_path_factory.mktemp("t") / "it", "bytes", False)
+    return tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", "bytes", False)
 
 
 def fill(draw: random.Random, more: str) -> str:

@@ -1,13 +1,15 @@
-"""Read conversations from rows of a chat dataset.
+"""Read conversations from rows of a chat dataset, and refuse those that must not be trained on.
 
 A user may have changed the rows with `datasets`, so the checks of stage 02 are repeated here. A row
-that stage 02 would drop gets the same kind of error.
+that stage 02 would drop gets the same kind of error. Only a template may write control tokens, so a
+message that contains one is refused too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from lib.core.conversation import (
     require_text,
 )
 from lib.tokens import columns
+from lib.tokens.chat.policy import ASSISTANT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,3 +114,80 @@ def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
             f"{name} contains a number that is not finite, or a text that is not valid Unicode",
         ) from error
     return functions
+
+
+class ControlTokens:
+    """Finds control tokens in conversations.
+
+    in_answers: tokens that answers must not contain. elsewhere: tokens that other texts must not.
+    """
+
+    def __init__(self, in_answers: Iterable[str], elsewhere: Iterable[str]) -> None:
+        self._patterns = {True: _compile_patterns(in_answers), False: _compile_patterns(elsewhere)}
+
+    def find_all(self, conversations: Sequence[Conversation]) -> dict[int, str]:
+        """Return the number of each conversation with a control token, and what is wrong with it.
+
+        One search covers all conversations. They are searched one by one only if it finds a token.
+        """
+        joined = "\0".join(text for chat in conversations for text in _list_texts(chat))
+        if not any(pattern.search(joined) for pattern in self._patterns[False]):
+            return {}
+        problems = {number: self._describe(chat) for number, chat in enumerate(conversations)}
+        return {number: problem for number, problem in problems.items() if problem}
+
+    def _describe(self, conversation: Conversation) -> str:
+        """Return the first control token in the messages and tools of a conversation, or ""."""
+        turns = [
+            (
+                f"turn {number} ({message['role']})",
+                message["role"] == ASSISTANT,
+                [value for key, value in message.items() if key != "role"],
+            )
+            for number, message in enumerate(conversation.messages, 1)
+        ]
+        for place, is_answer, value in [*turns, ("a tool", False, conversation.tools)]:
+            for text in _list_strings(value):
+                for pattern in self._patterns[is_answer]:
+                    if match := pattern.search(text):
+                        token = match[0].encode("utf-8", "backslashreplace").decode()
+                        return f"{place} spells the token {token}"
+        return ""
+
+
+def compile_alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of the tokens, the longest first."""
+    longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _compile_patterns(tokens: Iterable[str]) -> list[re.Pattern[str]]:
+    """Return one pattern per first letter, since such patterns search fastest."""
+    by_first: dict[str, list[str]] = {}
+    for token in tokens:
+        by_first.setdefault(token[0], []).append(token)
+    return [compile_alternatives(tokens) for tokens in by_first.values()]
+
+
+def _list_texts(conversation: Conversation) -> Iterator[str]:
+    """Yield the strings in a conversation."""
+    for message in conversation.messages:
+        if len(message) == 2:  # role and content
+            yield message.get("content") or ""
+        else:
+            yield from _list_strings(message)
+    if conversation.tools:
+        yield from _list_strings(conversation.tools)
+
+
+def _list_strings(value: Any) -> list[str]:
+    """Return the strings in nested values."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return (
+        [text for each in value for text in _list_strings(each)]
+        if isinstance(value, (list, tuple))
+        else []
+    )

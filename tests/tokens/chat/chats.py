@@ -11,6 +11,8 @@ import pyarrow as pa
 
 from lib.core.conversation import Conversation, Place
 from lib.corpus import chat_rows
+from lib.tokens.chat import conversations
+from lib.tokens.dataset import Dataset
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -57,6 +59,12 @@ def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
             json.dumps({"features": {column: {} for column in chat_rows.make_schema().names}})
         )
     return path
+
+
+def read(dataset: Dataset, split: str, first: int = 0) -> list[tuple[Conversation, Place]]:
+    """Return the valid conversations of a split from row `first` on, with their sources."""
+    batches = dataset.chats(split, first)
+    return [row for batch in batches for row in conversations.read_valid_rows(batch)]
 
 
 def save_tokenizer(directory: Path, template: str | None = CHATML) -> Path:

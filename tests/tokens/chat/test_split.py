@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
-from tests.tokens import chat_tokenizers
-from tests.tokens.chat_templates import CHATML, MARKED, QWEN_2_5, QWEN_3
+from tests.tokens.chat import tokenizer_kinds
+from tests.tokens.chat.templates import CHATML, MARKED, QWEN_2_5, QWEN_3
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -21,7 +21,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     home: Path = tmp_path_factory.mktemp("tokenizer") / "it"
-    return chat_tokenizers.encoder(home, "merged", False)
+    return tokenizer_kinds.encoder(home, "merged", False)
 
 
 def talk(count: int, size: int = 20) -> Conversation:
@@ -49,7 +49,7 @@ def texts(
     ends = np.cumsum(encoded.lengths)
     assert not encoded.trained[ends - encoded.lengths].any()
     assert np.logical_or.reduceat(encoded.trained, ends - encoded.lengths).all()
-    found = chat_tokenizers.shown(encoder, encoded)
+    found = tokenizer_kinds.shown(encoder, encoded)
     return [
         text for text, owner in zip(found, encoded.owners, strict=True) if owner == 1
     ], encoded.dropped

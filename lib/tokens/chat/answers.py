@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lib.core.conversation import Conversation, Message
+from lib.core.conversation import CALLS, Conversation, Message
 from lib.core.errors import UsageError
-from lib.tokens.chat import sandbox, template_omissions
-from lib.tokens.chat.control_tokens import ControlTokens, compile_alternatives
+from lib.tokens.chat import render
+from lib.tokens.chat.conversations import ControlTokens, compile_alternatives
 from lib.tokens.chat.policy import ALL, ASSISTANT, LAST
-from lib.tokens.chat.sandbox import LimitError, TemplateError, TokenError
-from lib.tokens.chat.template import Rendered, Span, Template
+from lib.tokens.chat.render import LimitError, Rendered, Span, Template, TemplateError, TokenError
 
 # Special tokens that an answer may contain: they enclose thoughts.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
-_MOST_ENDINGS = 4  # endings of answers in the cache
 _WORD = "Kingfisher"  # no template changes this answer
 _USER = {"role": "user", "content": "Which bird?"}
 _ANSWER = {"role": "assistant", "content": _WORD}
@@ -89,17 +87,11 @@ class AnswerFinder:
                 found=repr(trials[0][: len(bos) * 2 + 20]),
             )
         control = {*special, *written} - {""}
-        self._ends = tuple(
-            sorted(
-                (token for token in control if not _THOUGHT.search(token) or token in self.closing),
-                key=len,
-                reverse=True,
-            )
-        )
-        # Text after answers → how many of its characters belong to the answer.
-        self._endings: dict[str, int] = {}
-        self._last_letters = {token[-1] for token in self._ends}
-        marks = {sandbox.BEGIN, sandbox.END} if template.has_marks else set()
+        self._ends = {
+            token for token in control if not _THOUGHT.search(token) or token in self.closing
+        }
+        self._end_lengths = sorted(set(map(len, self._ends)), reverse=True)
+        marks = {render.BEGIN, render.END} if template.has_marks else set()
         self.control = ControlTokens({*self._ends, *marks}, {*self._ends, *special, *marks})
 
     def _render_trials(self) -> Iterator[str]:
@@ -134,18 +126,16 @@ class AnswerFinder:
             return []
         messages = messages[: trained[-1] + 1]  # later turns are no context of a trained answer
         whole = self._template.render(messages, tools)
-        template_omissions.require_tools(tools, whole.text)
-        if template_omissions.is_system_prompt_missing(messages[0], whole.text):
+        _require_tools(tools, whole.text)
+        if _is_system_prompt_missing(messages[0], whole.text):
             self.template_omissions["system prompt"] += 1
         texts: list[TextWithSpans] = []
         for i in reversed(trained):
             answer = self._find_answer(messages, tools, whole, answers, i)
             end = answer.spans[-1][1]
             if len(messages[i]) > 2:  # role and content
-                template_omissions.require_calls(
-                    messages[i], i + 1, answer.text[answer.spans[0][0] : end]
-                )
-                if template_omissions.are_thoughts_missing(messages[i], answer.text):
+                _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
+                if _are_thoughts_missing(messages[i], answer.text):
                     self.template_omissions["thoughts"] += 1
             if texts and (
                 answer.text is texts[-1].text or texts[-1].text.startswith(answer.text[:end])
@@ -163,7 +153,7 @@ class AnswerFinder:
     ) -> list[TextWithSpans]:
         """Return the whole text; all turns are trained except those of weight 0."""
         whole = self._template.render(messages, tools).text
-        template_omissions.require_tools(tools, whole)
+        _require_tools(tools, whole)
         spans = []
         start = 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
@@ -267,32 +257,19 @@ class AnswerFinder:
         White space and further tokens after it belong to the template. Returns a negative number
         if there is no closing token.
         """
-        for run, kept in self._endings.items():
-            before = text[len(text) - len(run) - 1 : len(text) - len(run)]
-            if (
-                text.endswith(run, start + 1)
-                and not before.isspace()
-                and before not in self._last_letters
-            ):
-                return len(text) - len(run) + kept
-        at = len(text)
-        tokens = []
-        while True:
-            while at > start and text[at - 1].isspace():
-                at -= 1
-            if at <= start or text[at - 1] not in self._last_letters:
-                break
-            token = next((each for each in self._ends if text.endswith(each, start, at)), None)
-            if token is None:
-                break
-            tokens.append((at, token))
-            at -= len(token)
-        if not tokens:
-            return -1
-        end = next((end for end, token in reversed(tokens) if token in self.closing), tokens[-1][0])
-        if len(self._endings) < _MOST_ENDINGS and not text[at - 1].isspace():
-            self._endings[text[at:]] = end - at
-        return end
+        found: list[tuple[int, str]] = []  # the tokens at the end of the text, with their ends
+        at = start + len(text[start:].rstrip())
+        while token := self._find_token_before(text, start, at):
+            found.insert(0, (at, token))
+            at = start + len(text[start : at - len(token)].rstrip())
+        ends = [end for end, token in found if token in self.closing] or [end for end, _ in found]
+        return ends[0] if ends else -1
+
+    def _find_token_before(self, text: str, start: int, end: int) -> str:
+        """Return the longest token in `text[start:end]` that ends there, "" if none does."""
+        lengths = (length for length in self._end_lengths if start <= end - length)
+        tokens = (text[end - length : end] for length in lengths)
+        return next((token for token in tokens if token in self._ends), "")
 
 
 def _require_marks_after(marks: list[Span], place: int, text: str) -> None:
@@ -361,3 +338,39 @@ def _find_differing_lines(one: str, other: str) -> tuple[str, str]:
         if line != other_line and not (number == len(lines) - 1 and other_line.startswith(line)):
             return line, other_line
     return "", ""
+
+
+def _require_tools(tools: Sequence[Message] | None, text: str) -> None:
+    """Raise TemplateError if the text does not name every tool."""
+    for tool in tools or ():
+        if _find_function_name(tool) not in text:
+            raise TemplateError(f"it leaves out the tool {_find_function_name(tool)}")
+
+
+def _require_calls(message: Message, number: int, text: str) -> None:
+    """Raise TemplateError if the text does not name every function that a message calls."""
+    for call in message.get(CALLS) or ():
+        if _find_function_name(call) not in text:
+            raise TemplateError(
+                f"it leaves out the call of {_find_function_name(call)} in turn {number}"
+            )
+
+
+def _find_function_name(described: Any) -> str:
+    """Return the function name in a tool or a call, "" if there is none."""
+    function = described.get("function", described) if isinstance(described, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _is_system_prompt_missing(message: Message, text: str) -> bool:
+    """Return whether a message is a system prompt that the text does not contain."""
+    return (
+        message["role"] in ("system", "developer")
+        and (message.get("content") or "").strip() not in text
+    )
+
+
+def _are_thoughts_missing(message: Message, text: str) -> bool:
+    """Return whether the text does not contain the thoughts of an answer."""
+    return (message.get("reasoning_content") or "").strip() not in text

@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.conversation import CALLS, TEXTS
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import build, dataset, split_writer, store
-from lib.tokens.chat import preparation, processes
-from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat import counts, write
+from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
-from tests.tokens import chats
+from tests.tokens.chat import chats
 
 FILES = [
     f"{split}.{kind}.bin"
     for split in ("train", "validation")
     for kind in ("tokens", "ends", "labels")
-] + [store.ERRORS, store.TEMPLATE]
+] + [counts.ERRORS, CHAT_TEMPLATE]
 
 
-class Here:
-    """Answers at once in this process, as a worker process does."""
+class PoolHere:
+    """Answers in this process, as worker processes do."""
 
-    def __init__(self, name: str, prepare: object, *arguments: object) -> None:
+    def __init__(self, count: int, name: str, prepare: object, *arguments: object) -> None:
         self._answer = prepare(*arguments)
-        self._found = None
 
-    def send(self, task: object) -> None:
-        assert self._found is None
-        self._found = self._answer(task)
+    def __enter__(self) -> PoolHere:
+        return self
 
-    def receive(self) -> object:
-        found = self._found
-        self._found = None
-        return found
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
+
+    def run(self, tasks: Iterator[object]) -> Iterator[object]:
+        return map(self._answer, tasks)
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no processes started."""
-    monkeypatch.setattr(processes, "Worker", Here)
+    """Start no worker processes."""
+    monkeypatch.setattr(write, "Pool", PoolHere)
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +84,28 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
 ) -> None:
     path = prepare(corpus, tokenizer, tmp_path)
     opened = store.open_store(path)
+    facts = counts.read_facts(opened)
     encoder = ChatEncoder(policy(), Encoder(tokenizer, 1))
     for name, split in opened.splits.items():
-        placed = [row for rows in open_dataset(corpus).conversations(name) for row in rows]
+        placed = chats.read(open_dataset(corpus), name)
         made = encoder.encode([chat for chat, _ in placed])
         assert np.array_equal(split.tokens, made.tokens) and len(split.labels) == len(made.tokens)
         assert np.array_equal(split.ends, np.cumsum(made.lengths))
         for part in (slice(0, None), slice(3, 50), slice(8, 16), slice(15, 17), slice(5, 5)):
             assert np.array_equal(split.labels[part], made.trained[part])
-        assert split.labels.total == made.trained.sum() == opened.chat.counts[name].trained
+        assert split.labels.total == made.trained.sum() == facts.counts[name].trained
         ends = np.asarray(split.ends)
-        counts = split.labels.label_counts(ends - made.lengths, ends)
-        assert counts.tolist() == [
+        labels = split.labels.label_counts(ends - made.lengths, ends)
+        assert labels.tolist() == [
             made.trained[end - length : end].sum()
             for end, length in zip(ends, made.lengths, strict=True)
         ]
-    facts = opened.chat
     assert facts.template == chats.CHATML and facts.stops == [3]
     assert facts.names == {3: "<|im_end|>"}
     train = facts.counts["train"]
     assert (train.conversations, train.samples) == (80, 78)
     assert train.dropped == {"too long": 1, "nothing trained": 1} and train.ended_share == 1
-    errors = [json.loads(line) for line in (path / store.ERRORS).read_text().splitlines()]
+    errors = [json.loads(line) for line in (path / counts.ERRORS).read_text().splitlines()]
     assert [
         (one["path"], one["line"], one["offset"], one["kind"], one["action"]) for one in errors
     ] == [
@@ -137,7 +135,9 @@ def test_what_decides_the_samples_makes_another_store(
     assert (
         len(
             {
-                store.find_store_dir(tmp_path, opened, store.make_identity(opened, tokenizer, how))
+                store.find_store_dir(
+                    tmp_path, opened, store.make_identity(opened, tokenizer, how and how.identity())
+                )
                 for how in ways
             }
         )
@@ -307,9 +307,9 @@ def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
 ) -> None:
     kind, odd = ODD_ROWS[name]
     path = prepare(saved_by_datasets(tmp_path / "d", odd), tokenizer, tmp_path)
-    train = store.open_store(path).chat.counts["train"]
+    train = counts.read_facts(store.open_store(path)).counts["train"]
     assert (train.conversations, train.samples, train.dropped) == (5, 4, {kind: 1})
-    [error] = [json.loads(line) for line in (path / store.ERRORS).read_text().splitlines()]
+    [error] = [json.loads(line) for line in (path / counts.ERRORS).read_text().splitlines()]
     assert (error["kind"], error["line"], error["action"]) == (kind, 2, "dropped")
 
 
@@ -343,7 +343,7 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
         shutil.rmtree(path)
         shutil.copytree(kept, path)
 
-    for name in ("train.labels.bin", "validation.labels.bin", store.TEMPLATE, store.ERRORS):
+    for name in ("train.labels.bin", "validation.labels.bin", CHAT_TEMPLATE, counts.ERRORS):
         data = bytearray((path / name).read_bytes())
         (path / name).write_bytes(data[:-1])
         with pytest.raises(ArtifactError, match=r"token store .* is damaged"):
@@ -363,7 +363,7 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
         content["summary"][part] = value
         (path / "manifest.json").write_text(json.dumps(content))
         with pytest.raises(ArtifactError):
-            store.open_store(path)
+            counts.read_facts(store.open_store(path))
         restored()
 
 
@@ -372,14 +372,14 @@ def test_a_note_of_progress_that_is_torn_begins_anew(
 ) -> None:
     whole = prepare(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(preparation.ChatWriter, "close", _interrupt)
+        patch.setattr(write.ChatWriter, "close", _interrupt)
         prepare(corpus, tokenizer, tmp_path / "c")
     [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
     content = json.loads(note.read_text())
     for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
         note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(preparation.ChatWriter, "close", _interrupt)
+            patch.setattr(write.ChatWriter, "close", _interrupt)
             prepare(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
     assert same(whole, prepare(corpus, tokenizer, tmp_path / "c"))

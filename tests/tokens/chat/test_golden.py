@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
-from tests.tokens import chat_tokenizers
-from tests.tokens.chat_templates import TEMPLATES, WITHOUT_BOS
+from tests.tokens.chat import tokenizer_kinds
+from tests.tokens.chat.templates import TEMPLATES, WITHOUT_BOS
 
 
 def user(text: str) -> dict[str, object]:
@@ -163,7 +163,7 @@ GOLDEN = {
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Encoder]:
     """Return encoders of bytes and of merged bytes, which put BOS in front or do not."""
     return {
-        (kind, bos): chat_tokenizers.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
+        (kind, bos): tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
         for kind in ("bytes", "merged")
         for bos in (True, False)
     }
@@ -183,7 +183,7 @@ def test_mask(encoders: dict[tuple[str, bool], Encoder], name: str, kind: str) -
         encoded = chats.encode([CONVERSATIONS[kind]])
         assert not encoded.dropped
         expected = GOLDEN[name, kind]
-        assert chat_tokenizers.shown(encoder, encoded) == expected
+        assert tokenizer_kinds.shown(encoder, encoded) == expected
         # Token by token: the same as encoding each part of the text by itself, for special tokens
         # and bytes, and as the tokenizer itself reads the whole text, for merged bytes.
         whole = "".join(expected).replace("⟦", "").replace("⟧", "")

@@ -13,18 +13,18 @@ from lib.core.conversation import Place
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import chat_rows
 from lib.tokens import columns
-from lib.tokens.chat import table_rows
+from lib.tokens.chat import conversations
 from lib.tokens.dataset import open_dataset
-from tests.tokens import chats
+from tests.tokens.chat import chats
 
 
 def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
     talks = [chats.talk(seed) for seed in range(57)]
     found = open_dataset(chats.save(tmp_path / "d", train=talks[:50], validation=talks[50:]))
     assert found.format == columns.CHAT and list(found.splits) == ["train", "validation"]
-    rows = [row for batch in found.conversations("train") for row in batch]
+    rows = chats.read(found, "train")
     assert [chat for chat, _ in rows] == talks[:50] and rows[12][1] == ("train.jsonl", 13, 1200)
-    rest = [chat for batch in found.conversations("train", 33) for chat, _ in batch]
+    rest = [chat for chat, _ in chats.read(found, "train", 33)]
     assert rest == talks[33:50]
     said = [message["content"].encode() for chat in talks[:50] for message in chat.messages]
     assert [text for batch in found.texts() for text in batch] == said
@@ -116,7 +116,7 @@ def test_columns_that_datasets_changes_are_read(tmp_path: Path) -> None:
 
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))
     found = open_dataset(tmp_path / "d")
-    [[(chat, place)]] = found.conversations("train")
+    [(chat, place)] = chats.read(found, "train")
     assert chat == (COLUMNS["messages"][0], None, [1, 1]) and place == ("a", 1, None)
     assert found.extent() == (1, 2) and list(found.texts()) == [[b"a", b"b"]]
 
@@ -156,12 +156,12 @@ def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
     batch = chat_rows.make_batch([(chats.talk(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
-        list(table_rows.read_rows(batch.set_column(1, "tools", broken)))
+        list(conversations.read_rows(batch.set_column(1, "tools", broken)))
     path = chats.save(tmp_path / "d", train=[chats.talk(1)])
     shard = next((path / "train").glob("*.arrow"))
     text = chats.talk(1).messages[0]["content"].encode()
     shard.write_bytes(shard.read_bytes().replace(text, b"\xff" * len(text)))
     with pytest.raises(ArtifactError, match="is damaged"):
-        list(open_dataset(path).conversations("train"))
+        chats.read(open_dataset(path), "train")
     with pytest.raises(ArtifactError, match="is damaged"):
         list(open_dataset(path).texts())

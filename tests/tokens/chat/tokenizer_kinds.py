@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lib.tokens.chat.encoder import EncodedChats
+from lib.tokens.chat.encode import EncodedChats
 from lib.tokens.encode import Encoder
-from tests.tokens.chat_templates import SPECIAL
+from tests.tokens.chat.templates import SPECIAL
 from tests.tokens.conftest import BOS, EOS, save_tokenizer
 
 KINDS = ("bytes", "merged", "metaspace", "metaspace in front", "unigram")

@@ -1,0 +1,359 @@
+"""Write the token store of a chat dataset: samples, labels, dropped conversations and a summary.
+
+A chat template is untrusted code, and Jinja uses one core at most. So worker processes with a
+memory limit render, tokenise and mask the conversations, a few rows at a time. The store contains
+two further files:
+
+    errors.jsonl            the dropped conversations, in the format of stage 02
+    chat_template.jinja     the template that rendered the conversations
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lib.core import hashing, log, manifest, units
+from lib.core.artifacts import CHAT_TEMPLATE
+from lib.core.conversation import Conversation, Refused
+from lib.core.progress import Progress
+from lib.core.workers import Pool
+from lib.tokens import columns, readable
+from lib.tokens.chat import conversations, counts
+from lib.tokens.chat.counts import ERRORS, ChatCounts
+from lib.tokens.chat.encode import ChatEncoder, Dropped
+from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens.dataset import Dataset
+from lib.tokens.encode import Encoder
+from lib.tokens.split_writer import Sink, SplitWriter, Written
+from lib.tokens.store import LABEL_MASK
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from lib.core.conversation import Place
+
+_EXAMPLES = 2
+_BYTES_PER_PROCESS = 32 << 20  # of conversations
+_SAMPLES = "a sample as its template writes it, ends exclusive in *.ends.bin"
+
+
+class DroppedChat(NamedTuple):
+    """Describes a conversation that was dropped, and why.
+
+    partly: only some answers are lost; the others are in samples.
+    """
+
+    place: Place
+    kind: str
+    message: str
+    partly: bool
+
+
+class PreparedChats(NamedTuple):
+    """Holds the samples of some rows. tokens: uint32 [N]; trained: bool [N]; lengths: int64
+    [samples]."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    lengths: np.ndarray
+    counts: ChatCounts
+    dropped: list[DroppedChat]
+
+
+def write_splits(
+    directory: Path,
+    dataset: Dataset,
+    encoder: Encoder,
+    dtype: str,
+    policy: ChatPolicy,
+    num_workers: int,
+    bar: Progress,
+) -> Written:
+    """Write the splits of a chat dataset. Raise UsageError if they cannot be trained on."""
+    written = Written({}, [], {}, [])
+    chats: dict[str, ChatCounts] = {}
+    # A process takes seconds to start. In that time the others prepare about this many bytes.
+    count = min(num_workers, 1 + dataset.total_bytes() // _BYTES_PER_PROCESS)
+    with start_pool(count, encoder.directory, policy, dataset.some_chats()) as pool:
+        for name in dataset.splits:
+            writer = ChatWriter(directory, name, dtype, dataset)
+            writer.run(pool, bar)
+            dataset.require_same()
+            *entries, errors = writer.close()
+            written.files.extend(entries)
+            written.leftovers.append(directory / errors["path"])
+            written.counts[name] = writer.manifest_counts()
+            chats[name] = writer.chats
+            if name == "train":
+                examples = _render_examples(directory, name, dtype, encoder)
+                counts.require_trainable(writer.chats, policy, dataset.path, examples)
+    _join_files(written.leftovers, directory / ERRORS)
+    (directory / CHAT_TEMPLATE).write_text(policy.template, encoding="utf-8")
+    written.files.extend(
+        manifest.file_entry(directory, directory / name, hashing.FAST)
+        for name in (ERRORS, CHAT_TEMPLATE)
+    )
+    facts = {
+        "policy": _SAMPLES,
+        "label_mask": LABEL_MASK,
+        "chat": _summarise(chats, policy, encoder),
+    }
+    return written._replace(facts=facts)
+
+
+def estimate_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) -> int:
+    """Estimate the tokens of the training split from a sample of its conversations.
+
+    Raises UsageError if the template can render none of them.
+    """
+    sample = dataset.some_chats()
+    if sample is None:
+        return 0
+    with start_pool(1, tokenizer_dir, policy, None) as pool:
+        [(samples, _)] = encode_rows(pool, iter([sample]))
+    chats = samples.counts
+    if not chats.samples and "too long" not in chats.dropped:
+        counts.require_samples(chats, dataset.path)
+    if causes := chats.describe_causes():
+        log.info(
+            f"  {chats.dropped.total()} of {chats.conversations} conversations sampled from "
+            f"{dataset.path} would be dropped: {causes}"
+        )
+    size = dataset.extent()[1]
+    return round(size * chats.tokens / max(1, columns.count_content_bytes(sample)))
+
+
+class ChatWriter(SplitWriter):
+    """Writes the samples of a chat dataset, with one label bit per token."""
+
+    def __init__(self, directory: Path, name: str, dtype: str, dataset: Dataset) -> None:
+        super().__init__(directory, name, dtype, dataset)
+        note = self._earlier.get("chat")
+        self.chats = ChatCounts.from_record(note["counts"]) if note else ChatCounts()
+        self._bits = np.array(note["bits"] if note else [], bool)  # bits of the last, partial byte
+        self._labels = Sink(directory / f"{name}.{LABEL_MASK}", self.tokens // 8)
+        self._errors = Sink(directory / f"{name}.{ERRORS}", note["errors"] if note else 0)
+        self._sinks += [self._labels, self._errors]
+
+    def is_valid_note(self, note: dict[str, Any]) -> bool:
+        chat: Any = note.get("chat")
+        try:
+            return super().is_valid_note(note) and (
+                not note
+                or (
+                    chat["errors"] >= 0
+                    and all(type(bit) is bool for bit in chat["bits"])
+                    and ChatCounts.from_record(chat["counts"]).samples == note["documents"]
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
+
+    def run(self, pool: Pool, bar: Progress) -> None:
+        """Prepare the conversations that are not in the files yet."""
+        if done := self.chats.conversations:
+            log.info(
+                f"  continuing after {units.counted(done, 'conversation')} from an interrupted run"
+            )
+        rows = self._dataset.chats(self.name, done)
+        for samples, size in encode_rows(pool, rows):
+            self.append(samples.tokens, samples.lengths)
+            self._append_labels(samples.trained)
+            self._errors.write(
+                np.frombuffer(b"".join(map(_make_error_line, samples.dropped)), np.uint8)
+            )
+            self.chats.add(samples.counts)
+            counts.require_maskable(self.chats, self._dataset.path)
+            bar.advance(size)
+            self.save_if_due()
+        self.save()
+
+    def progress_note(self) -> dict[str, Any]:
+        return {
+            **super().progress_note(),
+            "chat": {
+                "counts": self.chats.to_record(),
+                "bits": self._bits.tolist(),
+                "errors": self._errors.bytes,
+            },
+        }
+
+    def manifest_counts(self) -> dict[str, int]:
+        return {**super().manifest_counts(), "labels": self.chats.trained}
+
+    def close(self) -> list[dict[str, Any]]:
+        """Close the files and return their manifest entries, with errors.jsonl last."""
+        self._labels.write(np.packbits(self._bits, bitorder="little"))
+        return super().close()
+
+    def _append_labels(self, trained: np.ndarray) -> None:
+        """Write a label bit for each token, and keep the bits of a partial byte."""
+        bits = np.concatenate([self._bits, trained])
+        complete = len(bits) // 8 * 8
+        self._labels.write(np.packbits(bits[:complete], bitorder="little"))
+        self._bits = bits[complete:]
+
+
+def start_pool(
+    count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None
+) -> Pool:
+    """Start the worker processes for `encode_rows`.
+
+    sample: rows of the dataset, for `ChatEncoder.tune`.
+    """
+    sample_bytes = None if sample is None else _serialise_rows(sample)
+    return Pool(count, "conversations", _make_row_encoder, tokenizer_dir, policy, sample_bytes)
+
+
+def encode_rows(pool: Pool, rows: Iterator[pa.RecordBatch]) -> Iterator[tuple[PreparedChats, int]]:
+    """Yield the samples of each batch of rows in order, with the batch's bytes in memory."""
+    sizes: deque[int] = deque()
+
+    def serialise_all() -> Iterator[bytes]:
+        for batch in rows:
+            sizes.append(batch.nbytes)
+            yield _serialise_rows(batch)
+
+    for samples in pool.run(serialise_all()):
+        yield samples, sizes.popleft()
+
+
+def _serialise_rows(batch: pa.RecordBatch) -> bytes:
+    """Return rows as an Arrow stream, which contains only the rows of a slice."""
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _deserialise_rows(data: bytes) -> pa.RecordBatch:
+    import pyarrow
+
+    with pyarrow.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def _make_row_encoder(
+    tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None
+) -> Callable[[bytes], PreparedChats]:
+    """Return the function that a worker process calls with the rows it receives."""
+    chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
+    if sample:
+        rows = conversations.read_valid_rows(_deserialise_rows(sample))
+        chats.tune([chat for chat, _ in rows])
+    return lambda data: _prepare_chats(chats, _deserialise_rows(data), policy.longest)
+
+
+def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> PreparedChats:
+    """Prepare the samples of some rows.
+
+    Raises RuntimeError if a sample would break the format of the token store.
+    """
+    rows = list(conversations.read_rows(batch))
+    valid = {
+        number: chat for number, (chat, _) in enumerate(rows) if isinstance(chat, Conversation)
+    }
+    encoded = chats.encode([*valid.values()])
+    starts = np.cumsum(encoded.lengths) - encoded.lengths
+    if len(starts) and (
+        encoded.trained[starts].any()
+        or encoded.lengths.max() > longest
+        or not np.logical_or.reduceat(encoded.trained, starts).all()
+    ):
+        raise RuntimeError("a sample has no trained token, begins with one, or is too long")
+    numbers = list(valid)
+    dropped = sorted(
+        [one._replace(number=numbers[one.number]) for one in encoded.dropped]
+        + [
+            Dropped(number, chat.kind, str(chat))
+            for number, (chat, _) in enumerate(rows)
+            if isinstance(chat, Refused)
+        ]
+    )
+    return PreparedChats(
+        encoded.tokens,
+        encoded.trained,
+        encoded.lengths,
+        ChatCounts(
+            len(rows),
+            sum(len(chat.messages) for chat in valid.values()),
+            len(encoded.lengths),
+            len(encoded.tokens),
+            int(encoded.trained.sum()),
+            int(encoded.trained[starts + 1].sum()),
+            Counter(map(_name_cause, dropped)),
+            encoded.stops,
+            encoded.template_omissions,
+            {_name_cause(one): one.message for one in reversed(dropped)},
+        ),
+        [DroppedChat(rows[one.number][1], one.kind, one.message, one.partly) for one in dropped],
+    )
+
+
+def _name_cause(one: Dropped) -> str:
+    return f"{one.kind} in part" if one.partly else one.kind
+
+
+def _make_error_line(one: DroppedChat) -> bytes:
+    """Return a line of errors.jsonl."""
+    return (
+        json.dumps(
+            {
+                "path": one.place.source,
+                "offset": one.place.offset,
+                "line": one.place.line,
+                "kind": one.kind,
+                "message": one.message,
+                "action": "kept in part" if one.partly else "dropped",
+            }
+        ).encode()
+        + b"\n"
+    )
+
+
+def _join_files(parts: list[Path], path: Path) -> None:
+    """Write the content of several files to one."""
+    with path.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as content:
+                shutil.copyfileobj(content, file)
+
+
+def _summarise(
+    chats: dict[str, ChatCounts], policy: ChatPolicy, encoder: Encoder
+) -> dict[str, Any]:
+    """Return the facts that `counts.read_facts` reads."""
+    stops = sorted({token for split in chats.values() for token in split.stops})
+    names = encoder.tokenizer.convert_ids_to_tokens(stops)
+    return {
+        "train_on": policy.train_on,
+        "too_long": policy.too_long,
+        "seq_length": policy.longest,
+        "stop_tokens": {str(token): str(name) for token, name in zip(stops, names, strict=True)},
+        "splits": {name: split.to_record() for name, split in chats.items()},
+    }
+
+
+def _render_examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[str]:
+    """Return the first samples of a split as readable text."""
+    ends = np.fromfile(directory / f"{name}.ends.bin", "<i8", _EXAMPLES).tolist()
+    if not ends:
+        return []
+    tokens = np.fromfile(
+        directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"), ends[-1]
+    )
+    bits = np.fromfile(directory / f"{name}.{LABEL_MASK}", np.uint8, units.ceil_div(ends[-1], 8))
+    trained = np.unpackbits(bits, bitorder="little").astype(bool)
+    return [
+        readable.render_excerpt(tokens[start:end], trained[start:end], encoder.tokenizer)
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
