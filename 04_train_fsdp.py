@@ -95,7 +95,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.train.model import build_model
     from lib.train.model_files import require_begun_base, require_whole_model
     from lib.train.plan import next_command
-    from lib.train.symptoms import explained
+    from lib.train.symptoms import explain_errors
 
     settle_allocator()
     gpus.hide_gpus(config.device)
@@ -122,7 +122,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     if config.prepare_only:
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
-    with explained(config, experiment), ExitStack() as stack:  # closed in the reverse order
+    with explain_errors(config, experiment), ExitStack() as stack:  # closed in the reverse order
         run = set_up(config, experiment, inputs, model, data, meeting, stack)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
@@ -227,7 +227,7 @@ def set_up(
     # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
         first_weights(config, inputs, model, layout)
-        journal.event(Event.START, 0, ranks=layout.ranks)
+        journal.add_event(Event.START, 0, ranks=layout.ranks)
     float8.update_scales_with(optimizer, model)
     pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
@@ -309,7 +309,7 @@ def make_checkpointer(
         config.experiment_name,
         read_config(experiment)["run"],
         layout,
-        journal.event,
+        journal.add_event,
     )
     return Checkpointer(
         experiment.checkpoints,
@@ -321,7 +321,7 @@ def make_checkpointer(
         keep_every=config.ckpt_keep_every or 0,
         tier=tier,
         tier_every=config.ckpt_local_freq,
-        note=journal.event,
+        note=journal.add_event,
         free_memory=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
     )
 
@@ -350,7 +350,7 @@ def train(run: Run) -> Divergence | None:
     timers.restart()
     while state.step < plan.total_steps:
         run.stop_request.ask()
-        meters.begin(state.step + 1)
+        meters.begin_step(state.step + 1)
         learning_rate = plan.schedule.lr(state.step)
         set_learning_rate(optimizer, learning_rate)
         with timers("data"):
@@ -376,8 +376,8 @@ def train(run: Run) -> Divergence | None:
             optimizer.zero_grad(set_to_none=True)
         state.advance(step)
         window.end_step(step.label_tokens)
-        meters.end(state.step)
-        run.report.step_done()
+        meters.end_step(state.step)
+        run.report.count_step()
         run.checkpointer.poll(state)
 
         stopping = run.stop_request.agreed()
@@ -385,8 +385,8 @@ def train(run: Run) -> Divergence | None:
         if divergence is not None:
             return divergence
         if run.checkpointer.is_due(state.step) or stopping:
-            with meters.aside("save"):
-                run.checkpointer.save(state, bool(stopping), run.report.saved())
+            with meters.pause("save"):
+                run.checkpointer.save(state, bool(stopping), run.report.save_callback())
         if stopping:
             run.report.note_stop(stopping)  # raises Preempted where steps are left
     return None
@@ -407,7 +407,7 @@ def log_step(
     if (divergence is None or stopping) and (report.is_due(step) or evaluating or stopping):
         report.capture(window, run.routers, grad_norm, learning_rate)
         if evaluating:
-            with run.meters.aside("evaluation"):
+            with run.meters.pause("evaluation"):
                 report.add_validation(run.evaluation, run.state.model, run.loss_sum)
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):

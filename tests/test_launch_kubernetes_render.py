@@ -440,7 +440,7 @@ def test_log_rules_match_what_a_run_prints() -> None:
         }
 
     said = {
-        "line": f"16:29:56 {report.Lines(20_000).line(row)}",
+        "line": f"16:29:56 {report.ConsoleLines(20_000).format_row(row)}",
         "dict": f"16:29:56 {report.format_record(row, 0)}",
     }
     assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])

@@ -173,7 +173,7 @@ def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
         cwd=experiment,
     )
     assert "resumed from" in done.stdout and "schedule" in done.stdout
-    assert "--profile 2:4 records nothing: the run goes on after step 12" in done.stdout
+    assert "--profile 2:4 records nothing: the run continues after step 12" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
     assert steps_saved(experiment, "two") == [8, 12, 14]
 

@@ -123,7 +123,7 @@ def test_such_steps_change_nothing(project: Path) -> None:
     bad = {step + 1 for step, tokens in enumerate(held) if token in tokens}
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project)
-    assert "left the weights as they were" in done.stdout
+    assert "left the weights unchanged" in done.stdout
     assert {event["step"] for event in events(project, "skip_step")} == bad
     losses = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert {step for step, loss in losses.items() if loss is None} == bad
@@ -138,7 +138,7 @@ def test_the_first_step_is_explained(project: Path) -> None:
     token = int(inputs_of(windows(project), 0)[0, 0])
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project, expect=2)
-    assert "the loss of the first step is nan" in done.stderr and "whole weights" in done.stderr
+    assert "the loss of the first step is nan" in done.stderr and "intact weights" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -163,7 +163,7 @@ def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
     )
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
-    assert "the data of the steps between is passed over (rollback 1 of at most 3)" in done.stdout
+    assert "the data of the steps between is skipped (rollback 1 of at most 3)" in done.stdout
     told = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
     assert told == rollbacks
     rows = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
@@ -204,7 +204,7 @@ def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
     problem, *parts = done.stderr.strip().splitlines()
     assert re.fullmatch(
         rf"error: training has diverged: {AFTER} bad steps in a row, and there is "
-        "no checkpoint from before",
+        "no checkpoint before them",
         problem,
     )
     assert [part.split()[0] for part in parts] == ["found:", "hint:", "run:"]

@@ -155,9 +155,9 @@ def _code() -> Iterator[Finding]:
     """Tell which code this is: a commit, or a bundle whose files are hashed."""
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
-        from lib.train.journal import git_commit
+        from lib.train.journal import find_git_commit
 
-        commit = git_commit()
+        commit = find_git_commit()
         yield Finding(
             INFO,
             "code",

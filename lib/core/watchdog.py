@@ -1,10 +1,10 @@
-"""Ends a process that hangs, with the stacks of all its threads, so that a launcher can restart it.
+"""End a process that hangs, with the stacks of all its threads, so that a launcher can restart it.
 
-A rank that is stopped, or a network that swallows a message, leaves all others waiting in a
-collective for good (gloo) or for the time-out of the process group (NCCL). A disk that hangs stops
-a rank in the middle of anything. So nothing here waits for a disk or a pipe for long, and where
-Python itself stands still (a page of a mapped file that never comes is waited for with Python's
-lock held) faulthandler's own thread ends the process.
+If one rank stops, or the network loses a message, all others wait in a collective forever (gloo) or
+until the timeout of the process group (NCCL). A disk that hangs stops a rank anywhere. So nothing
+in this module waits long for a disk or a pipe. If the interpreter itself hangs (a read of a
+memory-mapped file blocks while it holds the interpreter lock), a thread of faulthandler, which
+needs no lock, ends the process.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from pathlib import Path
 from lib.core import launcher, log
 from lib.core.errors import EXIT_BUG
 
-_LOOK_EVERY_S = 1.0
-_FROZEN_S = 15.0  # beyond the limit, until the process is ended from outside Python
-# A save or an evaluation does the work of many steps; the first step may compile.
-_PATIENCE = {"step": 1.0, "first step": 3.0, "evaluation": 6.0, "save": 6.0, "end": 6.0}
+_CHECK_EVERY_S = 1.0
+_FROZEN_S = 15.0  # after the limit, until faulthandler ends the process
+# Times the limit of a step. A save or an evaluation takes as long as many steps, and the first step
+# may compile.
+_FACTORS = {"step": 1.0, "first step": 3.0, "evaluation": 6.0, "save": 6.0, "end": 6.0}
 
 
 class Watchdog:
-    """Follows which section the training is in and since when, until the process ends.
+    """Ends the process if a section of the training takes too long.
 
-    minutes: how long a step may take, other sections a multiple of it; 0 for no watchdog.
-    stacks: the file that tells where every thread stood. last_word: called before the end.
+    minutes: limit of a step, 0 for no watchdog; other sections may take a multiple of it. stacks:
+    file for the stacks of all threads. before_end: called before the process ends.
     """
 
     def __init__(
-        self, minutes: float, stacks: Path, last_word: Callable[[], None] = lambda: None
+        self, minutes: float, stacks: Path, before_end: Callable[[], None] = lambda: None
     ) -> None:
         self._seconds = minutes * 60
         self._stacks = stacks
-        self._last_word = last_word
+        self._before_end = before_end
         self.enter("first step")
         if minutes:
-            self._outlet = _outlet()
+            self._output = _open_output()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: str) -> None:
-        """Note that a section begins now; the one before has ended."""
+        """Start a section, which ends the previous one. section: a key of _FACTORS."""
         self._section = section
         self._since = time.monotonic()
 
@@ -54,24 +55,24 @@ class Watchdog:
         while True:
             section = self._section
             since = self._since
-            limit = self._seconds * _PATIENCE[section]
+            limit = self._seconds * _FACTORS[section]
             left = since + limit - time.monotonic()
             if left < 0:
                 self._end(section, limit)
-            faulthandler.dump_traceback_later(left + _FROZEN_S, exit=True, file=self._outlet)
-            time.sleep(_LOOK_EVERY_S)
+            faulthandler.dump_traceback_later(left + _FROZEN_S, exit=True, file=self._output)
+            time.sleep(_CHECK_EVERY_S)
 
     def _end(self, section: str, limit: float) -> None:
         text = (
             f"watchdog: the {section} has not ended for {limit / 60:g} minutes; the stacks of "
-            f"all threads are in {self._stacks}; the same command resumes"
+            f"all threads are in {self._stacks}; run the same command to resume"
         )
         launcher.end_at_once(
             EXIT_BUG,
             lambda: launcher.record_failure("Watchdog", EXIT_BUG, text),
             lambda: os.write(2, f"[rank={log.rank()}] error: {text}\n".encode()),
             self._write_stacks,
-            self._last_word,
+            self._before_end,
             lambda: log.error(text),
         )
 
@@ -86,14 +87,15 @@ class Watchdog:
 
 
 def longest_section(minutes: float) -> float:
-    """Return the seconds that a section may take at most."""
-    return minutes * 60 * max(_PATIENCE.values())
+    """Return the largest limit of a section in seconds. minutes: limit of a step."""
+    return minutes * 60 * max(_FACTORS.values())
 
 
-def _outlet() -> int:
+def _open_output() -> int:
     """Return a descriptor that never blocks: standard error if it is a pipe or a terminal.
 
-    What is written to it beyond what a pipe takes is lost, and to a file, whose disk may hang, all.
+    A full pipe loses the rest of the output. If standard error is a file, whose disk may hang, all
+    output to this descriptor is lost.
     """
     with suppress(OSError):
         mode = os.fstat(2).st_mode

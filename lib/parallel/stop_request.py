@@ -1,4 +1,4 @@
-"""Stopping in good order: a reason is noted, all ranks agree on it, the step is finished."""
+"""Stop a run after a complete step: any rank notes a reason, and all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from lib.parallel.layout import ParallelLayout
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OUT_OF_TIME = 1001
 _STOP_FILE = 1002
-_ALONE = 1003
+_NO_LAUNCHER = 1003
 _REASONS = {number.value: number.name for number in _SIGNALS} | {
     _OUT_OF_TIME: "--max-minutes",
     _STOP_FILE: "the stop file",
-    _ALONE: "the end of its launcher",
+    _NO_LAUNCHER: "the end of its launcher",
 }
-_LOOK_EVERY_S = 2.0  # for the stop file, which may lie on a slow file system
+_CHECK_EVERY_S = 2.0  # for the stop file, which may be on a slow file system
 
 
 class StopRequest:
     """Turns a reason to stop on any rank into one decision of all ranks.
 
-    Reasons: SIGTERM, SIGINT and SIGUSR1; `minutes` since the start are over (None: never); the file
-    `stop` appears, which is deleted once the run stops; the torchrun that started a rank is gone,
-    and nobody else would ever end it.
+    Reasons are SIGTERM, SIGINT and SIGUSR1, the end of `minutes` since the start (None: no limit),
+    the stop file, which is deleted once all ranks stop, and the end of the torchrun that started a
+    rank, because nothing else would end that rank. Creating an instance installs the signal
+    handlers.
     """
 
     def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:
         self._layout = layout
         self._file = stop_file
         self._deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
-        self._looked = 0.0
+        self._checked_at = 0.0
         self.reason = 0
         self._agreed = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
@@ -49,14 +50,14 @@ class StopRequest:
         self.reason = number
 
     def ask(self) -> None:
-        """Start the agreement, at the start of a step, so that it costs no waiting at its end."""
+        """Start the agreement at the start of a step, so that no rank waits for it at the end."""
         now = time.monotonic()
         if now > self._deadline:
             self.reason = self.reason or _OUT_OF_TIME
         elif launcher.is_gone():
-            self.reason = self.reason or _ALONE
-        elif self._layout.rank == 0 and now - self._looked > _LOOK_EVERY_S:
-            self._looked = now
+            self.reason = self.reason or _NO_LAUNCHER
+        elif self._layout.rank == 0 and now - self._checked_at > _CHECK_EVERY_S:
+            self._checked_at = now
             if self._file.exists():
                 self.reason = self.reason or _STOP_FILE
         self._agreed = torch.tensor([self.reason], dtype=torch.int32)
@@ -65,11 +66,11 @@ class StopRequest:
         )
 
     def agreed(self) -> str:
-        """Return the reason on which all ranks agreed, or an empty string."""
-        assert self._pending is not None, "asked before"
+        """Return the reason on which all ranks agreed, empty to continue. `ask` comes first."""
+        assert self._pending is not None, "`ask` was not called"
         self._pending.wait()
         number = int(self._agreed)
-        if number and self._layout.rank == 0:  # whatever it was: it has been heeded
+        if number and self._layout.rank == 0:  # any stop also answers the file
             with suppress(OSError):
                 self._file.unlink()
         return _REASONS[number] if number else ""

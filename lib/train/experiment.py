@@ -92,7 +92,7 @@ def _describe(
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
     settled = {name: getattr(config, name) for name in config.settled_by}
-    journal.config(
+    journal.write_config(
         config.to_record(),
         settled,
         plan.identity(),
@@ -114,7 +114,7 @@ def _describe(
         )
     inputs.require_unchanged()
     if left := commit.delete_leftovers(experiment.checkpoints):
-        journal.event(Event.CLEAN, 0, paths=left)
+        journal.add_event(Event.CLEAN, 0, paths=left)
     return start
 
 

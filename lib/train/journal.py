@@ -1,4 +1,4 @@
-"""What a run tells about itself: config.yaml, state.json and events.jsonl, by rank 0."""
+"""Write and read what a run records about itself: config.yaml, state.json and events.jsonl."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lib.core.events import Event
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MARK = re.compile(r"[0-9a-f]+")
+_ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 
 
 class Journal:
-    """Writes nothing on other ranks than 0."""
+    """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks."""
 
     def __init__(self, experiment: Experiment, rank: int) -> None:
         self.experiment = experiment
@@ -36,7 +36,7 @@ class Journal:
         self._event_may_fail = log.Tolerated(experiment.events.name)
         self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
 
-    def config(
+    def write_config(
         self,
         resolved: dict[str, Any],
         settled: dict[str, Any],
@@ -46,11 +46,11 @@ class Journal:
         run: str,
         launched_by: list[str],
     ) -> None:
-        """Write config.yaml: resolved options, versions, argv and the commit of the code.
+        """Write config.yaml: options, versions, argv and the commit of the code.
 
-        settled: what was chosen where the options leave it open.
-        launch, run: marks of this start, and of the run that all its starts go on with.
-        launched_by: those of what started it; see launches.py.
+        resolved: values of all options. settled: choices about what the options leave open.
+        launch, run: ids of this launch and of the run. launched_by: the marks of what started the
+        launch, see launches.py.
         """
         if not self._active:
             return
@@ -64,15 +64,15 @@ class Journal:
             "identity": identity,
             "versions": manifest.package_versions(),
             "argv": commands.redacted_argv(sys.argv),
-            "git_commit": git_commit(),
+            "git_commit": find_git_commit(),
         }
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
-    def state(self, status: str, **facts: Any) -> None:
-        """Replace state.json: a hint for people and launchers, never the truth.
+    def write_state(self, status: str, **facts: Any) -> None:
+        """Replace state.json, which is a hint for people and launchers; a resume ignores it.
 
-        After another status than `running` that one is written no more: a save in the background
-        may end later than the run. Any thread may call this.
+        facts: its other fields, see STATE in lib/core/figures.py. After any other status `running`
+        is ignored, since a save in the background may end after the run. Any thread may call this.
         """
         if not self._active:
             return
@@ -85,95 +85,100 @@ class Journal:
                 "status": status,
                 **facts,
                 "checkpoints": checkpoints,
-                "updated": now(),
+                "updated": format_time(),
             }
             try:
                 manifest.write_json(self.experiment.state, content)
             except OSError:
-                # A full disk has room where the last one stands; the error told is the first.
-                if not _is_overwritten(self.experiment.state, json.dumps(content).encode()):
+                # A full disk still has the space of the old file. If that fails too, the first
+                # error is reported.
+                if not _overwrite(self.experiment.state, json.dumps(content).encode()):
                     raise
 
-    def event(self, event: Event, step: int, **facts: Any) -> None:
-        """Append a line to events.jsonl, as soon as the disk has room; any thread may call this."""
+    def add_event(self, event: Event, step: int, **facts: Any) -> None:
+        """Append a line to events.jsonl. If the disk is full, it is written with a later one.
+
+        facts: the fields of the event, see DESCRIPTIONS in lib/core/events.py. Any thread may call
+        this.
+        """
         if self._active:
-            line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
+            line = json.dumps({"time": format_time(), "event": event, "step": step, **facts}) + "\n"
             with self._event_may_fail:
                 self._events.write(line.encode())
-                self._events.close()  # who looks from another machine sees it at once
+                self._events.close()  # makes the line visible on other machines at once
 
 
-def _is_overwritten(path: Path, content: bytes) -> bool:
-    """Put other content into a file that is there; tell whether that was possible."""
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Replace the content of an existing file in place. Return whether that succeeded."""
     try:
         with path.open("r+b", buffering=0) as file:
-            done = file.write(content)
-            file.truncate(done)
+            written = file.write(content)
+            file.truncate(written)
     except OSError:
         return False
-    return done == len(content)
+    return written == len(content)
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:
-    """Return state.json, or an empty dict when it is missing or torn."""
+    """Return the content of state.json, empty if the file is missing or torn."""
     return records.read_mapping(experiment.state)
 
 
 def read_config(experiment: Experiment) -> dict[str, Any]:
-    """Return config.yaml, or an empty dict when it is missing or torn."""
+    """Return the content of config.yaml, empty if the file is missing, torn or invalid."""
     try:
         content = records.read_yaml(experiment.config)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) and _is_sound(content) else {}
+    return content if isinstance(content, dict) and _is_valid(content) else {}
 
 
-def _is_sound(content: dict[str, Any]) -> bool:
-    """Tell whether what a config.yaml holds has the form in which it is written."""
+def _is_valid(content: dict[str, Any]) -> bool:
+    """Return whether the content of a config.yaml has the types that `write_config` writes."""
     identity = content.get("identity", {})
     parts = [content.get("options", {}), content.get("settled", {}), identity]
     if isinstance(identity, dict):
         parts += [identity.get("options", {}), identity.get("inputs", {})]
-    marks = [content.get(key, "0") for key in ("run", "launch")]  # parts of names of directories
+    ids = [content.get(key, "0") for key in ("run", "launch")]  # used in names of directories
     return (
         all(isinstance(part, dict) for part in parts)
         and isinstance(content.get("model_dir", ""), str)
         and isinstance(content.get("launched_by", []), list)
-        and all(isinstance(mark, str) and _MARK.fullmatch(mark) for mark in marks)
+        and all(isinstance(each, str) and _ID.fullmatch(each) for each in ids)
     )
 
 
-def git_commit() -> str:
-    """Return the commit of the code, `+` behind it when files differ from it; empty if unknown."""
+def find_git_commit() -> str:
+    """Return the commit of the code, with `+` if files differ from it; empty if unknown."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(_ROOT), *arguments],
             capture_output=True,
             text=True,
             timeout=10,
             check=True,
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
-        return _unpacked_commit()
+        return _find_bundle_commit()
 
 
-def _unpacked_commit() -> str:
-    """Return the commit that a bundle was packed from, in a project that was unpacked from one."""
+def _find_bundle_commit() -> str:
+    """Return the commit from which a bundle was packed, if the project was unpacked from one."""
     try:
         return json.loads((_ROOT / ".bundle.json").read_text())["summary"]["commit"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def now(seconds: float | None = None) -> str:
-    """Return a time as events.jsonl and metrics.jsonl contain it, in UTC.
+def format_time(seconds: float | None = None) -> str:
+    """Return a UTC time in the format of events.jsonl and metrics.jsonl.
 
-    seconds: since the epoch; None for the present.
+    seconds: since the epoch (default: now).
     """
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,4 +1,4 @@
-"""What the steps of a run cost: their loss, time and memory, and each operation of some of them."""
+"""Measure the steps of a run: time, memory, and every operation of the profiled steps."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity
 from lib.train.config import Config
 
-PHASES = ("data", "forward", "backward", "update", "optimizer")  # the last is part of `update`
-_COLLECT_EVERY = 100  # steps
-_EVENTS = 1_000_000  # of the allocator's history to keep
-_ROWS = 40
+PHASES = ("data", "forward", "backward", "update", "optimizer")  # `optimizer` is in `update`
+_COLLECT_EVERY = 100  # steps between two garbage collections
+_MOST_ALLOCATIONS = 1_000_000  # in the allocator's history
+_TABLE_ROWS = 40
 
 
 class Pace:
-    """Wall time of a launch's steps with evaluation and saves between them, without the first step.
+    """Times the steps of a launch, with the evaluations and saves between them.
 
-    That one compiles, allocates and warms up, and no other step takes as long.
+    The first step is left out, because it compiles, allocates and warms up.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self._began = 0.0
 
-    def step_done(self) -> None:
-        """Note the end of a step."""
+    def count_step(self) -> None:
+        """Count a step that has ended."""
         self.steps += 1
         if self.steps == 1:
             self._began = time.perf_counter()
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Return the mean until now, None while there is only the first step."""
+        """Return the mean so far, None after the first step alone."""
         return (time.perf_counter() - self._began) / (self.steps - 1) if self.steps > 1 else None
 
 
 class TimedSteps(NamedTuple):
-    """Holds when the phases of some steps began and ended; on CUDA the device may still be behind.
+    """Start and end of each phase of some steps, which the GPU may not have reached yet.
 
-    A mark is an event on the stream on CUDA, and seconds by `time.perf_counter` on a CPU.
+    spans: phase, start and end. A time is an event of the stream on CUDA, and the seconds of
+    `time.perf_counter` on a CPU. steps: number of steps.
     """
 
     spans: list[tuple[str, Any, Any]]
@@ -61,7 +62,10 @@ class TimedSteps(NamedTuple):
     steps: int
 
     def read(self) -> dict[str, float]:
-        """Return `time/<phase>` and `time/total`, ms per step; the device must have done them."""
+        """Return `time/<phase>` and `time/total` in ms per step.
+
+        The device must have completed the steps.
+        """
         sums = dict.fromkeys(PHASES, 0.0)
         for phase, began, ended in self.spans:
             sums[phase] += _milliseconds(began, ended)
@@ -76,9 +80,9 @@ def _milliseconds(began: Any, ended: Any) -> float:
 
 
 class Timers:
-    """Time the phases of steps, as means over the steps since the last `capture`.
+    """Times the phases of the steps since the last `capture`: `with timers("forward"): ...`.
 
-    On CUDA they are events on the stream, so neither timing nor capturing waits for the device.
+    On CUDA this records events on the stream, so neither timing nor capturing waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,30 +91,30 @@ class Timers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        began = self._mark()
+        began = self._now()
         yield
-        self._spans.append((phase, began, self._mark()))
+        self._spans.append((phase, began, self._now()))
 
-    def step_done(self) -> None:
-        """Note the end of a step."""
+    def count_step(self) -> None:
+        """Count a step that has ended."""
         self._steps += 1
 
     def capture(self) -> TimedSteps:
-        """Return the steps since the last call, to be read later, and start anew."""
-        timed = TimedSteps(self._spans, self._began, self._mark(), max(self._steps, 1))
-        self._begin(timed.ended)
+        """Return the times since the last call, to be read later, and start a new window."""
+        timed = TimedSteps(self._spans, self._began, self._now(), max(self._steps, 1))
+        self._start_window(timed.ended)
         return timed
 
     def restart(self) -> None:
-        """Begin a window now: what came since the last step (a save, say) is no one's time."""
-        self._begin(self._mark())
+        """Start a new window now, so that the time since the last step (a save) is not counted."""
+        self._start_window(self._now())
 
-    def _begin(self, mark: Any) -> None:
+    def _start_window(self, now: Any) -> None:
         self._spans: list[tuple[str, Any, Any]] = []
         self._steps = 0
-        self._began = mark
+        self._began = now
 
-    def _mark(self) -> Any:
+    def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -119,12 +123,13 @@ class Timers:
 
 
 class Profiler:
-    """Records what every operation of the steps [first, last] costs, and where the memory is.
+    """Profiles the time and memory of every operation from one step to another.
 
-    span: START:END, None for nothing. Each rank writes rank_00000.steps_10-12.json.gz (open it in
-    Perfetto or chrome://tracing), a table of the dearest operations beside it and, on CUDA, a
-    snapshot of the allocator for https://pytorch.org/memory_viz. Under Nsight Systems the steps are
-    the range of `nsys profile --capture-range=cudaProfilerApi` instead: CUDA lets one tool listen.
+    span: first and last step, None for no profile. Each rank writes
+    rank_00000.steps_10-12.json.gz (open it in Perfetto or chrome://tracing), a .txt with a table of
+    the most expensive operations and, on CUDA, a snapshot of the allocator for
+    https://pytorch.org/memory_viz. Under Nsight Systems the steps become the capture range of
+    `nsys profile --capture-range=cudaProfilerApi` instead, since CUDA allows only one profiler.
     """
 
     def __init__(
@@ -138,11 +143,11 @@ class Profiler:
         self._may_fail = log.Tolerated(str(directory), OSError, RuntimeError)
 
     def has_passed(self, step: int) -> bool:
-        """Return whether a run resumed after `step` starts too late with nothing recorded yet."""
+        """Return whether a run resumed after `step` has missed the span without a profile."""
         return 0 < self._first <= step and not Path(f"{self._stem}.txt").exists()
 
-    def before(self, step: int) -> None:
-        """Begin to record when `step` (from 1) is the first of the span."""
+    def begin_step(self, step: int) -> None:
+        """Start the profile if `step` (from 1) is the first of the span."""
         if step != self._first:
             return
         if self._by_nsight:
@@ -150,14 +155,14 @@ class Profiler:
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_gpu else [])
         if self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
         self._recording = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._recording.start()
 
-    def after(self, step: int) -> None:
-        """Write what was recorded when `step` was the last of the span; that may fail."""
+    def end_step(self, step: int) -> None:
+        """Write the profile if `step` is the last of the span. A failure is only logged."""
         if self._by_nsight and step == self._last:
-            torch.cuda.synchronize()  # what was launched belongs to the range
+            torch.cuda.synchronize()  # the range includes the work that is still queued
             torch.cuda.profiler.stop()
         if self._recording is None or step < self._last:
             return
@@ -174,24 +179,26 @@ class Profiler:
         recording.export_chrome_trace(f"{self._stem}.json.gz")
         order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
         Path(f"{self._stem}.txt").write_text(
-            recording.key_averages().table(sort_by=order, row_limit=_ROWS), encoding="utf-8"
+            recording.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS), encoding="utf-8"
         )
         if self._on_gpu:
-            snapshot(Path(f"{self._stem}.memory.pickle"))
+            write_snapshot(Path(f"{self._stem}.memory.pickle"))
         log.info(f"profile: {self._stem}.json.gz and .txt")
 
 
-def snapshot(path: Path) -> None:
-    """Write what the CUDA allocator holds and where it was asked for."""
+def write_snapshot(path: Path) -> None:
+    """Write the blocks of the CUDA allocator and where in the code each was requested."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 class Meters:
-    """All that follows the steps of a run, on each rank.
+    """The timers, the profiler, the memory figures and the watchdog of a rank.
 
-    flops: per token, forward and backward. peak: FLOP/s of a rank. memory_before: GiB in use before
-    the model had memory. memory_peak: the most since then.
+    As a context it collects garbage every 100 steps, on all ranks in the same steps.
+
+    flops: of a token, forward and backward. peak: FLOP/s of a rank. memory_before: GiB in use
+    before the model was allocated. memory_peak: GiB, the maximum since then.
     """
 
     def __init__(
@@ -204,7 +211,7 @@ class Meters:
         memory_before: float,
         step: int,
     ) -> None:
-        """step: where the run goes on."""
+        """step: the step after which the run continues."""
         self._layout = layout
         self.flops = flops
         self.peak = peak
@@ -215,7 +222,7 @@ class Meters:
         if config.profile and self.profiler.has_passed(step) and layout.rank == 0:
             first, last = config.profile
             log.warn(
-                f"--profile {first}:{last} records nothing: the run goes on after step {step:,}"
+                f"--profile {first}:{last} records nothing: the run continues after step {step:,}"
             )
         rank_log = experiment.rank_log(layout.rank)
         self.watchdog = Watchdog(
@@ -225,8 +232,8 @@ class Meters:
         )
 
     def __enter__(self) -> Meters:
-        # From now on all ranks collect garbage in the same steps: left alone, each would stop the
-        # others in turn. What there is now is never looked at again.
+        # If each rank collected garbage at its own time, each would make the others wait in turn.
+        # Objects that exist now stay for the whole run and are never examined again.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -235,33 +242,30 @@ class Meters:
     def __exit__(self, *_: object) -> None:
         self.watchdog.enter("end")
 
-    def begin(self, step: int) -> None:
-        """Note that a step (from 1) begins."""
-        self.profiler.before(step)
+    def begin_step(self, step: int) -> None:
+        """Start measuring a step. step: from 1."""
+        self.profiler.begin_step(step)
 
-    def end(self, step: int) -> None:
-        """Note that a step has ended."""
-        self.timers.step_done()
-        self.profiler.after(step)
+    def end_step(self, step: int) -> None:
+        """End measuring a step. step: from 1."""
+        self.timers.count_step()
+        self.profiler.end_step(step)
         self.watchdog.enter("step")
         if step % _COLLECT_EVERY == 0:
             gc.collect()
 
     @contextmanager
-    def aside(self, section: str) -> Iterator[None]:
-        """Do something other than steps, whose time does not count as theirs.
-
-        section: see Watchdog.
-        """
+    def pause(self, section: str) -> Iterator[None]:
+        """Leave the time of a block out of the step times. section: its name for the watchdog."""
         self.watchdog.enter(section)
         yield
         self.timers.restart()
         self.watchdog.enter("step")
 
     def memory(self) -> dict[str, float]:
-        """Return the memory in use, `memory/…_gib`.
+        """Return the memory figures of this rank, `memory/…`, in GiB.
 
-        `peak` covers the launch, `window_peak` the time since the last call.
+        `memory/peak_gib` covers the launch, `memory/window_peak_gib` the time since the last call.
         """
         in_use = capacity.memory_usage(self._layout.device)
         window_peak = in_use["memory/peak_gib"]

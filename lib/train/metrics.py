@@ -1,7 +1,7 @@
-"""Figures of a run: metrics.jsonl, TensorBoard, wandb and the plot, by rank 0 alone.
+"""Write the figures of a run on rank 0: metrics.jsonl, TensorBoard, wandb and loss.png.
 
-Each of them may fail, at any moment, without ending the run: that is told once. Rows and events
-that find no room wait in memory and are written with a later one; wandb is given up.
+Each of these may fail at any time without ending the run; the log warns once. Rows and events that
+cannot be written wait in memory and are written with a later one. wandb is given up.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lib.core.paths import Experiment
 from lib.core.run_records import mean_loss
 from lib.train import journal
 
-_MOST_POINTS = 4_000  # a picture has 990 columns; drawing them holds Python's lock
+_MOST_POINTS = 4_000  # loss.png is 990 pixels wide, and drawing holds the interpreter lock
 _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
 
 
 class Metrics:
-    """Appends one JSON object per logged step; figures are not rounded. curve: what is drawn."""
+    """Writes rows to all outputs; figures are not rounded. curve: the curve of loss.png."""
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
-        """step: where the run goes on; what an interrupted run logged after it is dropped."""
+        """step: the step after which the run continues; later rows of an earlier launch go."""
         self._active = rank == 0
         self._experiment = experiment
         self.curve = Curve()
@@ -42,27 +42,27 @@ class Metrics:
             self._run: Any = None
             if wandb:
                 with self._wandb_may_fail:
-                    self._run = _run_of_wandb(experiment)
-            self._board = _board(experiment.tensorboard)
-            self._begin(step)
+                    self._run = _start_wandb(experiment)
+            self._board = _open_board(experiment.tensorboard)
+            self._continue_after(step)
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after a step: the steps that follow it are run again."""
+        """Drop the rows after a step, because the following steps are repeated."""
         if not self._active:
             return
         with self._rows_may_fail:
             self._rows.close()
         waiting = self._rows.take_back()
-        self._begin(step)
+        self._continue_after(step)
         for line in waiting:
             if json.loads(line)["step"] <= step:
                 with self._rows_may_fail:
                     self._rows.write(line)
 
     def write(self, figures: dict[str, Any], ended: float | None = None) -> None:
-        """Write the figures of `figures["step"]` with a time.
+        """Write the row of `figures["step"]`.
 
-        ended: when the step ended, in seconds since the epoch; None for the present.
+        ended: end of the step, in seconds since the epoch (default: now).
         """
         if not self._active:
             return
@@ -70,7 +70,9 @@ class Metrics:
         self.curve.add(figures)
         with self._rows_may_fail:
             self._rows.write(
-                _line({"step": figures["step"], "time": journal.now(ended), **figures})
+                _format_line(
+                    {"step": figures["step"], "time": journal.format_time(ended), **figures}
+                )
             )
         if self._board is not None:
             with self._board_may_fail:
@@ -80,7 +82,7 @@ class Metrics:
                 self._run.log(figures, step=figures["step"])
 
     def close(self) -> None:
-        """Flush all sinks."""
+        """Write the waiting rows and close all outputs."""
         if not self._active:
             return
         with self._rows_may_fail:
@@ -92,18 +94,19 @@ class Metrics:
             with self._wandb_may_fail:
                 self._run.finish()
 
-    def _begin(self, step: int) -> None:
-        """Go on after a step, with what is there of the steps up to it."""
+    def _continue_after(self, step: int) -> None:
+        """Keep the rows up to a step and drop later ones."""
         with log.Tolerated(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
-            self.curve.begin(_cut(self._experiment.metrics, step))
+            self.curve.reset(_truncate_rows(self._experiment.metrics, step))
         if self._board is not None:
-            self._board.begin(step)
+            self._board.continue_after(step)
 
 
 class Board:
-    """Appends to an event file of TensorBoard's; ImportError without the package.
+    """Appends to an event file of TensorBoard. Raises ImportError without that package.
 
-    Without TensorBoard's own thread, whose errors come at a later call.
+    TensorBoard's own writer has a thread, whose errors appear only at a later call. This class
+    writes at once instead.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -113,14 +116,14 @@ class Board:
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._session = event_pb2.SessionLog
-        # Files are read in the order of their names, as TensorBoard's own writer gives them.
+        # TensorBoard reads files in the order of their names; its own writer names them like this.
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self._file = AppendOnlyFile(directory / name, is_text=False)
         self._records = RecordWriter(self._file)
         self._next: list[Any] = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
 
-    def begin(self, step: int) -> None:
-        """Go on after a step: what this and earlier files say of later ones is void."""
+    def continue_after(self, step: int) -> None:
+        """Make TensorBoard ignore all earlier records about steps after this one."""
         self._next.append(
             self._event(
                 wall_time=time.time(),
@@ -130,7 +133,7 @@ class Board:
         )
 
     def write(self, figures: dict[str, Any], ended: float) -> None:
-        """Append the numbers of a row; OSError when they have to wait for the next one.
+        """Append the numbers of a row. Raises OSError if they have to wait for the next row.
 
         ended: see Metrics.write.
         """
@@ -144,43 +147,43 @@ class Board:
         )
         events = [*self._next, row]
         self._next = []
-        lost: OSError | None = None
+        failure: OSError | None = None
         for event in events:
             try:
                 self._records.write(event.SerializeToString())
-            except OSError as error:  # the record waits in the file
-                lost = error
-        if lost is not None:
-            raise lost
+            except OSError as error:  # the record waits in memory
+                failure = error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Write what waits; OSError when it is lost."""
+        """Write the waiting records. Raises OSError if they are lost."""
         self._file.close()
 
 
-def training(rows: list[dict[str, Any]]) -> str:
-    """Return the first and the last training loss in words."""
+def describe_training_loss(rows: list[dict[str, Any]]) -> str:
+    """Return a text with the first and the last training loss. rows: at least one."""
     first = rows[0]
     last = rows[-1]
-    since = f", the mean since step {rows[-2]['step']:,}" if len(rows) > 1 else ""
+    window = f", the mean since step {rows[-2]['step']:,}" if len(rows) > 1 else ""
     return (
         f"{first['train/loss']:.4f} at step {first['step']:,} → {mean_loss(last):.4f} at step "
-        f"{last['step']:,}{since}"
+        f"{last['step']:,}{window}"
     )
 
 
-def last_validation(rows: list[dict[str, Any]]) -> str:
-    """Return the last validation loss in words."""
+def describe_validation_loss(rows: list[dict[str, Any]]) -> str:
+    """Return a text with the last validation loss."""
     losses = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
     if not losses:
         return "not measured (no validation split, or one shorter than a sample)"
     return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"
 
 
-def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the rows after `step`, which are about to be run again; return those that stay.
+def _truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the rows after `step` from metrics.jsonl and return the others.
 
-    They stand at the end: the file is cut, which needs no room on the disk.
+    Rows are in the order of their steps, so the file can be truncated even if the disk is full.
     """
     rows = []
     kept = []
@@ -193,8 +196,8 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
             if row["step"] <= step:
                 kept.append(row)
                 ends_at = end
-    if kept != rows[: len(kept)]:  # not in the order of steps, as no run of ours writes them
-        manifest.write_text(path, "".join(_line(row).decode() for row in kept))
+    if kept != rows[: len(kept)]:  # somebody else has written the file
+        manifest.write_text(path, "".join(_format_line(row).decode() for row in kept))
     elif ends_at < end:
         with path.open("r+b") as file:
             file.truncate(ends_at)
@@ -202,8 +205,8 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def _line(figures: dict[str, Any]) -> bytes:
-    """Return a line of metrics.jsonl; JSON knows no NaN, so what is not finite becomes null."""
+def _format_line(figures: dict[str, Any]) -> bytes:
+    """Return a line of metrics.jsonl. NaN and infinity become null, because JSON lacks them."""
     plain = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in figures.items()
@@ -211,17 +214,19 @@ def _line(figures: dict[str, Any]) -> bytes:
     return json.dumps(plain).encode() + b"\n"
 
 
-def _board(directory: Path) -> Board | None:
+def _open_board(directory: Path) -> Board | None:
+    """Return the TensorBoard file of a launch, None if it cannot be created."""
     try:
         return Board(directory)
     except ImportError:
         log.warn("no TensorBoard files: the package `tensorboard` is not installed")
-    except Exception as error:  # of packages that do not fit each other
+    except Exception as error:  # some versions of its dependencies do not work together
         log.warn(f"no TensorBoard files: {error}")
     return None
 
 
-def _run_of_wandb(experiment: Experiment) -> Any:
+def _start_wandb(experiment: Experiment) -> Any:
+    """Return an offline wandb run, which continues that of an earlier launch."""
     import wandb
 
     name = experiment.root.name
@@ -236,7 +241,7 @@ def _run_of_wandb(experiment: Experiment) -> Any:
 
 
 class Point(NamedTuple):
-    """What is drawn of one row, or of several neighbours: their last figures and the mean loss."""
+    """A point of loss.png: the last figures of one or more adjacent rows, and their mean loss."""
 
     tokens: int
     learning_rate: float
@@ -245,25 +250,25 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The points of loss.png: at most 4,000, whatever the number of rows.
+    """The points of loss.png, at most 4,000 for any number of rows.
 
-    When there are more, neighbours are merged; so are as many rows as a point stands for then.
+    If there are more, adjacent points are merged, and later points stand for as many rows.
     """
 
     def __init__(self) -> None:
-        self.begin(())
+        self.reset(())
 
-    def begin(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Hold these rows and no others."""
+    def reset(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Replace all points by those of these rows."""
         self.points: list[Point] = []
         self.held_out: list[tuple[int, float]] = []
-        self._rows_each = 1  # rows per point
-        self._open = 0  # rows in the last point
+        self._rows_per_point = 1
+        self._rows_in_last = 0
         for row in rows:
             self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl."""
+        """Add a row of metrics.jsonl. A row without a training loss is ignored."""
         if not row.keys() >= _NEEDED:
             return
         tokens = row["train/tokens_seen"]
@@ -272,21 +277,21 @@ class Curve:
                 self.held_out = self.held_out[1::2]
             self.held_out.append((tokens, row["eval/loss"]))
         point = Point(tokens, row["train/learning_rate"], row["train/loss"], mean_loss(row))
-        if 0 < self._open < self._rows_each:
-            self.points[-1] = _merged(self.points[-1], point, self._open)
-            self._open += 1
+        if 0 < self._rows_in_last < self._rows_per_point:
+            self.points[-1] = _merge(self.points[-1], point, self._rows_in_last)
+            self._rows_in_last += 1
             return
         if len(self.points) == _MOST_POINTS:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [_merged(one, other) for one, other in pairs]
-            self._rows_each *= 2
+            self.points = [_merge(first, second) for first, second in pairs]
+            self._rows_per_point *= 2
         self.points.append(point)
-        self._open = 1
+        self._rows_in_last = 1
 
     def draw(self, path: Path, caption: str) -> None:
-        """Draw what is there; any thread may call this. Raises ImportError without matplotlib.
+        """Draw the points so far into a file. Any thread may call this.
 
-        caption: what a reader of the picture alone must know (experiment, model, hardware).
+        caption: experiment, model and hardware. Raises ImportError without matplotlib.
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -295,10 +300,10 @@ class Curve:
             raise ImportError("the package `matplotlib` is not installed") from error
         if not self.points:
             return
-        figure = Figure(figsize=(9, 5), dpi=110)  # not pyplot's, which belongs to one thread
+        figure = Figure(figsize=(9, 5), dpi=110)  # pyplot would not work in several threads
         FigureCanvasAgg(figure)
         _draw(figure, list(self.points), list(self.held_out), caption)
-        temporary = path.with_name(f"{path.stem}.tmp.png")  # the run's alone, as all here is
+        temporary = path.with_name(f"{path.stem}.tmp.png")  # only one process writes a run
         try:
             figure.savefig(temporary)
             temporary.replace(path)
@@ -324,7 +329,7 @@ def _draw(
         means,
         color="tab:blue",
         linewidth=1.2,
-        label="training, mean since the point before",
+        label="training, mean since the previous point",
     )
     if held_out:
         left.plot(
@@ -344,6 +349,7 @@ def _draw(
     figure.tight_layout()
 
 
-def _merged(one: Point, other: Point, rows: int = 1) -> Point:
-    """Return two points as one; rows: that the first stands for, to one of the other."""
-    return other._replace(mean_loss=(rows * one.mean_loss + other.mean_loss) / (rows + 1))
+def _merge(first: Point, second: Point, rows: int = 1) -> Point:
+    """Merge two points. rows: how many rows the first point stands for per row of the other."""
+    mean = (rows * first.mean_loss + second.mean_loss) / (rows + 1)
+    return second._replace(mean_loss=mean)

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: rows, console lines, rank logs, the bar and the plot."""
+"""Report the steps of a run: rows, console lines, rank logs, the progress bar and the plot."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lib.train.outlook import MEASURED
 from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
 from lib.train.state import TrainState
 
-_WORTH_TELLING_S = 60.0
+_LONG_RUN_S = 60.0  # remaining time from which the log estimates the duration
 _ON_BAR = ("loss", "validation", "eta")
-_SHORT = {
+_SHORT_NAMES = {  # in rank logs, in this order
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "lr",
@@ -49,15 +49,15 @@ _SHORT = {
     "perf/loader_share": "loader_share",
     "perf/loader_tokens_per_sec_per_device": "loader_tok/s",
 }
-_WIDTHS = (10, 9, 11, 8, 8)  # columns of the cells below, until a value is wider
-_STRAGGLER = 1.5  # times the usual rank's time before the slowest is named
+_WIDTHS = (10, 9, 11, 8, 8)  # initial widths of the cells of a console line
+_STRAGGLER = 1.5  # times the median rank's time from which the slowest rank is shown
 
 
 class Report:
-    """Rank 0 speaks for all ranks; each rank has its own figures in its log.
+    """Reports the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
 
-    A row is captured at the end of its step, and written when the device has more to do: meanwhile
-    nobody waits for the figures, neither the host for the device nor the device for the host.
+    A row is captured at the end of its step and written after the next step has been launched, so
+    neither the host nor the device waits for the figures.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Report:
         config = self._plan.config
         rank = self._layout.rank
         steps = self._plan.total_steps
-        # What a reader of loss.png alone must know.
+        # loss.png may be looked at without the run beside it.
         self._caption = (
             f"{experiment.root.name}: {state.model.config.model_type}, "
             f"{self._layout.ranks} × {self._layout.device.type}"
         )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
-        self._lines = Lines(steps)
+        self._console_lines = ConsoleLines(steps)
         self._pace = Pace()
         self._bar = Progress(
             "training",
@@ -97,7 +97,7 @@ class Report:
             times=False,
             enabled=not config.no_progress and sys.stderr.isatty(),
         )
-        self._said: dict[str, str] = {}
+        self._bar_texts: dict[str, str] = {}
         self._captured: CapturedRow | None = None
         self._is_over = False
         self._began = time.monotonic()
@@ -110,23 +110,26 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Write to state.json that the run failed, unless it saved its end, and flush files."""
+        """Flush all files. On an error write to state.json that the run failed.
+
+        A run that has saved its last step, or its stop, keeps that status.
+        """
         if self._captured is not None:
-            self._rescue(self._captured)
+            self._write_after_error(self._captured)
         if error is not None and not self._is_over:
-            known = from_os_error(error) if isinstance(error, OSError) else error
-            is_full = isinstance(known, DiskFullError)
+            cause = from_os_error(error) if isinstance(error, OSError) else error
+            is_full = isinstance(cause, DiskFullError)
             self.note_state("disk_full" if is_full else "failed")
             if not is_full:
                 reason = launcher.headline(str(error)) or type(error).__name__
-                self.journal.event(Event.FAILED, self._state.step, reason=reason)
+                self.journal.add_event(Event.FAILED, self._state.step, reason=reason)
         self._bar.close()
         self._metrics.close()
 
-    def _rescue(self, captured: CapturedRow) -> None:
-        """Write the row that an error left behind, if no other rank is needed for that."""
+    def _write_after_error(self, captured: CapturedRow) -> None:
+        """Write the row that an error left behind, if that needs no other rank."""
         if self._layout.ranks == 1:
-            with suppress(Exception):  # the error that ends the run says more
+            with suppress(Exception):  # the error that ends the run matters more
                 self.write_captured()
         else:
             log.to_file(
@@ -135,7 +138,7 @@ class Report:
             )
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a step's figures are logged: the first, each --log-freq-th, the last."""
+        """Return whether a step gets a row: the first, each --log-freq-th and the last do."""
         return step % self._plan.config.log_freq == 0 or step in (1, self._plan.total_steps)
 
     def capture(
@@ -145,11 +148,11 @@ class Report:
         grad_norm: torch.Tensor,
         learning_rate: float,
     ) -> None:
-        """Note the row of the last step without waiting for the device, which may be behind.
+        """Capture the row of the last step without waiting for the device, which may be behind.
 
-        The row before must have been written. All ranks must call this.
+        The previous row must have been written. All ranks must call this.
         """
-        assert self._captured is None, "the row before is not written yet"
+        assert self._captured is None, "the previous row is not written yet"
         self._captured = capture_row(
             self._state,
             self._stream,
@@ -175,13 +178,13 @@ class Report:
             f"step {self._captured.step:,}: validation loss {loss:.4f}, in "
             f"{units.duration(time.monotonic() - began)}"
         )
-        self._tell_bar(validation=f"{loss:.3f}")
+        self._show_on_bar(validation=f"{loss:.3f}")
 
     def write_captured(self) -> Divergence | None:
-        """Write the row that was captured, if any, as soon as the device has done its step.
+        """Write the captured row, if any, as soon as the device has done its step.
 
-        Returns where the run has diverged if the row shows that. All ranks must call this. Raises
-        UsageError when the loss of the first step is NaN or infinite.
+        Returns where the run has diverged, None if the row shows no divergence. All ranks must call
+        this. Raises UsageError if the loss of the first step is NaN or infinite.
         """
         if (captured := self._captured) is None:
             return None
@@ -193,47 +196,56 @@ class Report:
         return Divergence(captured.step, captured.position, skipped.in_a_row)
 
     def _write(self, figures: dict[str, Any], ended: float, skipped: SkippedSteps) -> None:
-        """Write a step's row everywhere, and say how many steps were skipped before it."""
+        """Write a row to all outputs, and warn about the steps that were skipped before it.
+
+        ended: end of the step, in seconds since the epoch.
+        """
         state = self._state
         config = self._plan.config
         step = figures["step"]
         state.figures = figures
         self._estimate.report()
-        self._row(figures, ended)
+        self._write_row(figures, ended)
         symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:
-            why = (
-                f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, "
-                f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
+            reason = (
+                f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes} steps "
+                f"and more than {config.spike_factor:g} times the usual norm in {skipped.spikes}"
             )
-            self.journal.event(Event.SKIP_STEP, step, steps=skipped.steps, reason=why)
-            log.warn(f"{skipped.steps} of the last steps left the weights as they were: {why}")
+            self.journal.add_event(Event.SKIP_STEP, step, steps=skipped.steps, reason=reason)
+            log.warn(
+                f"{units.counted(skipped.steps, 'step')} since the previous row left the weights "
+                f"unchanged: {reason}"
+            )
 
-    def step_done(self) -> None:
+    def count_step(self) -> None:
         """Count a step of this launch."""
-        self._pace.step_done()
+        self._pace.count_step()
         self._bar.advance()
         if (seconds := self._pace.seconds_per_step) is not None:
             left = self._plan.total_steps - self._state.step
-            self._tell_bar(eta=units.duration(left * seconds))
-            if self._pace.steps == MEASURED and left * seconds > _WORTH_TELLING_S:
-                self._tell_duration(left)
+            self._show_on_bar(eta=units.duration(left * seconds))
+            if self._pace.steps == MEASURED and left * seconds > _LONG_RUN_S:
+                self._log_duration(left)
 
-    def _tell_duration(self, left: int) -> None:
-        """Say how long the run takes, now that steps have been timed."""
+    def _log_duration(self, left: int) -> None:
+        """Log the measured step time and how long the remaining steps take. left: their number."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # once: until here the host may be ahead
+            torch.cuda.synchronize()  # only this once; so far the host may have been ahead
         seconds = self._pace.seconds_per_step or 0.0
         saves = self._plan.config.ckpt_freq * seconds
         log.info(
             f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
-            f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the {left:,} steps left take "
+            f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the remaining {left:,} steps take "
             f"{units.duration(left * seconds)}, with a checkpoint every "
             f"{units.duration(saves)}"
         )
 
     def _speeds(self) -> dict[str, float]:
-        """Return the speed of the launch, and at that speed the seconds until the end, if any."""
+        """Return the speed of the launch as figures of a row: tokens/s and the remaining seconds.
+
+        Empty after the first step, which is not timed. The last row has no remaining seconds.
+        """
         if (seconds := self._pace.seconds_per_step) is None:
             return {}
         speed = self._plan.tokens_per_step / seconds
@@ -242,12 +254,12 @@ class Report:
             {"perf/eta_sec": left * seconds} if left else {}
         )
 
-    def _launch(self) -> str:
-        """Return in words what this launch did, and how fast."""
+    def _describe_launch(self) -> str:
+        """Return a text with the steps, the duration and the speed of this launch."""
         seconds = self._pace.seconds_per_step
         steps = self._pace.steps
         speed = (
-            f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first"
+            f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first step"
             if seconds
             else ""
         )
@@ -256,62 +268,69 @@ class Report:
             f"{units.duration(time.monotonic() - self._began)}{speed}"
         )
 
-    def _row(self, row: dict[str, Any], ended: float) -> None:
-        """Write a row: of rank 0 everywhere, of another rank in its log."""
+    def _write_row(self, row: dict[str, Any], ended: float) -> None:
+        """Write a row: rank 0 to all outputs, another rank to its log."""
         self._metrics.write(row, ended)
         record = format_record(row, self._layout.rank)
         log.to_file(record)
-        log.to_console(record if self._plan.config.log_style == "dict" else self._lines.line(row))
-        self._tell_bar(loss=f"{row['train/loss_mean']:.3f}")
+        in_dicts = self._plan.config.log_style == "dict"
+        log.to_console(record if in_dicts else self._console_lines.format_row(row))
+        self._show_on_bar(loss=f"{row['train/loss_mean']:.3f}")
 
     def _show_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the batches of a validation and count them behind the bar."""
+        """Yield the batches of a validation and show their number on the progress bar."""
         for number, batch in enumerate(batches, 1):
             self._bar.show(f"validation, batch {number:,}")
             yield batch
 
     def rewind(self) -> None:
-        """Drop what was logged after the run's step: the steps that follow it are run again."""
+        """Drop the rows after the current step, because the following steps are repeated."""
         self._metrics.rewind(self._state.step)
         self._bar.advance(self._state.step - self._bar.done)
         self.note_state("running")
 
-    def saved(self) -> Callable[[bool], None]:
-        """Return what tells, on rank 0 and in any thread, that this step has been saved."""
+    def save_callback(self) -> Callable[[bool], None]:
+        """Return the function that rank 0 calls, in any thread, once this step has been saved.
+
+        Its argument: whether the checkpoint is a shared one, not one of the second tier.
+        """
         facts = self._facts()
 
-        def tell(is_shared: bool) -> None:
-            self.journal.state("running", **facts)
+        def note_saved(is_shared: bool) -> None:
+            self.journal.write_state("running", **facts)
             if is_shared:
                 with self._plot_may_fail:
                     self._metrics.curve.draw(self._experiment.plot, self._caption)
 
-        return tell
+        return note_saved
 
     def note_stop(self, reason: str) -> None:
-        """Note that the run stops after this saved step. Raises Preempted if steps are left."""
+        """Record that the run stops after this step, which is saved.
+
+        reason: as StopRequest.agreed returns it. Raises Preempted if steps remain.
+        """
         step = self._state.step
         has_ended = self._state.step == self._plan.total_steps
         self.note_state("complete" if has_ended else "preempted")
-        self.journal.event(Event.SIGNAL, step, signal=reason)
+        self.journal.add_event(Event.SIGNAL, step, signal=reason)
         if not has_ended:
-            again = " without --overwrite" if self._plan.config.overwrite else ""
+            change = " without --overwrite" if self._plan.config.overwrite else ""
             raise Preempted(
                 f"stopped by {reason} after step {step:,}, which is saved; run the "
-                f"same command again{again} to go on"
+                f"same command again{change} to continue"
             )
 
     def note_state(self, status: str) -> None:
-        """Write state.json."""
+        """Write state.json with this status."""
         self._is_over |= status in ("complete", "preempted")
-        self.journal.state(status, **self._facts())
+        self.journal.write_state(status, **self._facts())
 
     def _facts(self) -> dict[str, float | None]:
-        """Return what state.json reports about this step."""
+        """Return the fields of state.json about this step."""
         state = self._state
         return {
             "step": state.step,
-            "global_step": state.step,  # its name in other trainers
+            "global_step": state.step,  # the name that other trainers use
             "epoch": self._stream.epoch(state.position),
             "total_steps": self._plan.total_steps,
             "tokens": state.tokens,
@@ -320,60 +339,59 @@ class Report:
         }
 
     def finish(self) -> None:
-        """Tell how the run ended; the last step has been saved."""
+        """Log the summary of a complete run; its last step has been saved."""
         self._bar.close()
-        self.journal.event(Event.COMPLETE, self._state.step)
-        if self._layout.rank == 0 and (rows := self._rows()):
+        self.journal.add_event(Event.COMPLETE, self._state.step)
+        if self._layout.rank == 0 and (rows := self._training_rows()):
             log.info(
                 f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
-                f"{self._launch()}"
+                f"{self._describe_launch()}"
             )
             log.table(
                 {
-                    "training loss": metrics.training(rows),
-                    "validation loss": metrics.last_validation(rows),
+                    "training loss": metrics.describe_training_loss(rows),
+                    "validation loss": metrics.describe_validation_loss(rows),
                     "memory": self._estimate.compared(
                         self._meters.memory_peak, self._meters.memory_before
                     ),
-                    "plot": self._plot(),
+                    "plot": self._describe_plot(),
                     "metrics": self._experiment.metrics,
                 }
             )
 
-    def _plot(self) -> Path | str:
-        """Return where the plot of the run is, or in words that there is none of all its steps."""
+    def _describe_plot(self) -> Path | str:
+        """Return the path of the plot, or a text if the plot lacks steps or is missing."""
         if self._experiment.plot.is_file() and not self._plot_may_fail.is_failing:
             return self._experiment.plot
-        return "not drawn: a warning above says why"
+        return "not drawn: see the warning above"
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the run that have a training loss, as far as they can be read."""
+    def _training_rows(self) -> list[dict[str, Any]]:
+        """Return the readable rows of the run that have a training loss."""
         return [
             row for row in records.read_log_rows(self._experiment.metrics) if "train/loss" in row
         ]
 
-    def _tell_bar(self, **said: str) -> None:
-        """Show the last words of each kind behind the bar."""
-        self._said |= said
-        self._bar.show(
-            ", ".join(f"{kind} {self._said[kind]}" for kind in _ON_BAR if kind in self._said)
-        )
+    def _show_on_bar(self, **texts: str) -> None:
+        """Show texts behind the progress bar, with the last ones of other kinds."""
+        self._bar_texts |= texts
+        kinds = [kind for kind in _ON_BAR if kind in self._bar_texts]
+        self._bar.show(", ".join(f"{kind} {self._bar_texts[kind]}" for kind in kinds))
 
 
-class Lines:
-    """Makes the line of each row; columns are as wide as their widest value so far."""
+class ConsoleLines:
+    """Formats rows as lines for people. A column is as wide as its widest value so far."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = f"{total_steps:,}"
         self._widths = list(_WIDTHS)
 
-    def line(self, row: dict[str, Any]) -> str:
-        """Return a row in under 120 columns; its keys are those of docs/reference/artifacts.md."""
+    def format_row(self, row: dict[str, Any]) -> str:
+        """Return a row of metrics.jsonl as a line of less than 120 columns."""
         cells = [
             f"loss {row['train/loss_mean']:.3f}",
-            f"lr {_rate(row['train/learning_rate'])}",
+            f"lr {_format_rate(row['train/learning_rate'])}",
             f"{row['perf/tokens_per_sec']:,.0f} tok/s",
-            f"{_percent(row['perf/mfu'])} MFU",
+            f"{_format_percent(row['perf/mfu'])} MFU",
             units.memory(row["memory/max_peak_gib"] * (1 << 30)),
         ]
         self._widths = list(map(max, self._widths, map(len, cells)))
@@ -384,44 +402,47 @@ class Lines:
 
 
 def format_record(row: dict[str, Any], rank: int) -> str:
-    """Return a row as `[rank=R] {'global_step': …}`, rounded; times in ms, memory in GiB."""
-    found: dict[str, Any] = {
+    """Return a row as `[rank=R] {'global_step': …}` with rounded figures, for programs.
+
+    Times are in ms, memory is in GiB.
+    """
+    record: dict[str, Any] = {
         "global_step": row["step"],
         "running_loss": round(row["train/loss_mean"], 4),
     }
-    found |= {short: _short(row[key]) for key, short in _SHORT.items() if key in row}
-    found |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
+    record |= {short: _round(row[key]) for key, short in _SHORT_NAMES.items() if key in row}
+    record |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
     if row["perf/slowest_ratio"] > _STRAGGLER:
-        found["slowest_rank"] = row["perf/slowest_rank"]
+        record["slowest_rank"] = row["perf/slowest_rank"]
     if "perf/eta_sec" in row:
-        found["eta"] = units.duration(row["perf/eta_sec"])
-    return f"[rank={rank}] {found}"
+        record["eta"] = units.duration(row["perf/eta_sec"])
+    return f"[rank={rank}] {record}"
 
 
 def _remarks(row: dict[str, Any]) -> list[str]:
-    """Return what not every line has."""
-    said = []
+    """Return the cells that only some lines have."""
+    remarks = []
     if "perf/eta_sec" in row:
-        said.append(f"eta {units.duration(row['perf/eta_sec'])}")
+        remarks.append(f"eta {units.duration(row['perf/eta_sec'])}")
     if "perf/loader_share" in row:
-        said.append(f"{_percent(row['perf/loader_share'])} waiting for data")
+        remarks.append(f"{_format_percent(row['perf/loader_share'])} waiting for data")
     if row["perf/slowest_ratio"] > _STRAGGLER:
-        said.append(f"slowest rank {row['perf/slowest_rank']}")
-    return said
+        remarks.append(f"slowest rank {row['perf/slowest_rank']}")
+    return remarks
 
 
-def _rate(value: float) -> str:
-    """Return a learning rate with two digits: `2.9e-4`."""
+def _format_rate(value: float) -> str:
+    """Return a learning rate with two digits, such as `2.9e-4`."""
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
 
 
-def _short(value: float) -> Any:
-    """Return four digits of a figure, all of a count or a rank."""
+def _round(value: float) -> Any:
+    """Return a figure with four digits; an integer, such as a rank, keeps all of its digits."""
     if isinstance(value, int):
         return value
     return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

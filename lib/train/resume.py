@@ -1,4 +1,4 @@
-"""Where a run goes on: from the newest checkpoint, a named one, or back before bad steps."""
+"""Resume a run from its newest checkpoint or a named one, and roll it back before bad steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lib.train.report import Report
 from lib.train.rows import Divergence
 from lib.train.state import TrainState
 
-_NEWER = "--resume goes on from another one"
-_MOST_ROLLBACKS = 3  # of a run, however often it is started again
+_REPLACED = "--resume continues from another one"
+_MOST_ROLLBACKS = 3  # of a run, over all its launches
 
 
 def resume(
@@ -34,9 +34,10 @@ def resume(
     inputs: Inputs,
     journal: Journal,
 ) -> bool:
-    """Load the checkpoint to go on from; False when there is none. All ranks must call this.
+    """Load the checkpoint from which the run continues. Return False if there is none.
 
-    One that --resume names is taken unless the run has gone on from it before.
+    This is the checkpoint that --resume names, unless the run has already resumed from it, and
+    otherwise the newest one. All ranks must call this.
     """
     control = state.layout.control
     plan = state.plan
@@ -60,10 +61,10 @@ def resume(
         plan.config.resume_with_changes,
         plan.config,
     )
-    if is_frozen(state.model) and not any(each.name == "model" for each in changes):
+    if is_frozen(state.model) and not any(change.name == "model" for change in changes):
         on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)
     began = time.monotonic()
-    if not is_frozen(state.model):  # else its files have filled all that the checkpoint lacks
+    if not is_frozen(state.model):  # otherwise the base model's files have filled it already
         tie_again(state.model)
         restore_buffers(state.model)
     record = checkpointer.load(checkpoint, state)
@@ -73,8 +74,8 @@ def resume(
         state.position = BEGINNING
     if is_named:
         is_own = checkpoint.path.parent == experiment.checkpoints.resolve()
-        checkpointer.drop_newer(checkpoint.step if is_own else -1, _NEWER, tier_step=-1)
-    journal.event(
+        checkpointer.drop_newer(checkpoint.step if is_own else -1, _REPLACED, tier_step=-1)
+    journal.add_event(
         Event.RESUME,
         state.step,
         path=str(checkpoint.path),
@@ -90,7 +91,7 @@ def resume(
     if record["total_steps"] != plan.total_steps:
         log.info(
             f"the end moves from step {record['total_steps']:,} to {plan.total_steps:,}: "
-            "the learning-rate schedule is stretched over all of it"
+            "the learning-rate schedule is stretched over the whole run"
         )
     return True
 
@@ -102,37 +103,39 @@ def roll_back(
     report: Report,
     divergence: Divergence,
 ) -> None:
-    """Go back to the newest checkpoint before the last bad steps, and pass over the data since.
+    """Load the newest checkpoint before the last bad steps, and skip the data since.
 
-    The run goes on with the data after the divergence, whether or not the run has taken another
-    step since. All ranks must call this. Raises UsageError when there is no such checkpoint, or
-    when that was done several times already.
+    The run continues with the data after the divergence, even if it has taken another step since.
+    All ranks must call this. Raises UsageError if there is no such checkpoint, or after three
+    rollbacks.
     """
-    diverged_at, position, bad = divergence
+    diverged_at, position, bad_steps = divergence
     config = state.plan.config
     rollbacks = state.rollbacks + 1
     checkpointer.finish(wait=True)
     checkpoint = None
     if rollbacks <= _MOST_ROLLBACKS:
         try:
-            checkpoint = checkpointer.find_newest(diverged_at - bad)
+            checkpoint = checkpointer.find_newest(diverged_at - bad_steps)
         except ArtifactError as error:
             log.warn(error.render())
     if checkpoint is None:
-        raise symptoms.diverged(diverged_at, bad, state.rollbacks, config, experiment)
+        raise symptoms.divergence_error(diverged_at, bad_steps, state.rollbacks, config, experiment)
     checkpointer.load(checkpoint, state)
     float8.update_scales(state.model)
-    # What is learned goes back, not the data.
+    # The weights go back, the position in the data does not.
     state.position = position
     state.rollbacks = rollbacks
     try:
         checkpointer.drop_newer(state.step, f"the steps up to {diverged_at} were rolled back")
-    except ArtifactError as error:  # at worst a resume goes back to there, and then here again
+    except ArtifactError as error:  # at worst a resume loads that step and is rolled back again
         log.warn(error.render().removeprefix("error: "))
-    report.journal.event(Event.ROLLBACK, state.step, diverged_at=diverged_at, bad_steps=bad)
+    report.journal.add_event(
+        Event.ROLLBACK, state.step, diverged_at=diverged_at, bad_steps=bad_steps
+    )
     log.warn(
-        f"{bad} bad steps in a row: back from step {diverged_at} to {checkpoint.path}; the "
-        f"data of the steps between is passed over (rollback {rollbacks} of at most "
-        f"{_MOST_ROLLBACKS})"
+        f"{bad_steps} bad steps in a row: rolled back from step {diverged_at} to "
+        f"{checkpoint.path}; the data of the steps between is skipped (rollback {rollbacks} of at "
+        f"most {_MOST_ROLLBACKS})"
     )
     report.rewind()

@@ -1,4 +1,4 @@
-"""The figures of a step: captured at its end, and read when the device has done the step."""
+"""Compute the figures of a row: captured at the end of a step, read once the device has done it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lib.train.plan import Plan
 from lib.train.state import TrainState
 
 
-def to_host(*scalars: torch.Tensor) -> torch.Tensor:
-    """Return scalars of one device as float64 [n] in host memory, without waiting for the device.
+def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
+    """Copy scalars of one device to the host as float64 [n], without waiting for the device.
 
-    The numbers are there once the device has passed this point of its stream. They are copies:
-    the scalars may be changed.
+    The result is valid once the device has reached this point of its stream. The scalars may be
+    changed at once.
     """
     return torch.stack([scalar.double() for scalar in scalars]).to("cpu", non_blocking=True)
 
 
 class LossSums(NamedTuple):
-    """Holds the summed losses of a rank and the label tokens of all ranks.
+    """Summed losses of this rank, and label tokens of all ranks.
 
-    sums: of the last step and of the window, see `to_host`. steps: of the window.
+    sums: [2], last step and window, see `copy_to_host`. steps: steps in the window.
     """
 
     sums: torch.Tensor
@@ -45,19 +45,19 @@ class LossSums(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Return the label tokens of the window's steps, on average."""
+        """Return the mean number of label tokens in a step of the window."""
         return self.window_tokens / self.steps
 
     def means(self, step: float, window: float) -> tuple[float, float]:
-        """Return the loss of the last step and of the window per label token; over none it is 0.
+        """Return the loss of the last step and of the window per label token, 0 without any.
 
-        step, window: the sums over all ranks.
+        step, window: sums of the losses over all ranks.
         """
         return step / max(1, self.last_tokens), window / max(1, self.window_tokens)
 
 
 class LossWindow:
-    """The loss of a step, and of the steps since the last row, as means over label tokens."""
+    """Sums the training loss of a step, and of the steps since the last row, on the device."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
@@ -74,7 +74,7 @@ class LossWindow:
         self._running += loss.detach()
 
     def end_step(self, label_tokens: int) -> None:
-        """End a step, of so many label tokens on all ranks."""
+        """End a step. label_tokens: on all ranks."""
         self._last, self._running = self._running, self._zero()
         self._window = self._window + self._last
         self._last_tokens = label_tokens
@@ -82,8 +82,8 @@ class LossWindow:
         self._steps += 1
 
     def capture(self) -> LossSums:
-        """Return the sums of this rank, to be read later, and begin another window."""
-        sums = to_host(self._last, self._window)
+        """Return the sums of this rank, to be read later, and start a new window."""
+        sums = copy_to_host(self._last, self._window)
         captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
         self._window = self._zero()
         self._window_tokens = 0
@@ -92,12 +92,12 @@ class LossWindow:
 
 
 class CapturedRow(NamedTuple):
-    """Holds the row of a step until it is written, as it was when the host ended the step.
+    """The row of a step as it was when the host ended the step, until it is written.
 
-    position: of the data after the step. norm_and_skipped: the gradient norm and the numbers of a
-    SkippedSteps, see `to_host`. load: of the experts. validation: figures that are added later.
-    ended: seconds since the epoch. done: an event of the device behind the step, None on a CPU,
-    which runs nothing ahead.
+    position: position in the data after the step. norm_and_skipped: the gradient norm and the
+    numbers of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
+    that are added later. ended: seconds since the epoch. done: an event of the device after the
+    step, None on a CPU, where the host does all work itself.
     """
 
     step: int
@@ -117,9 +117,9 @@ class CapturedRow(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Says after which step too many steps in a row were bad, and where the data stood then.
+    """The step after which too many steps in a row were bad, and the position in the data then.
 
-    The run may have taken another step since, which a rollback undoes as well.
+    The run may have taken another step since. A rollback undoes that step as well.
     """
 
     step: int
@@ -137,18 +137,18 @@ def capture_row(
     learning_rate: float,
     speeds: dict[str, float],
 ) -> CapturedRow:
-    """Return the row of the last step without waiting for the device, which may be behind.
+    """Capture the row of the last step without waiting for the device, which may be behind.
 
-    speeds: of the launch. All ranks must call this.
+    speeds: figures about the launch. All ranks must call this.
     """
     loss = window.capture()
     load = routers.capture()
     times = meters.timers.capture()
-    norm_and_skipped = to_host(grad_norm, *state.guard.count_skipped())
+    norm_and_skipped = copy_to_host(grad_norm, *state.guard.count_skipped())
     done = None
     if state.layout.device.type == "cuda":
         done = torch.cuda.Event()
-        done.record()  # behind all that is read once it has come
+        done.record()  # after everything that read_row reads
     return CapturedRow(
         state.step,
         stream.epoch(state.position),
@@ -170,17 +170,18 @@ def capture_row(
 def read_row(
     captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream, meters: Meters
 ) -> tuple[dict[str, Any], SkippedSteps]:
-    """Return the figures of a row (keys: docs/reference/artifacts.md) and what was skipped.
+    """Return the figures of a row (keys: lib/core/figures.py) and the skipped steps.
 
-    Waits until the device has done the step. The mean loss and all speeds are over the steps since
-    the row before. All ranks must call this: they exchange their figures here, all at once.
+    Waits until the device has done the step. The mean loss and all speeds cover the steps since the
+    previous row. All ranks must call this. They exchange all figures in one collective.
     """
     if captured.done is not None:
         captured.done.synchronize()
     grad_norm, *counts = captured.norm_and_skipped.tolist()
     times = captured.times.read()
-    alone = times["time/data"] + times["time/optimizer"]
-    table = layout.table([*captured.loss.sums.tolist(), alone, captured.memory["memory/peak_gib"]])
+    local_ms = times["time/data"] + times["time/optimizer"]
+    peak = captured.memory["memory/peak_gib"]
+    table = layout.table([*captured.loss.sums.tolist(), local_ms, peak])
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
     per_second = plan.tokens_per_step / (times["time/total"] / 1000)
     per_device = per_second / layout.ranks
@@ -208,17 +209,17 @@ def read_row(
     }, SkippedSteps(*map(int, counts))
 
 
-def _compare_ranks(alone: list[float], peaks: list[float]) -> dict[str, float]:
-    """Return which rank is slowest in what no rank waits for others in, and which is fullest.
+def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float]:
+    """Return figures about the slowest rank and the one with the largest memory peak.
 
-    In a step all ranks take as long as the slowest; only the optimizer and the data tell them
-    apart. alone: milliseconds of these, by rank. peaks: GiB.
+    All ranks take as long for a step as the slowest one. Only in the optimizer and in loading data
+    do they not wait for each other. local_ms: milliseconds for these, by rank. peaks: GiB, by rank.
     """
-    slowest = max(range(len(alone)), key=alone.__getitem__)
-    usual = max(statistics.median(alone), 1e-9)
+    slowest = max(range(len(local_ms)), key=local_ms.__getitem__)
+    usual = max(statistics.median(local_ms), 1e-9)
     return {
         "perf/slowest_rank": slowest,
-        "perf/slowest_ratio": alone[slowest] / usual,
+        "perf/slowest_ratio": local_ms[slowest] / usual,
         "memory/max_peak_gib": max(peaks),
         "memory/max_peak_rank": peaks.index(max(peaks)),
     }
@@ -233,7 +234,7 @@ class Evaluation:
         self._layout = layout
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the validation loss is measured after a step."""
+        """Return whether the validation loss is measured after a step."""
         if not self._held_out:
             return False
         every = self._plan.config.eval_freq
@@ -245,30 +246,29 @@ class Evaluation:
         loss_sum: LossSum,
         show: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
     ) -> dict[str, float]:
-        """Return the validation loss as figures of a row; all ranks must call this.
+        """Return the validation loss as figures of a row. All ranks must call this.
 
-        show: yields the batches and shows how many of them are done.
+        show: a function that yields the batches and shows the progress.
         """
-        losses = {}
+        losses: dict[str, float] = {}
         for part in self._held_out:
             batches = evaluation_batches(
                 part.samples, self._plan.config.eval_batches, self._plan.division
             )
-            losses[part.name] = mean_loss(model, loss_sum, show(batches), self._layout)
-        loss = sum(part.weight * losses[part.name] for part in self._held_out) / sum(
-            part.weight for part in self._held_out
-        )
-        each = (
-            {f"eval/loss/{name}": each for name, each in losses.items()} if len(losses) > 1 else {}
-        )
-        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
+            losses[part.name] = measure_loss(model, loss_sum, show(batches), self._layout)
+        weights = sum(part.weight for part in self._held_out)
+        loss = sum(part.weight * losses[part.name] for part in self._held_out) / weights
+        figures = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+        if len(losses) > 1:
+            figures |= {f"eval/loss/{name}": value for name, value in losses.items()}
+        return figures
 
 
 @torch.no_grad()
-def mean_loss(
+def measure_loss(
     model: nn.Module, loss_sum: LossSum, batches: Iterable[MicroBatch], layout: ParallelLayout
 ) -> float:
-    """Return the mean loss over all label tokens of all ranks; all ranks must call this."""
+    """Return the mean loss over the label tokens of all ranks. All ranks must call this."""
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
     tokens = 0
     with eval_mode(model):

@@ -1,4 +1,4 @@
-"""The state of a run: all that a checkpoint saves, and what its record is made of."""
+"""The state of a run: everything that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from lib.train.plan import Plan
 
 @dataclass
 class TrainState:
-    """What a run has learned, and where it stands.
+    """Model, optimizer, and position of a run in its steps and its data.
 
-    model_files, base: digests of the files in the run's model/, and of those with frozen weights,
-    on rank 0. step: optimizer steps done. tokens: seen in them, without padding.
-    rollbacks: see resume.roll_back. resumed_from, resumed_path: digest and place of the checkpoint
-    that a person named with --resume, here or in an earlier launch. figures: of the last step that
-    was logged.
+    model_files, base: digests of the files in the run's model/ and of the files with frozen
+    weights, on rank 0. step: optimizer steps done. tokens: tokens in these steps, without padding.
+    rollbacks: see resume.roll_back. resumed_from, resumed_path: manifest digest and path of the
+    checkpoint that --resume named in this or an earlier launch. figures: the last row.
     """
 
     model: PreTrainedModel
@@ -49,22 +48,22 @@ class TrainState:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, step: Step) -> None:
-        """Count a step that was done, and its tokens."""
+        """Count a completed step and its tokens."""
         self.step = self.step + 1
         self.tokens = self.tokens + step.tokens
         self.position = step.after
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters, persistent buffers and states of the optimizer, sharded as they are.
+        """Return parameters, persistent buffers and optimizer states by name, sharded as they are.
 
-        States are made (zeros) where no step was taken yet.
+        Missing optimizer states, before the first step, are created as zeros.
         """
         trained = [p for p in self.model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trained), "gathered parameters"
         return contents.name_tensors(self.model, registry.named_states(self.model, self.optimizer))
 
     def state_dict(self) -> TrainRecord:
-        """Return all other state; all ranks must call this."""
+        """Return all other state as a checkpoint's record. All ranks must call this."""
         logged = self.figures if self.figures.get("step") == self.step else {}
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         record: TrainRecord = {
@@ -88,21 +87,22 @@ class TrainState:
         if self.base:
             record["base"] = self.base
         if self.position.cursor:
-            each = gather(self.position.cursor._asdict(), self.layout.control)
-            # The ranks that read the same data stand at the same cursor.
-            record["cursors"] = each[:: len(each) // self.plan.division.dp_size]
+            cursors = gather(self.position.cursor._asdict(), self.layout.control)
+            # Ranks that read the same data have the same cursor.
+            record["cursors"] = cursors[:: len(cursors) // self.plan.division.dp_size]
         if is_frozen(self.model) and (logits := probe.measure(self.model, self.layout)):
             record["probe"] = {"precision": self.plan.config.precision, "logits": logits}
         return record
 
     def load_state_dict(self, record: TrainRecord) -> None:
-        """Take up all other state, of a record that is complete."""
+        """Set all other state from a checkpoint's record."""
         self.step = record["step"]
         self.tokens = record["tokens"]
         self.position = Position(record["samples"])
         if cursors := record.get("cursors"):
             division = self.plan.division
-            # Read by other ranks than now, they are of no use: --resume-with-changes begins anew.
+            # Cursors of another number of readers are useless: --resume-with-changes reads the
+            # data from its beginning.
             self.position = (
                 Position(record["samples"], Cursor(**cursors[division.dp_rank]))
                 if len(cursors) == division.dp_size

@@ -1,4 +1,4 @@
-"""What an error of torch or NCCL most likely means, and which knob to turn first."""
+"""Turn errors of torch and NCCL, and a diverged run, into errors that say what to do."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MORE = "docs/how-to/troubleshooting.md says more"
 
 
 @contextmanager
-def explained(config: Config, experiment: Experiment) -> Iterator[None]:
-    """Replace an error by one that says what to do, where that is known."""
+def explain_errors(config: Config, experiment: Experiment) -> Iterator[None]:
+    """Replace an error that is raised in the block by one that says what to do, if known."""
     try:
         yield
     except BaseException as error:
-        if (known := explanation(error, config, experiment)) is not None:
-            raise known from error
+        if (explained := explain(error, config, experiment)) is not None:
+            raise explained from error
         raise
 
 
-def explanation(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
-    """Return what to do about an error, None for one that explains itself or is a bug."""
+def explain(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
+    """Return an error that says what to do, None for an error that is clear or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return _out_of_memory(text, config, experiment)
@@ -41,7 +41,7 @@ def explanation(error: BaseException, config: Config, experiment: Experiment) ->
         return UsageError(
             "--deterministic on cannot train this model",
             found=text.splitlines()[0],
-            expected="operations that give the same bits each time",
+            expected="operations with a deterministic implementation",
             run=commands.as_typed("--deterministic", "off"),
         )
     if isinstance(error, dist.DistError) or re.search(r"Connection (closed|reset) by peer", text):
@@ -50,43 +50,46 @@ def explanation(error: BaseException, config: Config, experiment: Experiment) ->
 
 
 def require_finite(loss: float, step: int, config: Config) -> None:
-    """Raise UsageError when the first loss is NaN or infinite.
+    """Raise UsageError if the loss of the first step is NaN or infinite.
 
-    What follows could not be better: the weights stay as they are in such a step.
+    Such a step leaves the weights unchanged, so no later step could be better.
     """
     if step == 1 and not math.isfinite(loss):
-        how = (
+        remedy = (
             "--precision bf16 or fp32: the values overflow float16"
             if config.precision == "fp16"
-            else "whole weights (03_download_model.py --verify), or --from-scratch to draw others"
+            else "intact weights (03_download_model.py --verify), or --from-scratch for new ones"
         )
         raise UsageError(
             f"the loss of the first step is {loss}",
-            expected=how,
-            found="no step was taken yet, so it comes from the weights or from the "
-            f"precision, not from the learning rate; {_MORE}",
+            expected=remedy,
+            found="no step was taken before, so the weights or the precision are the cause, "
+            f"not the learning rate; {_MORE}",
         )
 
 
-def diverged(
+def divergence_error(
     step: int, in_a_row: int, rollbacks: int, config: Config, experiment: Experiment
 ) -> UsageError:
-    """Return the error of a run that no earlier checkpoint has helped or can help."""
+    """Return the error for a run that cannot be rolled back, or was rolled back too often.
+
+    step: the last of the bad steps. in_a_row: their number.
+    """
     tried = (
         f", after {rollbacks} rollbacks"
         if rollbacks
-        else ", and there is no checkpoint from before"
+        else ", and there is no checkpoint before them"
     )
     return UsageError(
         f"training has diverged: {in_a_row} bad steps in a row{tried}",
-        found=f"nothing was learned since step {step - in_a_row}",
-        hint=f"a lower learning rate, under another name; {_MORE}",
-        run=_calmer(config, experiment),
+        found=f"the weights have not changed since step {step - in_a_row}",
+        hint=f"a lower learning rate, under another experiment name; {_MORE}",
+        run=_lower_rate_command(config, experiment),
     )
 
 
-def _calmer(config: Config, experiment: Experiment) -> str:
-    """Return the command that goes on from the newest whole checkpoint at a tenth of the rate."""
+def _lower_rate_command(config: Config, experiment: Experiment) -> str:
+    """Return the command that continues from the newest complete checkpoint at a tenth of --lr."""
     name = f"{experiment.root.name}-lower-lr"
     rates = ["-e", name, "--lr", f"{config.lr / 10:g}", "--min-lr", f"{config.min_lr / 10:g}"]
     dropped = ["--overwrite", "--resume"]
@@ -104,40 +107,42 @@ def _calmer(config: Config, experiment: Experiment) -> str:
 
 
 def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageError:
+    """Return the error for a failed allocation. On CUDA, write a snapshot of the allocator."""
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
-        with suppress(Exception):  # the message matters more
-            meters.snapshot(path)
+        with suppress(Exception):  # the error message matters more
+            meters.write_snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
-    knobs = []
-    now = config.activation_checkpointing
+    remedies = []
+    current = config.activation_checkpointing
     kinds = recompute.KINDS
-    if more := kinds[kinds.index(now) + 1 :] if now in kinds else kinds[1:]:
-        knobs.append(f"--activation-checkpointing {more[0]}")
+    if more := kinds[kinds.index(current) + 1 :] if current in kinds else kinds[1:]:
+        remedies.append(f"--activation-checkpointing {more[0]}")
     if (config.batch_size or 1) > 1:
-        knobs.append("a smaller --batch-size with --global-batch-size as it is")
-    knobs += ["a smaller --seq-length", "more ranks to shard over"]
+        remedies.append("a smaller --batch-size with the same --global-batch-size")
+    remedies += ["a smaller --seq-length", "more ranks to shard over"]
     if not config.cpu_offload and torch.cuda.is_available():
-        knobs.append("--cpu-offload on")
+        remedies.append("--cpu-offload on")
     return UsageError(
         "out of memory",
         found=text.splitlines()[0],
-        expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
+        expected=f"in this order: {'; '.join(remedies)} ({_MORE})",
         run=commands.as_typed("--dry-run", "--plan-gpus", launched_size()),
     )
 
 
 def _lost_rank(text: str) -> StageError:
+    """Return the error for a rank that was lost. text: the error of torch."""
     timed_out = "timeout" in text.lower() or "timed out" in text.lower()
     problem = (
-        "a collective timed out: some rank stopped, or the network between nodes does not work"
+        "a collective timed out: a rank has stopped, or the network between nodes fails"
         if timed_out
-        else "the connection to another rank broke: it failed first"
+        else "the connection to another rank broke, because that rank failed first"
     )
     return StageError(
         problem,
         found=text.splitlines()[0][:300],
-        expected="the cause in that rank's log (logs/rank_*.log, the one that ends first)",
+        expected="the cause in that rank's log (the file logs/rank_*.log that ends first)",
         hint=_MORE,
         run=commands.as_typed(),
     )

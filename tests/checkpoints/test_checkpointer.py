@@ -44,7 +44,7 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         every=1,
         keep=2,
         free_memory=lambda: 1e9,
-        note=Journal(experiment, 0).event,
+        note=Journal(experiment, 0).add_event,
     )
     for step in range(1, 5):
         state = SimpleNamespace(

@@ -14,7 +14,7 @@ import ctypes, os, sys, threading, time
 from pathlib import Path
 from lib.core import launcher, log, watchdog
 
-launcher._LAST_WORDS_S, watchdog._LOOK_EVERY_S, watchdog._FROZEN_S = 0.5, 0.05, 1.0
+launcher._LAST_WORDS_S, watchdog._CHECK_EVERY_S, watchdog._FROZEN_S = 0.5, 0.05, 1.0
 where, log_file, how = sys.argv[1:]
 log.setup()
 if log_file:

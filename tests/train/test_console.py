@@ -1,4 +1,5 @@
-"""A row as people and programs read it."""
+# covers: lib/train/report.py
+"""A row of metrics.jsonl as a console line for people, and as a record for programs."""
 
 from __future__ import annotations
 
@@ -35,26 +36,28 @@ def row(**changes: Any) -> dict[str, Any]:
     return ROW | {key.replace("__", "/"): value for key, value in changes.items()}
 
 
-def test_a_line_has_units_and_the_step_of_the_total() -> None:
+def test_a_line_has_units_and_the_total_number_of_steps() -> None:
     assert (
-        report.Lines(20_000).line(ROW)
+        report.ConsoleLines(20_000).format_row(ROW)
         == "step    150/20,000  loss 1.720  lr 2.9e-4  6,404 tok/s  38 % MFU  61.2 GiB  "
         "eta 3 h 12 min"
     )
 
 
-def test_lines_stand_below_each_other() -> None:
-    lines = report.Lines(20_000)
-    told = [
-        lines.line(row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss, perf__mfu=mfu))
+def test_columns_of_successive_lines_are_aligned() -> None:
+    console = report.ConsoleLines(20_000)
+    lines = [
+        console.format_row(
+            row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss, perf__mfu=mfu)
+        )
         for step, speed, loss, mfu in ((1, 12_345, 11.3, 0.12), (20_000, 999, 9.9, 0.15))
     ]
-    assert {line.index(" tok/s") for line in told} == {told[0].index(" tok/s")}
-    assert told[0].index("eta") == told[1].index("eta")
+    assert {line.index(" tok/s") for line in lines} == {lines[0].index(" tok/s")}
+    assert lines[0].index("eta") == lines[1].index("eta")
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"train__loss_mean": float("nan")}, "loss nan"),
         ({"train__learning_rate": 0.0}, "lr 0 "),
@@ -64,8 +67,8 @@ def test_lines_stand_below_each_other() -> None:
         ({"perf__loader_share": 0.12}, "12 % waiting for data"),
     ],
 )
-def test_unusual_figures(changes: dict[str, float], says: str) -> None:
-    assert says in report.Lines(20_000).line(row(**changes))
+def test_a_line_shows_unusual_figures(changes: dict[str, float], expected: str) -> None:
+    assert expected in report.ConsoleLines(20_000).format_row(row(**changes))
 
 
 def test_a_line_stays_under_120_columns() -> None:
@@ -80,20 +83,21 @@ def test_a_line_stays_under_120_columns() -> None:
         perf__slowest_ratio=2.0,
         perf__slowest_rank=1023,
     )
-    assert len(report.Lines(999_999).line(longest)) < 120
+    assert len(report.ConsoleLines(999_999).format_row(longest)) < 120
 
 
 def test_the_first_row_has_no_eta() -> None:
     first = {key: value for key, value in ROW.items() if key != "perf/eta_sec"}
-    assert "eta" not in report.Lines(20_000).line(first) + report.format_record(first, 0)
+    line = report.ConsoleLines(20_000).format_row(first)
+    assert "eta" not in line + report.format_record(first, 0)
 
 
-def test_a_record_is_a_dict_with_the_rank_before_it() -> None:
+def test_a_record_is_a_dict_after_the_rank() -> None:
     text = report.format_record(row(perf__slowest_ratio=1.7), 5)
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")
-    found = ast.literal_eval(text.removeprefix("[rank=5] "))
-    assert found["tok/s"] == 6404 and found["time/data"] == 7.9 and found["lr"] == 2.91e-4
+    record = ast.literal_eval(text.removeprefix("[rank=5] "))
+    assert record["tok/s"] == 6404 and record["time/data"] == 7.9 and record["lr"] == 2.91e-4
     assert [
-        found[f"{name}_gib"] for name in ("current", "peak", "reserved", "total", "max_peak")
+        record[f"{name}_gib"] for name in ("current", "peak", "reserved", "total", "max_peak")
     ] == [40.04, 61.21, 66.0, 79.2, 61.24] and "'max_peak_rank': 3," in text
-    assert found["slowest_rank"] == 3 and found["eta"] == "3 h 12 min"
+    assert record["slowest_rank"] == 3 and record["eta"] == "3 h 12 min"

@@ -1,4 +1,5 @@
-"""The memory that the rows of a run report: of the launch, and of the steps since the last row."""
+# covers: lib/train/meters.py
+"""The memory figures of a row: for the launch, and for the steps since the previous row."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from lib.train.meters import Meters
 from tests.train.test_plan import make
 
 
-def test_a_window_has_a_peak_of_its_own(tmp_path: Path) -> None:
-    """A figure of the launch alone would not show which steps need the most."""
+def test_a_window_has_its_own_memory_peak(tmp_path: Path) -> None:
+    """The peak of the launch alone would not show which steps need the most memory."""
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"))
     config = make(samples=10, max_steps=1).config
     meters = Meters(config, Experiment(tmp_path, "exp"), layout, 1.0, 1.0, 0.0, 0)

@@ -139,18 +139,18 @@ def test_what_finds_no_room_waits_and_is_told_once(
     assert told[1] == "metrics.jsonl can be written again"
 
 
-def test_the_state_is_told_where_the_last_one_stands(experiment: Experiment, monkeypatch) -> None:
+def test_a_full_disk_overwrites_the_old_state(experiment: Experiment, monkeypatch) -> None:
     """When the disk has no room for another file, and after the end no more as `running`."""
     journal = Journal(experiment, 0)
-    journal.state("running", step=1, note="longer than the one that comes")
+    journal.write_state("running", step=1, note="longer than the one that comes")
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(manifest, "write_json", full)
-    journal.state("disk_full", step=2)
+    journal.write_state("disk_full", step=2)
     assert read_state(experiment).items() >= {"status": "disk_full", "step": 2}.items()
-    journal.state("running", step=1)
+    journal.write_state("running", step=1)
     assert read_state(experiment)["status"] == "disk_full"
 
 

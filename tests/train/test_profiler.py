@@ -22,7 +22,7 @@ def test_under_nsight_the_steps_are_its_range(
     monkeypatch.setattr(meters, "profile", None)
     profiler = meters.Profiler((3, 4), tmp_path, 0, torch.device("cuda"))
     for step in range(1, 7):
-        profiler.before(step)
+        profiler.begin_step(step)
         told.append(str(step))
-        profiler.after(step)
+        profiler.end_step(step)
     assert " ".join(told) == "1 2 start 3 4 wait stop 5 6" and not list(tmp_path.iterdir())

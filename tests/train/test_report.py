@@ -1,4 +1,5 @@
-"""How fast a launch is, and when it ends: without the first step, with what comes between steps."""
+# covers: lib/train/report.py lib/train/meters.py
+"""The speed of a launch, the status of a run that fails, and the plot in the summary."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ STEP_S = 5.0
 SAVE_S = 95.0
 
 
-def test_the_first_step_is_left_out_and_saves_are_not(
+def test_the_speed_of_a_launch_includes_saves_and_excludes_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -37,36 +38,36 @@ def test_the_first_step_is_left_out_and_saves_are_not(
         model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
     )
     (tmp_path / "exp").mkdir()
-    told = Report(Experiment(tmp_path, "exp"), None, state, None, None, None)
+    reporter = Report(Experiment(tmp_path, "exp"), None, state, None, None, None)
 
-    def step_done(seconds: float) -> None:
+    def end_step(seconds: float) -> None:
         clock[0] += seconds
         state.step += 1
-        told.step_done()
+        reporter.count_step()
 
     try:
-        step_done(FIRST_S)
-        assert told._speeds() == {}
+        end_step(FIRST_S)
+        assert reporter._speeds() == {}
         for _ in range(502, 521):
-            step_done(STEP_S)
-        assert told._speeds() == {
+            end_step(STEP_S)
+        assert reporter._speeds() == {
             "perf/run_tokens_per_sec": plan.tokens_per_step / STEP_S,
             "perf/eta_sec": 480 * STEP_S,
         }
         assert lines == [
-            "measured over 19 steps: 5 s per step, 6 tok/s; the 480 steps left take "
+            "measured over 19 steps: 5 s per step, 6 tok/s; the remaining 480 steps take "
             "40 min 00 s, with a checkpoint every 41 min 40 s"
         ]
         clock[0] += SAVE_S
-        assert told._speeds()["perf/eta_sec"] == 480 * 2 * STEP_S
+        assert reporter._speeds()["perf/eta_sec"] == 480 * 2 * STEP_S
         state.step = 1000
-        assert "perf/eta_sec" not in told._speeds()
+        assert "perf/eta_sec" not in reporter._speeds()
     finally:
-        told._metrics.close()
+        reporter._metrics.close()
 
 
-def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) -> None:
-    """Nor does it fail a run that was stopped; before, it does."""
+def test_an_error_after_the_last_save_leaves_the_run_complete(tmp_path: Path) -> None:
+    """The same holds for a stopped run. Before the last save an error fails the run."""
     for statuses, then in (
         (["running"], ["failed"]),
         (["running", "complete"], []),
@@ -85,23 +86,23 @@ def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) 
             model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
         )
         journal = SimpleNamespace(
-            state=lambda status, written=written, **_: written.append(status),
-            event=lambda *_, **__: None,
+            write_state=lambda status, written=written, **_: written.append(status),
+            add_event=lambda *_, **__: None,
         )
         estimate = SimpleNamespace(report=lambda: None)
         stream = SimpleNamespace(epoch=lambda position: 0.5)
         with (
             pytest.raises(RuntimeError),
-            Report(Experiment(root, "e"), journal, state, stream, None, estimate) as told,
+            Report(Experiment(root, "e"), journal, state, stream, None, estimate) as reporter,
         ):
             for status in statuses[1:]:
-                told.note_state(status)
-            raise RuntimeError("of no matter which kind")
+                reporter.note_state(status)
+            raise RuntimeError("any error")
         assert written == statuses + then
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_a_plot_that_is_not_drawn_is_not_named(
+def test_the_summary_names_the_plot_only_if_it_was_drawn(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -111,7 +112,7 @@ def test_a_plot_that_is_not_drawn_is_not_named(
     experiment = Experiment(tmp_path, "exp")
     if not is_installed:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        experiment.plot.write_bytes(b"of an earlier launch, which had the package")
+        experiment.plot.write_bytes(b"from an earlier launch, which had the package")
     plan = make(samples=10**6, max_steps=1000, no_progress=True)
     state = SimpleNamespace(
         plan=plan,
@@ -121,11 +122,11 @@ def test_a_plot_that_is_not_drawn_is_not_named(
         position=BEGINNING,
         model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
     )
-    journal = SimpleNamespace(state=lambda *_, **__: None, event=lambda *_, **__: None)
+    journal = SimpleNamespace(write_state=lambda *_, **__: None, add_event=lambda *_, **__: None)
     stream = SimpleNamespace(epoch=lambda position: 0.5)
     meters = SimpleNamespace(memory_peak=1.0, memory_before=0.0)
     estimate = SimpleNamespace(compared=lambda *_: "1 GiB")
-    told = Report(experiment, journal, state, stream, meters, estimate)
+    reporter = Report(experiment, journal, state, stream, meters, estimate)
     row = {
         "step": 1000,
         "train/loss": 1.0,
@@ -133,14 +134,14 @@ def test_a_plot_that_is_not_drawn_is_not_named(
         "train/tokens_seen": 5,
         "train/learning_rate": 0.1,
     }
-    told._metrics.write(row)
+    reporter._metrics.write(row)
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
     with caplog.at_level("INFO", logger="pipeline"):
         for _ in range(2):
-            told.saved()(True)
-        told._metrics.close()
-        told.finish()
+            reporter.save_callback()(True)
+        reporter._metrics.close()
+        reporter.finish()
     messages = list(dict.fromkeys(caplog.messages))  # other tests may leave a second handler
     assert ("loss.png" in messages[-2]) == is_installed, messages
     missing = [text for text in messages if "`matplotlib` is not installed" in text]
-    assert len(missing) == (not is_installed), "told once, and not at each checkpoint"
+    assert len(missing) == (not is_installed), "one warning, not one at each checkpoint"

@@ -71,7 +71,7 @@ def test_a_row_waits_for_its_own_step_alone(
                 pass
         window.add(torch.tensor(loss))
         window.end_step(4)
-        timers.step_done()
+        timers.count_step()
 
     for loss in (2.0, 6.0):
         step(loss)

@@ -1,4 +1,5 @@
-"""Errors of torch and NCCL in words that name the knob to turn."""
+# covers: lib/train/symptoms.py
+"""Errors of torch and NCCL are replaced by errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,60 +18,60 @@ from lib.train.config import Config
 PLAIN = Config(batch_size=4, precision="bf16", activation_checkpointing="none")
 
 
-def explained(error: BaseException, **options: object):
-    return symptoms.explanation(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
+def explain(error: BaseException, **options: object):
+    return symptoms.explain(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
 
 
-def test_too_large_an_allocation_names_the_knobs_in_order() -> None:
+def test_an_allocation_that_fails_names_the_remedies_in_order() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
-    first = explained(caught.value)
+    first = explain(caught.value)
     assert first.code == 2 and "allocate" in first.found
     assert first.expected.startswith(
         "in this order: --activation-checkpointing selective; a smaller --batch-size"
     )
-    later = explained(caught.value, activation_checkpointing="full", batch_size=1)
+    later = explain(caught.value, activation_checkpointing="full", batch_size=1)
     assert later.expected.startswith("in this order: a smaller --seq-length")
 
 
-def test_an_operation_without_a_deterministic_way() -> None:
-    told = explained(
+def test_an_operation_that_is_not_deterministic_is_a_usage_error() -> None:
+    error = explain(
         RuntimeError(
             "index_add_cuda_ does not have a deterministic implementation, "
             "but you set 'torch.use_deterministic_algorithms(True)'.\nmore"
         )
     )
-    assert told.code == 2 and told.found.startswith("index_add_cuda_")
-    assert "--deterministic off" in told.run
+    assert error.code == 2 and error.found.startswith("index_add_cuda_")
+    assert "--deterministic off" in error.run
 
 
-def test_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = explained(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
+def test_a_lost_rank_is_explained_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = explain(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
     assert "broke" in broken.problem and "10.0.0.7" in broken.found
-    late = explained(
+    late = explain(
         torch.distributed.DistBackendError(
             "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
         )
     )
     assert "timed out" in late.problem and "logs/rank_" in late.expected
-    assert explained(RuntimeError("shapes do not match")) is None
+    assert explain(RuntimeError("shapes do not match")) is None
     monkeypatch.setattr(launcher, "is_gone", lambda: True)
-    alone = explained(torch.distributed.DistNetworkError("Broken pipe"))
+    alone = explain(torch.distributed.DistNetworkError("Broken pipe"))
     assert alone.problem == "the launcher that started this rank has gone"
 
 
-def test_no_number_at_the_first_step() -> None:
+def test_a_first_loss_of_nan_names_weights_or_precision() -> None:
     symptoms.require_finite(float("nan"), 2, PLAIN)
-    for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
+    for precision, keyword in (("bf16", "weights"), ("fp16", "overflow")):
         with pytest.raises(UsageError) as caught:
             symptoms.require_finite(float("nan"), 1, replace(PLAIN, precision=precision))
-        assert says in caught.value.expected
+        assert keyword in caught.value.expected
 
 
-def test_a_run_that_no_rollback_helps(tmp_path: Path) -> None:
+def test_a_diverged_run_gets_a_command_with_a_lower_rate(tmp_path: Path) -> None:
     run = replace(PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
-    assert "no checkpoint from before" in symptoms.diverged(50, 20, 0, *run).problem
-    error = symptoms.diverged(50, 20, 3, *run)
+    assert "no checkpoint" in symptoms.divergence_error(50, 20, 0, *run).problem
+    error = symptoms.divergence_error(50, 20, 3, *run)
     assert "20 bad steps in a row, after 3 rollbacks" in error.problem
     assert "since step 30" in error.found
     assert "-e run-lower-lr --lr 0.0001" in error.run
