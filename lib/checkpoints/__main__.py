@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from lib.checkpoints import commit, quarantine
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import log, options, paths, stage, units
 from lib.core.errors import ArtifactError, StageError, UsageError
@@ -76,11 +76,11 @@ def main(argv: list[str]) -> None:
 
 def _log_restorable(checkpoints: Path) -> None:
     """Log which quarantined checkpoints are intact, and the command that restores each."""
-    for checkpoint in quarantine.list_unreadable(checkpoints):
+    for checkpoint in commit.list_unreadable(checkpoints):
         if not checkpoint.problems() + checkpoint.content_problems(0, 1):
             log.info(
                 f"{checkpoint.path.name} is intact; it is in quarantine only because a disk failed "
-                f"to read it. To restore it: {quarantine.restore_command(checkpoint)}"
+                f"to read it. To restore it: {commit.restore_command(checkpoint)}"
             )
 
 

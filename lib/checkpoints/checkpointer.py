@@ -13,10 +13,9 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import RunState, TrainRecord
 from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.hyperpod import HyperPodTier
-from lib.checkpoints.local import LocalTier
 from lib.checkpoints.search import find_newest_valid
 from lib.checkpoints.snapshot import Snapshot
-from lib.checkpoints.tier import Note, Tier, ignore_event
+from lib.checkpoints.tier import LocalTier, Note, Tier, ignore_event
 from lib.core import log, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
 from lib.core.events import Event
@@ -92,17 +91,8 @@ class Checkpointer:
             return tier.find_newest_valid(self._identity, than, self._note_quarantine, before)
 
         # No hashing yet: if the tier has a newer one, the shared files need not be read.
-        likely = on_rank_0(
-            lambda: next(
-                (
-                    c.step
-                    for c in commit.list_checkpoints(self._directory)
-                    if not c.problems() and (before is None or c.step <= before)
-                ),
-                0,
-            ),
-            control,
-        )
+        candidate = on_rank_0(lambda: commit.find_newest(self._directory, before), control)
+        likely = candidate.step if candidate else 0
         if local := find_in_tier(likely):
             return local
         error = None

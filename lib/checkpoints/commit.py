@@ -29,8 +29,21 @@ from typing import Any
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import TrainRecord
-from lib.core import hashing, log, manifest, partial_dirs, paths, publish, reading, records, units
+from lib.core import (
+    commands,
+    hashing,
+    log,
+    manifest,
+    partial_dirs,
+    paths,
+    publish,
+    reading,
+    records,
+    units,
+)
 from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
+from lib.core.events import Event
+from lib.core.paths import Experiment
 
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
@@ -43,6 +56,7 @@ QUARANTINE = "quarantine"
 _MIN_KEPT = 2  # checkpoints that retention always keeps
 _READERS = 4  # files that a rank hashes in parallel
 _MARGIN = 1.15  # free space needed, relative to the last checkpoint
+_READ_ERROR = "[Errno "  # start of the reason in events.jsonl if a disk failed to read
 _LEFTOVER_NAME = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+")
 
 
@@ -133,6 +147,22 @@ def list_checkpoints(checkpoints: Path) -> list[Checkpoint]:
         ),
         key=lambda c: c.step,
         reverse=True,
+    )
+
+
+def find_newest(checkpoints: Path, before: int | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint that is complete by its COMMIT, its manifest and its sizes.
+
+    before: consider only this step and earlier ones. Files are not hashed. Returns None if there is
+    no complete checkpoint. Raises StageError if a disk fails to read one.
+    """
+    return next(
+        (
+            checkpoint
+            for checkpoint in list_checkpoints(checkpoints)
+            if (before is None or checkpoint.step <= before) and not checkpoint.problems()
+        ),
+        None,
     )
 
 
@@ -234,6 +264,35 @@ def list_quarantined(checkpoints: Path) -> list[Path]:
     return _list_directory(checkpoints / QUARANTINE)
 
 
+def list_unreadable(checkpoints: Path) -> list[Checkpoint]:
+    """Return quarantined checkpoints that a disk failed to read, newest first.
+
+    They may be intact.
+    """
+    events = Experiment(checkpoints.parent.parent, checkpoints.parent.name).events
+    steps = {
+        event["step"]
+        for event in records.read_log_rows(events)
+        if event.get("event") == Event.QUARANTINE
+        and str(event.get("reason")).startswith(_READ_ERROR)
+    }
+    candidates = [
+        (paths.step_of(path.name.partition("-")[0]), path) for path in list_quarantined(checkpoints)
+    ]
+    return sorted(
+        (Checkpoint(path, step) for step, path in candidates if step is not None and step in steps),
+        key=lambda c: c.step,
+        reverse=True,
+    )
+
+
+def restore_command(checkpoint: Checkpoint) -> str:
+    """Return the command that restores a checkpoint from quarantine."""
+    return commands.shell(
+        "mv", checkpoint.path, checkpoint.path.parent.parent / paths.step_name(checkpoint.step)
+    )
+
+
 def delete_leftovers(checkpoints: Path) -> list[str]:
     """Delete the leftovers of killed saves and interrupted deletions; return the deleted names."""
     entries = _list_directory(checkpoints)
@@ -318,7 +377,7 @@ def _is_half_deleted(path: Path) -> bool:
 def require_space(checkpoints: Path) -> None:
     """Raise DiskFullError if the disk has no space for another checkpoint of the same size."""
     try:
-        newest = next((c for c in list_checkpoints(checkpoints) if not c.problems()), None)
+        newest = find_newest(checkpoints)
         files = newest.manifest()["files"] if newest else []
         free = shutil.disk_usage(checkpoints).free if newest else 0
     except (OSError, StageError):  # the save itself will report the state of the disk

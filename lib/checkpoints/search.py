@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lib.checkpoints import commit, quarantine
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands
 from lib.core.errors import ArtifactError, StageError
@@ -56,12 +56,12 @@ def find_newest_valid(
 
 def _suggest_recovery(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
     """Return the parts of an error that say what to do; all ranks must call this."""
-    for candidate in on_rank_0(lambda: quarantine.list_unreadable(checkpoints), group):
+    for candidate in on_rank_0(lambda: commit.list_unreadable(checkpoints), group):
         if not _find_problems(candidate, group):
             return {
                 "hint": f"step {candidate.step:,} in quarantine is intact; it was moved there "
                 "after a disk failed to read it. To restore it and continue:",
-                "run": quarantine.restore_command(candidate) + "\n" + commands.as_typed(),
+                "run": commit.restore_command(candidate) + "\n" + commands.as_typed(),
             }
     return {
         "expected": "at least one valid checkpoint",

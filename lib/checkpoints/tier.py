@@ -1,21 +1,49 @@
-"""Define the second tier: frequent checkpoints in addition to the shared ones."""
+"""Keep frequent checkpoints in addition to the shared ones: the second tier, and its local form.
+
+On local disks, the protocol and the files are those of commit.py, except that each node commits the
+files of its own ranks, and each rank writes its own shards:
+
+    step_00001050/dcp/rank_00003/*.distcp, .metadata       shards and random states of a rank
+    step_00001050/train_state.json, manifest.json, COMMIT.json
+
+A local checkpoint exists if every node has committed its part of the same save. Only the same ranks
+on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other form of
+the tier is hyperpod.py.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.snapshot import Snapshot, get_random_states, set_random_states
+from lib.checkpoints.contents import select_facts
+from lib.checkpoints.snapshot import (
+    Snapshot,
+    get_random_states,
+    require_same_tensors,
+    set_random_states,
+)
+from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
+from lib.core import log, manifest, partial_dirs, paths, publish
+from lib.core.errors import StageError, UsageError
 from lib.core.events import Event
+from lib.core.identity import differences
 from lib.models.sharded import local_tensor
+from lib.parallel.layout import gather, on_rank_0, together
 
+_KEEP = 2  # local checkpoints
 _RANDOM = "random."  # prefix of random states among the tensors
-
 
 Note = Callable[..., None]  # records an event of the run: (name, step, **facts)
 
@@ -97,3 +125,209 @@ def _merge_local(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[
     return {name: local_tensor(tensor) for name, tensor in tensors.items()} | {
         _RANDOM + kind: state for kind, state in states.items()
     }
+
+
+class LocalTier(Tier):
+    """Checkpoints of one run in a local directory of each node.
+
+    Each run needs its own directory, because it takes all checkpoints and leftovers in it for its
+    own. All ranks must call every method. `write` communicates over the group `saving`, the rest
+    over `control`. Raises UsageError if the directory cannot be used.
+    """
+
+    where = "the nodes' own disks"
+
+    def __init__(
+        self,
+        directory: Path,
+        control: dist.ProcessGroup,
+        saving: dist.ProcessGroup,
+        note: Note = ignore_event,
+    ) -> None:
+        self._directory = directory
+        self.note = note
+        self._control = control
+        self._saving = saving
+        self._rank = dist.get_rank(control)
+        self._ranks = dist.get_world_size(control)
+        self._node = self._find_node_ranks()
+        self._is_node_leader = self._rank == self._node[0]
+        self._prune_may_fail = log.Tolerated(
+            f"old checkpoints in {directory}", OSError, StageError, done="deleted"
+        )
+        cleaned = gather(
+            commit.delete_leftovers(directory) if self._is_node_leader else [], control
+        )
+        if left := [name for names in cleaned for name in names]:
+            note(Event.CLEAN, 0, paths=left, where=self.where)
+
+    def write(self, snapshot: Snapshot) -> Checkpoint:
+        """Commit a checkpoint on all nodes or on none; if a rank fails, all ranks raise."""
+        snapshot.ready()
+        save = on_rank_0(lambda: f"{time.time_ns():x}", self._saving)
+        attempt = self._directory / f"{paths.step_name(snapshot.step)}.tmp-{save}"
+        try:
+            written = together(lambda: self._write_shards(attempt, snapshot), self._saving)
+            files = [entry for rank in self._node for entry in written[rank]]
+            together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
+        except BaseException:
+            commit.delete_attempt(attempt)
+            raise
+        deleted = together(lambda: self._publish(attempt, snapshot.step), self._saving)
+        self.note_deleted(snapshot.step, deleted[0])
+        return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
+
+    def _publish(self, attempt: Path, step: int) -> list[int]:
+        """Rename this node's sealed attempt, prune, and return the deleted steps."""
+        if not self._is_node_leader:
+            return []
+        final = attempt.with_name(paths.step_name(step))
+        deleted = []
+        if final.exists():  # from an earlier launch; another node has lost its part
+            commit.delete_checkpoints([final])
+            deleted.append(step)
+        commit.publish_attempt(attempt, step)
+        with self._prune_may_fail:
+            deleted += commit.prune_checkpoints(self._directory, _KEEP)
+        return deleted
+
+    def find_newest_valid(
+        self,
+        identity: dict[str, Any],
+        after: int,
+        on_quarantine: Callable[[int, str], None],
+        before: int | None = None,
+    ) -> Checkpoint | None:
+        """Return the newest checkpoint that is intact on every node; see Tier.
+
+        A damaged part is moved to quarantine; a part that a disk fails to read stays where it is.
+        """
+        usable = {
+            (step, facts["save"])
+            for step, facts in self._read_commits().items()
+            if facts["world_size"] == self._ranks
+            and facts["ranks"] == self._node
+            and not differences(facts["identity"], identity)
+        }
+        on_all_nodes = set.intersection(*gather(usable, self._control))
+        for step, _ in sorted(on_all_nodes, reverse=True):
+            if step <= after or (before is not None and step > before):
+                continue
+            checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
+            parts = gather(self._content_problems(checkpoint), self._control)
+            problems = [text for part, _ in parts for text in part]
+            if not problems:
+                return checkpoint
+            if self._is_node_leader and all(is_readable for _, is_readable in parts):
+                commit.quarantine(checkpoint, problems[0])
+            if self._rank == 0:
+                on_quarantine(step, f"on a node's own disk: {problems[0]}")
+        return None
+
+    def _read_commits(self) -> dict[int, dict[str, Any]]:
+        """Return the content of COMMIT by step, for checkpoints of this node with correct sizes.
+
+        A disk error costs only this tier; the run falls back to the shared checkpoints.
+        """
+        commits = {}
+        with log.Tolerated(str(self._directory), StageError, done="read"):
+            for checkpoint in commit.list_checkpoints(self._directory):
+                try:
+                    if not checkpoint.problems():
+                        commits[checkpoint.step] = checkpoint.commit()
+                except (OSError, StageError) as error:
+                    log.warn(f"{checkpoint.path} is not used, and stays where it is: {error}")
+        return commits
+
+    def _content_problems(self, checkpoint: Checkpoint) -> tuple[list[str], bool]:
+        """Return the problems that this rank finds, and whether it could read its share."""
+        try:
+            return checkpoint.content_problems(self._node.index(self._rank), len(self._node)), True
+        except (OSError, StageError) as error:
+            return [str(error)], False
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint belongs to this tier."""
+        return checkpoint.path.parent == self._directory
+
+    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+        reader = StrictReader(checkpoint.path / _shard_directory(self._rank))
+        require_same_tensors(tensors, reader, checkpoint.path)
+        with torch.no_grad(), unwrap_dcp_errors():
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+    def delete_all(self, step: int) -> None:
+        """Delete all checkpoints of the tier, because the run is complete at this step."""
+        if not self._is_node_leader:
+            return
+        with self._prune_may_fail:
+            commit.delete_leftovers(self._directory)
+            checkpoints = commit.list_checkpoints(self._directory)
+            commit.delete_checkpoints(c.path for c in checkpoints)
+            self.note_deleted(step, [c.step for c in checkpoints], "the run is complete")
+            with suppress(OSError):  # fails if something is in quarantine, which stays
+                self._directory.rmdir()
+
+    def drop_newer(self, step: int, why: str) -> None:
+        """Quarantine the checkpoints after a step, because the run continues from that step."""
+        if self._is_node_leader:
+            commit.quarantine_newer(self._directory, step, why)
+
+    def _find_node_ranks(self) -> list[int]:
+        """Return the ranks on this node, found by the files that they see in the directory."""
+        launch = on_rank_0(lambda: f".seen-{time.time_ns():x}-", self._control)
+        mark = self._directory / f"{launch}{self._rank}"
+        problem = ""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            problem = f"{self._directory} cannot be written ({error.strerror})"
+        gather(None, self._control)  # wait until all ranks have written their file
+        seen = sorted(
+            int(path.name.removeprefix(launch)) for path in self._directory.glob(f"{launch}*")
+        )
+        sets = gather((problem, seen), self._control)
+        mark.unlink(missing_ok=True)
+        problems = [text for text, _ in sets if text] or [
+            f"ranks {rank} and {other} do not see the same files in {self._directory}"
+            for rank, (_, ranks) in enumerate(sets)
+            for other in ranks
+            if sets[other][1] != ranks
+        ]
+        if problems:
+            raise UsageError(
+                f"--ckpt-local-dir: {problems[0]}", expected="a directory on each node's own disk"
+            )
+        return seen
+
+    def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+        directory = attempt / _shard_directory(self._rank)
+        attempt.mkdir(parents=True, exist_ok=True)
+        partial_dirs.mark_path(attempt).touch()
+        directory.mkdir(parents=True)
+        writer = HashingWriter(directory)
+        with unwrap_dcp_errors():
+            dcp.save(get_local_tensors(snapshot), storage_writer=writer, no_dist=True)
+        publish.fsync(directory)
+        return writer.entries(_shard_directory(self._rank))
+
+    def _seal(
+        self, attempt: Path, snapshot: Snapshot, files: list[dict[str, Any]], save: str
+    ) -> None:
+        if not self._is_node_leader:
+            return
+        manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
+        files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
+        commit.seal_attempt(
+            attempt,
+            snapshot.step,
+            files,
+            snapshot.identity,
+            self._ranks,
+            select_facts(snapshot.record) | {"save": save, "ranks": self._node},
+        )
+
+
+def _shard_directory(rank: int) -> str:
+    return f"{commit.TENSORS}/rank_{rank:05d}"

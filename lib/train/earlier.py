@@ -55,13 +55,6 @@ def has_begun(experiment: Experiment) -> bool:
     )
 
 
-def newest(experiment: Experiment) -> Checkpoint | None:
-    """Return the newest checkpoint that is whole by its COMMIT, manifest and sizes."""
-    return next(
-        (c for c in commit.list_checkpoints(experiment.checkpoints) if not c.problems()), None
-    )
-
-
 def read(experiment: Experiment) -> dict[str, Any]:
     """Return `identity` and `model_dir` of the training in a directory; empty when none has begun.
 
@@ -72,7 +65,7 @@ def read(experiment: Experiment) -> dict[str, Any]:
     recorded = journal.read_config(experiment)
     if "identity" in recorded:
         return recorded
-    checkpoint = newest(experiment)
+    checkpoint = commit.find_newest(experiment.checkpoints)
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
 
 
@@ -341,7 +334,7 @@ def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | Non
 
 
 def _has_gone_on_from(experiment: Experiment, path: Path) -> bool:
-    checkpoint = newest(experiment)
+    checkpoint = commit.find_newest(experiment.checkpoints)
     return checkpoint is not None and checkpoint.commit().get("resumed_path") == str(path.resolve())
 
 

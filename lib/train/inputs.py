@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import (
     artifacts,
@@ -259,7 +260,7 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     checkpoint = (
         None
         if config.overwrite or inputs.named or config.prepare_only
-        else earlier.newest(experiment)
+        else commit.find_newest(experiment.checkpoints)
     )
     if checkpoint is None:
         return False
@@ -318,9 +319,9 @@ def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
     name = config.dataset_name[0]
     if not config.online:
         return raw_shards.open_directory(find_dataset(name))
-    commit = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
+    revision = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
     root = paths.streaming_root(config.cache_dir, name)
-    dataset = HubDataset(name, commit, config.include or ["*"], root)
+    dataset = HubDataset(name, revision, config.include or ["*"], root)
     return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lib.checkpoints import commit
 from lib.checkpoints.contents import TrainRecord
 from lib.core import commands, hashing, log, manifest, verified
 from lib.core.errors import ArtifactError
@@ -15,7 +16,6 @@ from lib.core.manifest import Remedy
 from lib.core.paths import Experiment
 from lib.models import directory, lookup
 from lib.parallel.layout import ParallelLayout, gather
-from lib.train import earlier
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 
@@ -105,7 +105,7 @@ def require_begun_base(experiment: Experiment, inputs: Inputs) -> None:
 
     Before anything is written to its directory, which would remember them.
     """
-    checkpoint = earlier.newest(experiment) or inputs.named
+    checkpoint = commit.find_newest(experiment.checkpoints) or inputs.named
     if (
         checkpoint is None
         or not inputs.base

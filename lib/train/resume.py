@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lib.checkpoints import search
+from lib.checkpoints import commit, search
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.core import log, units
 from lib.core.errors import ArtifactError
@@ -44,7 +44,7 @@ def resume(
     is_named = False
     named = inputs.named
     if named is not None and not on_rank_0(
-        lambda: earlier.descends(earlier.newest(experiment), named), control
+        lambda: earlier.descends(commit.find_newest(experiment.checkpoints), named), control
     ):
         search.require_intact(named, control)
         checkpoint = named

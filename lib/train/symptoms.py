@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
+from lib.checkpoints import commit
 from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.parallel import meeting, recompute
-from lib.train import earlier, journal, meters
+from lib.train import journal, meters
 from lib.train.config import Config
 from lib.train.plan import launched_size
 
@@ -93,7 +94,7 @@ def _lower_rate_command(config: Config, experiment: Experiment) -> str:
     name = f"{experiment.root.name}-lower-lr"
     rates = ["-e", name, "--lr", f"{config.lr / 10:g}", "--min-lr", f"{config.min_lr / 10:g}"]
     dropped = ["--overwrite", "--resume"]
-    if (checkpoint := earlier.newest(experiment)) is None:
+    if (checkpoint := commit.find_newest(experiment.checkpoints)) is None:
         return commands.as_typed(*rates, drop=dropped)
     end = journal.read_state(experiment).get("total_steps") or config.step_limit
     return commands.as_typed(

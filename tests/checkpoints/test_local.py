@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lib.checkpoints import commit
-from lib.checkpoints.local import LocalTier
 from lib.checkpoints.snapshot import Snapshot, get_random_states
+from lib.checkpoints.tier import LocalTier
 from lib.core import hashing, manifest, reading
 
 
