@@ -589,11 +589,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     Path("words/tokenizer.json").touch()
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
     yield lambda: build.require_same_tokenizer(Path("words"), "of another one")
-    sink = object.__new__(split_writer.Sink)
-    sink.path = Path("words/sink")
-    sink.bytes = 1
-    sink._hasher = hashing.new("sha256")
-    sink._file = sink.path.open("wb")
+    sink = split_writer.Sink(Path("words/sink"), 0)
+    sink._file.bytes = 1
     yield sink.close
     yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
     yield _appeared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -17,6 +16,7 @@ from launch.bundles.contents import Payload
 from launch.bundles.unpacking import Entry
 from lib.core import commands, hashing, manifest, publish, units
 from lib.core.errors import ArtifactError
+from lib.core.hashing import HashedFile
 from lib.core.progress import Progress
 
 _JOURNAL = "progress.jsonl"
@@ -154,17 +154,16 @@ class Writer:
         entries = []
         for part in parts:
             path = self._place / part["path"]
-            hasher = hashlib.sha256()
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
+            with HashedFile(path, "sha256") as file:
                 for chunk in _chunks(payload, part["offset"], part["bytes"]):
-                    for each in filter(None, (hasher, whole)):
-                        each.update(chunk)
+                    if whole:
+                        whole.update(chunk)
                     file.write(chunk)
                     advance(len(chunk))
             if payload.bytes >= _JOURNALED:
                 publish.fsync(path)
-            entries.append({**part, "digest": f"sha256:{hasher.hexdigest()}"})
+            entries.append({**part, "digest": file.digest()})
         found = entries[0]["digest"] if is_hashed else whole and hashing.digest(whole, algorithm)
         is_grown = (
             isinstance(payload.source, Path) and payload.source.stat().st_size != payload.bytes

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,36 +90,17 @@ def unwrap_dcp_errors() -> Iterator[None]:
         raise
 
 
-class _HashingStream(io.RawIOBase):
-    """Write to a file and hash what is written; without seeking, the hash is the file's."""
+class _ShardStream(hashing.HashedFile):
+    """Remember the error of a write, because torch's zip writer replaces it with its own."""
 
-    def __init__(self, file: BinaryIO, algorithm: str) -> None:
-        self._file = file
-        self.algorithm = algorithm
-        self.hasher = hashing.new(algorithm)
-        self.bytes = 0
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self.hasher.update(view)
         try:
-            self._file.write(view)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-        self.bytes += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.bytes
-
-    def fileno(self) -> int:
-        self._file.flush()
-        return self._file.fileno()
 
 
 class _HashingFileSystem(FileSystem):
@@ -136,14 +117,12 @@ class _HashingFileSystem(FileSystem):
             return
         # `.metadata` is unpickled, so it gets a cryptographic digest.
         algorithm = "sha256" if Path(path).name.startswith(".metadata") else hashing.FAST
-        with super().create_stream(path, mode) as file:
-            stream = _HashingStream(file, algorithm)
+        with _ShardStream(Path(path), algorithm) as stream:
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's zip writer replaces the error of a write with its own.
                 raise stream.error or error from None
-            self.entries[Path(path).name] = (stream.bytes, hashing.digest(stream.hasher, algorithm))
+            self.entries[Path(path).name] = (stream.bytes, stream.digest())
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)

@@ -7,7 +7,9 @@ cross an air gap.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +64,70 @@ def file_digest(
             hasher.update(chunk)
             advance(len(chunk))
     return digest(hasher, algorithm)
+
+
+class HashedFile(io.RawIOBase):
+    """Write a file from its beginning to its end, and hash what is written.
+
+    So the file need not be read again for its digest. bytes: written so far, including `keep`.
+    """
+
+    def __init__(
+        self, path: Path, algorithm: str = FAST, keep: int = 0, buffering: int = -1
+    ) -> None:
+        """Create a file, or continue an existing one after its first `keep` bytes.
+
+        The kept bytes are hashed first, and any bytes after them are cut off. buffering: as for
+        `open`; 0 writes at once, so that a child process inherits no unwritten bytes.
+        """
+        super().__init__()
+        self.path = path
+        self.bytes = keep
+        self._algorithm = algorithm
+        self._hasher = new(algorithm)
+        self._file: Any = path.open("r+b" if keep else "wb", buffering)
+        if keep:
+            self._file.truncate(keep)
+            while chunk := self._file.read(_CHUNK):
+                self._hasher.update(chunk)
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append all bytes of a contiguous buffer, and return their number."""
+        size = memoryview(data).nbytes
+        if size:
+            self._hasher.update(data)
+            view = memoryview(data).cast("B")
+            while view:  # an unbuffered write may be partial
+                view = view[self._file.write(view) :]
+            self.bytes += size
+        return size
+
+    def tell(self) -> int:
+        """Return the number of bytes so far."""
+        return self.bytes
+
+    def fileno(self) -> int:
+        """Return the file descriptor, after all bytes were handed to the system."""
+        self._file.flush()
+        return self._file.fileno()
+
+    def sync(self) -> None:
+        """Flush the file to disk."""
+        os.fsync(self.fileno())
+
+    def digest(self) -> str:
+        """Return the digest string of the bytes so far."""
+        return digest(self._hasher, self._algorithm)
+
+    def close(self) -> None:
+        """Close the file; its digest remains available."""
+        if not self.closed:
+            self._file.close()
+            super().close()
 
 
 def bytes_digest(data: bytes, algorithm: str = FAST) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
+from lib.core.hashing import HashedFile
 from lib.corpus import parts
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class ShardWriter:
         self._split = split
         self._schema = schema
         self._flusher = flusher
-        self._file: io.FileIO | None = None
+        self._file: HashedFile | None = None
         self._unsynced = 0
         if self.shards and not self.shards[-1].digest:
             self._reopen()
@@ -181,27 +182,19 @@ class ShardWriter:
         if self._file:
             self._file.close()
 
-    def _open(self) -> io.FileIO:
+    def _open(self) -> HashedFile:
         self.shards.append(Shard(_UNFINISHED.format(len(self.shards))))
-        self._file = (self._directory / self.shards[-1].name).open("wb", 0)
-        self._hasher = hashing.new()
+        self._file = HashedFile(self._directory / self.shards[-1].name, buffering=0)
         self._write(self._file, self._schema.serialize())
         return self._file
 
     def _reopen(self) -> None:
-        path = self._directory / self.shards[-1].name
-        self._hasher = hashing.new()
-        for chunk in _read_chunks(path):
-            self._hasher.update(chunk)
-        self._file = path.open("ab", 0)
+        shard = self.shards[-1]
+        self._file = HashedFile(self._directory / shard.name, keep=shard.bytes, buffering=0)
 
-    def _write(self, file: io.FileIO, data: Any) -> None:
-        view = memoryview(data)
-        while view:  # an unbuffered write may be partial
-            view = view[file.write(view) :]
-        self._hasher.update(data)
-        self.shards[-1].bytes += len(data)
-        self._unsynced += len(data)
+    def _write(self, file: HashedFile, data: Any) -> None:
+        self._unsynced += file.write(data)
+        self.shards[-1].bytes = file.bytes
         if self._unsynced > _SYNC_BYTES:
             self._flusher.sync(file)
             self._unsynced = 0
@@ -211,7 +204,7 @@ class ShardWriter:
         self._flusher.sync(file)
         file.close()
         self._file = None
-        self.shards[-1].digest = hashing.digest(self._hasher)
+        self.shards[-1].digest = file.digest()
 
     def _make_info(self) -> dict[str, Any]:
         features = {field.name: _describe_feature(field.type) for field in self._schema}

@@ -5,15 +5,15 @@ The files depend only on documents and tokenizer, so an interruption does not ch
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.core import commands, file_identity, hashing, log, manifest, reading, records, units
+from lib.core import commands, file_identity, log, manifest, reading, records, units
 from lib.core.errors import ArtifactError
+from lib.core.hashing import HashedFile
 from lib.core.progress import Progress
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
@@ -118,25 +118,21 @@ class Sink:
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
-        self.bytes = keep
-        self._hasher = hashing.new()
-        self._file = path.open("r+b" if keep else "w+b")
-        self._file.truncate(keep)
-        while chunk := self._file.read(1 << 22):
-            self._hasher.update(chunk)
+        self._file = HashedFile(path, keep=keep)
+
+    @property
+    def bytes(self) -> int:
+        """Return the length of the file so far."""
+        return self._file.bytes
 
     def write(self, array: np.ndarray) -> None:
         """Append an array."""
-        if not array.size:
-            return
-        data = np.ascontiguousarray(array).data.cast("B")
-        self._hasher.update(data)
-        self.bytes += self._file.write(data)
+        if array.size:
+            self._file.write(np.ascontiguousarray(array).data.cast("B"))
 
     def sync(self) -> None:
         """Flush the file to disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> dict[str, Any]:
         """Close the file and return its manifest entry, after reading the file back.
@@ -148,7 +144,7 @@ class Sink:
         entry = {
             "path": self.path.name,
             "bytes": self.bytes,
-            "digest": hashing.digest(self._hasher),
+            "digest": self._file.digest(),
         }
         if found := manifest.describe_damage(self.path, entry, deep=True):
             raise ArtifactError(

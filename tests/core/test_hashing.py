@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from array import array
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,26 @@ def test_a_file_of_many_pieces_has_the_digest_of_its_bytes(tmp_path: Path, monke
     assert hashing.file_digest(tmp_path / "f") == hashing.bytes_digest(data)
 
 
-def test_an_unknown_kind_is_told() -> None:
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_a_hashed_file_has_the_digest_of_its_bytes_also_when_it_is_continued(
+    tmp_path: Path, buffering: int
+) -> None:
+    path = tmp_path / "f"
+    with hashing.HashedFile(path, buffering=buffering) as file:
+        for data in (b"abc", bytearray(b"de"), memoryview(b""), array("H", [258, 772])):
+            assert file.write(data) == memoryview(data).nbytes
+        assert file.tell() == file.bytes == 9
+        os.fsync(file.fileno())
+        assert path.stat().st_size == 9
+    assert file.digest() == hashing.file_digest(path)
+    with hashing.HashedFile(path, "sha256", keep=3, buffering=buffering) as file:
+        file.write(b"def")
+        file.sync()
+    assert path.read_bytes() == b"abcdef" and file.bytes == 6
+    assert file.digest() == hashing.bytes_digest(b"abcdef", "sha256")
+
+
+def test_an_unknown_algorithm_is_an_error() -> None:
     with pytest.raises(ArtifactError, match="md5"):
         hashing.new("md5")
 
