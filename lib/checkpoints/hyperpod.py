@@ -36,7 +36,7 @@ from lib.checkpoints.snapshot import Snapshot, require_same_specs
 from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.identity import differences
-from lib.models.tensors import make_header
+from lib.models.tensor_file import encode_tensors
 from lib.parallel.layout import gather, on_rank_0, together
 
 if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
@@ -223,7 +223,7 @@ class HyperPodTier(tier.Tier):
             self._delete_newer(snapshot.step - 1),
             "the run continues from an earlier step",
         )
-        data = _safetensors(tier.get_local_tensors(snapshot))
+        data = encode_tensors(tier.get_local_tensors(snapshot))
         self._client.put_checkpoint(snapshot.step, data, rank=self._rank, timeout=_PART_TIMEOUT_S)
         return {"bytes": len(data), "digest": hashing.bytes_digest(data)}
 
@@ -327,15 +327,6 @@ def _make_client(address: str, namespace: str, rank: int, ranks: int) -> InMemor
     client._session.trust_env = False
     client._session.max_redirects = 0
     return client
-
-
-def _safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return tensors in the safetensors format, with a single copy in memory."""
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = make_header((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu.items())
-    return b"".join(
-        [header, *(tensor.flatten().view(torch.uint8).numpy() for tensor in on_cpu.values())]
-    )
 
 
 def _parse_commit(data: bytes, step: int, namespace: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from lib.checkpoints import commit, contents
@@ -24,6 +23,7 @@ from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
 from lib.core import log, manifest, publish, units
 from lib.core.errors import ArtifactError
+from lib.models.tensor_file import encode_tensors
 from lib.parallel.layout import gather, on_rank_0
 
 
@@ -98,8 +98,7 @@ def _commit(
 ) -> Checkpoint:
     """Write the files that are not sharded, and commit, on rank 0."""
     manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
-    # `save_file` would raise an error of its own type if the disk is full.
-    (attempt / commit.RNG).write_bytes(safetensors_bytes(states))
+    (attempt / commit.RNG).write_bytes(encode_tensors(states, with_format=False))
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))

@@ -199,7 +199,7 @@ class ShardWriter:
             self._flusher.sync(file)
             self._unsynced = 0
 
-    def _close(self, file: io.FileIO) -> None:
+    def _close(self, file: HashedFile) -> None:
         self._write(file, parts.END_OF_STREAM)
         self._flusher.sync(file)
         file.close()

@@ -15,7 +15,8 @@ from lib.core import manifest
 from lib.core.errors import UsageError
 from lib.models import architecture
 from lib.models.directory import INDEX, WEIGHTS
-from lib.models.tensors import DTYPES, write_file
+from lib.models.tensor_file import write_tensors
+from lib.models.tensors import DTYPES
 
 
 def convert(
@@ -35,7 +36,7 @@ def convert(
         pickled = directory / name
         target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
         tensors = _without_tied(_read(pickled), tied)
-        entries.append(write_file(target, tensors))
+        entries.append(write_tensors(target, tensors))
         where |= {key: target.name for key in tensors}
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance(pickled.stat().st_size)

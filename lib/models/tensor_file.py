@@ -1,6 +1,7 @@
-"""Write a safetensors file in pieces, hashing and writing each one while the next is filled.
+"""Write tensors in the safetensors format: to a file, or to memory.
 
-If the file system allows it, the pieces bypass the page cache (O_DIRECT). That takes a tenth of the
+A file is written in pieces; each one is hashed and written while the next is filled. If the file
+system allows it, the pieces bypass the page cache (O_DIRECT). That takes a tenth of the
 CPU time of a buffered write, does not evict the files that a training run reads, and makes it
 possible to read the file back from the disk itself.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from lib.core import commands, hashing
 from lib.core.errors import ArtifactError
-from lib.models.tensors import make_header
+from lib.models.tensors import DTYPES
 
 _PIECE = 8 << 20  # bytes
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -40,6 +43,47 @@ class Entry:
     @property
     def bytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+def make_header(
+    tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], with_format: bool = True
+) -> bytes:
+    """Return the first bytes of a file with tensors (name, shape, dtype) in this order.
+
+    with_format: include the metadata `format: pt`, which transformers requires.
+    """
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}} if with_format else {}
+    offset = 0
+    for key, shape, dtype in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        content[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], with_format: bool = True) -> bytes:
+    """Return the content of a file with these tensors, with a single copy of them in memory.
+
+    with_format: see `make_header`.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = make_header(
+        ((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu.items()), with_format
+    )
+    return b"".join(
+        [header, *(tensor.flatten().view(torch.uint8).numpy() for tensor in on_cpu.values())]
+    )
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors on the CPU to a file, in their order, and return its manifest entry."""
+    entries = [Entry(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
+    with TensorFile(path, entries) as file:
+        for tensor in tensors.values():
+            file.add(tensor.detach(), tensor.dtype)
+    return file.manifest_entry()
 
 
 class TensorFile:

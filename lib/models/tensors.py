@@ -1,11 +1,10 @@
-"""Reads the tensors of safetensors files in part, and writes such files."""
+"""Reads the tensors of safetensors files in part."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.core import hashing, records
+from lib.core import records
 from lib.core.errors import ArtifactError
 from lib.models import directory, lookup
 from lib.models.directory import INDEX, WEIGHTS
@@ -221,37 +220,3 @@ def read_index(model_dir: Path) -> dict[str, str]:
             f"{path} is damaged", expected="a JSON object with a weight_map"
         ) from None
     return file_of
-
-
-def make_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> bytes:
-    """Return what a file begins with for tensors (name, shape, dtype) in this order.
-
-    `format: pt` is what transformers looks for.
-    """
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for key, shape, dtype in tensors:
-        end = offset + math.prod(shape) * dtype.itemsize
-        content[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write tensors on the CPU in their order; return the manifest entry (SHA-256)."""
-    begin = make_header((key, tensor.shape, tensor.dtype) for key, tensor in tensors.items())
-    hasher = hashing.new("sha256")
-    with path.open("wb") as file:
-        hasher.update(begin)
-        file.write(begin)
-        for tensor in tensors.values():
-            content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-            hasher.update(content)
-            file.write(content)
-    return {
-        "path": path.name,
-        "bytes": path.stat().st_size,
-        "digest": hashing.digest(hasher, "sha256"),
-    }
