@@ -23,8 +23,8 @@ from lib.checkpoints import commit, contents
 from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.export import adapter_files, probe
-from lib.export.full_model import PieceReader
 from lib.export.lora_run import LoraRun, overlay
+from lib.export.tensor_reader import FullTensorReader
 from lib.models import lora
 from lib.models.architecture import decoder_layers
 from lib.models.stored import StoredModel, stream_parts
@@ -69,7 +69,7 @@ def require_trained(adapted: LoraRun) -> str:
     rows = 0
     trained_rows = 0
     is_trained = adapted.options.get("lr") != 0
-    with closing(PieceReader(checkpoint.path / commit.TENSORS, False)) as reader:
+    with closing(FullTensorReader(checkpoint.path / commit.TENSORS, False)) as reader:
         for name, tensor in adapted.tensors.items():
             keys = [f"{contents.OPTIMIZER}{kind}.{name}" for kind in _SECOND_MOMENTS]
             key = next((key for key in keys if key in reader.described), None)

@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, contents
-from lib.checkpoints.storage import ShardFile, StrictReader
-from lib.core import manifest, units
+from lib.core import manifest
 from lib.core.errors import ArtifactError
+from lib.export.tensor_reader import FullTensorReader
 from lib.models import keys, model_changes
 from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
 from lib.models.model_changes import ModelChange
 from lib.models.stored import StoredModel
 from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
-
-Described = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def write_model(
     # Converting experts copies them; reading ahead as well would need memory for a third group.
     converts = len(planned.entries) > len(planned.groups)
     with (
-        closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
+        closing(FullTensorReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
         ThreadPoolExecutor(1) as checker,
     ):
         tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded, base)
@@ -148,7 +145,7 @@ def _file_names(shards: int) -> list[str]:
 def _hub_tensors(
     model: PreTrainedModel,
     groups: list[tuple[str, ...]],
-    reader: PieceReader,
+    reader: FullTensorReader,
     path: Path,
     folded: Sequence[ModelChange],
     base: StoredModel | None,
@@ -181,7 +178,7 @@ def _hub_tensors(
 def _saved_names(
     model: PreTrainedModel,
     groups: list[tuple[str, ...]],
-    reader: PieceReader,
+    reader: FullTensorReader,
     path: Path,
     folded: Sequence[ModelChange],
     beside_base: bool,
@@ -238,67 +235,3 @@ def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> Non
             "weight_map": dict(sorted(where.items())),
         },
     )
-
-
-class PieceReader:
-    """Read full tensors from the shards of all ranks. Verify the digests first.
-
-    `dcp.load` would keep a shard, its copy in the tensor and the memory of unpickling at the same
-    time. This class reads each shard directly into its place, in reused memory. described: shape
-    and dtype by name. reads_ahead: tensors stay valid until the call of `read` after the next one,
-    which needs memory for two groups; otherwise until the next call.
-    """
-
-    def __init__(self, directory: Path, reads_ahead: bool) -> None:
-        self.reads_ahead = reads_ahead
-        metadata = StrictReader(directory).read_metadata()
-        self._tensors = metadata.state_dict_metadata
-        self._places = metadata.storage_data
-        self.described: dict[str, Described] = {
-            name: (tuple(entry.size), entry.properties.dtype)
-            for name, entry in self._tensors.items()
-        }
-        # All files are opened now, so that a running training may delete the checkpoint meanwhile.
-        names = {place.relative_path for place in self._places.values()}
-        self._files = {name: ShardFile(directory / name) for name in sorted(names)}
-        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-
-    def read(self, names: Sequence[str]) -> list[Tensor]:
-        """Return full tensors; raise ArtifactError if a file is truncated."""
-        spans = [
-            _aligned(torch.Size(shape).numel() * dtype.itemsize)
-            for shape, dtype in (self.described[name] for name in names)
-        ]
-        memory = self._memory.pop(0)
-        if sum(spans) > len(memory):
-            del memory  # before the larger one is allocated
-            memory = torch.empty(sum(spans), dtype=torch.uint8)
-        self._memory.append(memory)
-        return [
-            self._read(name, part)
-            for name, part in zip(names, memory[: sum(spans)].split(spans), strict=True)
-        ]
-
-    def _read(self, name: str, memory: Tensor) -> Tensor:
-        shape, dtype = self.described[name]
-        full = memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for chunk in self._tensors[name].chunks:
-            part = full[
-                tuple(
-                    slice(first, first + size)
-                    for first, size in zip(chunk.offsets, chunk.sizes, strict=True)
-                )
-            ]
-            if part.numel():
-                place = self._places[MetadataIndex(name, chunk.offsets)]
-                self._files[place.relative_path].read(place, part, [0] * part.dim())
-        return full
-
-
-def _aligned(size: int) -> int:
-    return units.ceil_div(size, 64) * 64

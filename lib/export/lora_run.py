@@ -17,7 +17,7 @@ from lib.checkpoints import commit, contents
 from lib.checkpoints.commit import Checkpoint
 from lib.core import units
 from lib.core.errors import ArtifactError
-from lib.export.full_model import PieceReader
+from lib.export.tensor_reader import FullTensorReader
 from lib.models import model_changes
 from lib.models.lora import Lora
 
@@ -59,7 +59,7 @@ class LoraRun:
 
         Raises ArtifactError if names or shapes do not match the run's options.
         """
-        with closing(PieceReader(self.checkpoint.path / commit.TENSORS, False)) as reader:
+        with closing(FullTensorReader(self.checkpoint.path / commit.TENSORS, False)) as reader:
             saved = {
                 name.removeprefix(contents.MODEL): shape
                 for name, (shape, _) in reader.described.items()

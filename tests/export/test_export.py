@@ -15,12 +15,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lib.checkpoints import commit
-from lib.core import hashing, manifest
+from lib.core import manifest
 from lib.core.errors import ArtifactError
 from lib.export import card, full_model
-from lib.export.full_model import PieceReader
+from lib.export.tensor_reader import FullTensorReader
 from lib.models.architecture import build_on_meta
-from lib.models.tensor_file import Entry, TensorFile
+from lib.models.tensor_file import TensorFile
 from tests.export.exporting import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 
@@ -211,14 +211,14 @@ def test_a_checkpoint_deleted_while_it_is_exported(
 ) -> None:
     """Once its files are open the export goes on; before, it says so and leaves nothing."""
     folder = run / "exp" / "checkpoints" / "step_00000001"
-    original = PieceReader.read
+    original = FullTensorReader.read
 
-    def prune_first(self: PieceReader, names: list[str]) -> list[torch.Tensor]:
+    def prune_first(self: FullTensorReader, names: list[str]) -> list[torch.Tensor]:
         shutil.rmtree(folder, ignore_errors=True)
         return original(self, names)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PieceReader, "read", prune_first)
+        patch.setattr(FullTensorReader, "read", prune_first)
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out", "--dtype", "float32")
     assert content(run / "out").keys() == content(run / "model").keys()
     save_run(run, run / "model")
@@ -273,36 +273,6 @@ def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert not list(run.glob("out*"))
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 1 << 21, (1 << 21) + 3, 5 << 20])
-def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
-    """Pieces of 8 MiB: none, a part of one, exactly one, several; odd sizes and empty tensors."""
-    torch.manual_seed(0)
-    tensors = {"first": torch.randn(3), "large": torch.randn(count), "scalar": torch.tensor(7.0)}
-    entries = [Entry(key, tuple(t.shape), torch.float32) for key, t in tensors.items()]
-    with TensorFile(tmp_path / "t.safetensors", entries) as file:
-        for key, entry in zip(tensors, entries, strict=True):
-            file.add(tensors[key], entry.dtype)
-    assert file.reads_back()
-    with safe_open(tmp_path / "t.safetensors", "pt") as read:
-        assert all(torch.equal(read.get_tensor(key), t) for key, t in tensors.items())
-    assert file.manifest_entry() == {
-        "path": "t.safetensors",
-        "bytes": (tmp_path / "t.safetensors").stat().st_size,
-        "digest": hashing.file_digest(tmp_path / "t.safetensors", "sha256"),
-    }
-    damaged = bytearray((tmp_path / "t.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    (tmp_path / "t.safetensors").write_bytes(damaged)
-    assert not file.reads_back()
-
-
-def test_a_file_system_without_direct_access(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lib.models.tensor_file._DIRECT", 0)
-    test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
 
 
 @pytest.fixture
