@@ -105,7 +105,7 @@ def train(
     from tokenizers.trainers import BpeTrainer
 
     tokenizer, alphabet = _make_untrained()
-    found = training_text.read(corpora) if corpora else None
+    found = training_text.read_texts(corpora) if corpora else None
     is_chat = found is not None and found.is_chat
     trainer = BpeTrainer(
         vocab_size=vocabulary,
@@ -236,8 +236,8 @@ def fingerprint(source: Path) -> str:
 
 
 def _find_files(source: Path) -> list[Path]:
-    found = [source / name for name in artifacts.TOKENIZER_FILES if (source / name).is_file()]
-    if not {*artifacts.VOCABULARIES} & {path.name for path in found}:
+    files = artifacts.list_tokenizer_files(source)
+    if not files:
         there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
         raise UsageError(
             f"{source} holds no tokenizer",
@@ -246,7 +246,7 @@ def _find_files(source: Path) -> list[Path]:
             if source.is_dir()
             else "no such directory",
         )
-    return found
+    return files
 
 
 def _draw_batches(

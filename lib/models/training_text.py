@@ -1,6 +1,6 @@
-"""The text that a tokenizer is trained on: train splits of datasets, and what identifies them.
+"""Read the text that a tokenizer is trained on: train splits of datasets.
 
-Of a chat dataset it is what the messages say.
+For a chat dataset, that is the content of its messages.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.core import arrow_files, commands, hashing, manifest
+from lib.core import artifacts, commands, hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import PARTIAL
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_ENDS_BYTES = 1 << 20  # of a file without a digest, by which it is known
+_ENDS_BYTES = 1 << 20  # of a file without a digest; they identify it
 
 
 def fingerprint(corpora: Sequence[Path]) -> str:
     """Return a fingerprint of some datasets' content without opening them.
 
-    Raises ArtifactError when one is missing, unfinished or damaged, UsageError when it is no
-    dataset or has no train split.
+    Raises ArtifactError if one is missing, unfinished or damaged, and UsageError if it is not a
+    dataset with a train split.
     """
-    each = [_fingerprint_one(corpus) for corpus in corpora]
-    return each[0] if len(each) == 1 else hashing.fingerprint(each)
+    fingerprints = [_fingerprint_one(corpus) for corpus in corpora]
+    return fingerprints[0] if len(fingerprints) == 1 else hashing.fingerprint(fingerprints)
 
 
 def _fingerprint_one(corpus: Path) -> str:
@@ -45,16 +45,15 @@ def _fingerprint_one(corpus: Path) -> str:
             **(
                 {"run": commands.script("02_build_hf_dataset.py", "--save-dir", final)}
                 if Path("splits").is_dir()
-                else {"hint": "stages 01 and 02 make a dataset of raw text"}
+                else {"hint": "stages 01 and 02 build a dataset from raw text"}
             ),
         )
-    if made := manifest.read_if_any(corpus):
-        manifest.check(
-            corpus, made, "the dataset", **manifest.remedy(made, "--overwrite", save_dir=corpus)
-        )
+    if content := manifest.read_if_any(corpus):
+        remedy = manifest.remedy(content, "--overwrite", save_dir=corpus)
+        manifest.check(corpus, content, "the dataset", **remedy)
     train_split = _find_train_split(corpus)
-    digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
-    state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")
+    digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
+    state = "" if content else (train_split / "state.json").read_text(encoding="utf-8")
     shards = {
         path.relative_to(corpus).as_posix(): path.stat().st_size
         for path in sorted(train_split.glob("*.arrow"))
@@ -65,29 +64,31 @@ def _fingerprint_one(corpus: Path) -> str:
 
 
 class TrainingText(NamedTuple):
-    """Holds a column `text`. is_chat: some of it is from conversations."""
+    """Holds a dataset with a column `text`. is_chat: some of it is from conversations."""
 
     texts: Dataset
     is_chat: bool
 
 
-def read(corpora: Sequence[Path]) -> TrainingText:
-    """Return the texts of the train splits; UsageError or ArtifactError when there are none."""
+def read_texts(corpora: Sequence[Path]) -> TrainingText:
+    """Return the texts of the train splits. Raise UsageError or ArtifactError if there are none."""
     from datasets import concatenate_datasets
 
-    opened = [_open_split(corpus) for corpus in corpora]
-    return TrainingText(concatenate_datasets(list(map(_texts, opened))), any(map(_is_chat, opened)))
+    splits = [_open_train_split(corpus) for corpus in corpora]
+    texts = concatenate_datasets([_select_texts(split) for split in splits])
+    return TrainingText(texts, any(map(_is_chat, splits)))
 
 
 def _plain_files(corpus: Path) -> list[Path]:
-    """Return the Arrow files of a train split that nothing beside them describes; [] elsewhere."""
+    """Return the Arrow files of a train split without a description; [] for other datasets."""
     described = ("state.json", "dataset_dict.json")
     if corpus.is_dir() and any((corpus / name).exists() for name in described):
         return []
-    return arrow_files.find_splits(corpus).get("train", []) if corpus.exists() else []
+    return artifacts.find_plain_splits(corpus).get("train", []) if corpus.exists() else []
 
 
 def _find_train_split(corpus: Path) -> Path:
+    """Return the directory of a train split that `save_to_disk` wrote."""
     if (corpus / "state.json").is_file():
         return corpus
     if (corpus / "train" / "state.json").is_file():
@@ -100,16 +101,12 @@ def _find_train_split(corpus: Path) -> Path:
     )
 
 
-def _open_split(corpus: Path) -> Dataset:
-    from datasets import concatenate_datasets, load_from_disk
+def _open_train_split(corpus: Path) -> Dataset:
+    from datasets import concatenate_datasets
 
+    shards = _plain_files(corpus) or artifacts.list_shards(_find_train_split(corpus))
     try:
-        files = _plain_files(corpus)
-        dataset = (
-            concatenate_datasets([_open_file(path) for path in files])
-            if files
-            else load_from_disk(str(_find_train_split(corpus)))
-        )
+        dataset = concatenate_datasets([_open_shard(path) for path in shards])
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
     kind = getattr(dataset.features.get("text"), "dtype", None)
@@ -122,37 +119,36 @@ def _open_split(corpus: Path) -> Dataset:
         )
     if len(dataset) == 0:
         raise UsageError(f"{corpus} has no documents to train a tokenizer on")
-    return dataset.with_format(None)
+    return dataset
 
 
 def _is_chat(dataset: Dataset) -> bool:
-    """Tell whether a dataset is one that stage 02 makes of conversations."""
+    """Return whether stage 02 built a dataset from conversations."""
     return "messages" in dataset.features and "text" not in dataset.features
 
 
-def _texts(dataset: Dataset) -> Dataset:
-    """Return the texts of a dataset, or what the messages of its conversations say, a row each."""
+def _select_texts(dataset: Dataset) -> Dataset:
+    """Return the texts of a dataset, or the contents of its messages, one per row."""
     import pyarrow
     import pyarrow.compute
     from datasets import Dataset
-    from datasets.table import InMemoryTable  # of pages that are mapped, and read when needed
+    from datasets.table import InMemoryTable  # its pages are mapped, and read when needed
 
     if _is_chat(dataset):
         turns = pyarrow.compute.list_flatten(dataset.data.column("messages"))
         texts = pyarrow.compute.struct_field(turns, "content").drop_null()
     else:
         texts = dataset.data.column("text")
-    # One kind of string for all; what a cast makes anew is where each begins, not the text.
+    # One string type for all. The cast makes new offsets; it does not copy the text.
     return Dataset(InMemoryTable(pyarrow.table({"text": texts.cast(pyarrow.large_string())})))
 
 
-def _open_file(path: Path) -> Dataset:
+def _open_shard(path: Path) -> Dataset:
+    """Map an Arrow stream or file."""
     import pyarrow
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    is_file = arrow_files.has_file_format(path)
-    opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(
-        pyarrow.memory_map(str(path))
-    )
-    return Dataset(InMemoryTable(opened.read_all()))
+    is_file = artifacts.has_file_format(path)
+    open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    return Dataset(InMemoryTable(open_reader(pyarrow.memory_map(str(path))).read_all()))

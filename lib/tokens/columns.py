@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import arrow_files
+from lib.core import artifacts
 from lib.core.conversation import CALLS, TEXTS, Place
 from lib.core.errors import ArtifactError, is_of_disk
 
@@ -191,7 +191,7 @@ def _open_reader(shard: Path, mapped: bool) -> Iterator[Any]:
 
     path = str(shard)
     try:
-        is_file = arrow_files.has_file_format(shard)
+        is_file = artifacts.has_file_format(shard)
         with (
             pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file,
             (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader,

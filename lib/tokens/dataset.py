@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import file_identity, log, manifest, paths
-from lib.tokens import columns, dataset_errors, dataset_files
+from lib.core import artifacts, file_identity, log, manifest, paths
+from lib.core.artifacts import DatasetFiles, NotADataset
+from lib.core.errors import UsageError
+from lib.tokens import columns, dataset_errors
 from lib.tokens.columns import CHAT, TEXT
 
 if TYPE_CHECKING:
@@ -31,26 +33,26 @@ class Dataset:
     """Reads a dataset on disk that has a `text` column, or the columns of conversations.
 
     fingerprint: identifies the content, independent of the path. splits: split name → its Arrow
-    shards, always with `train`. ours: whether stage 02 wrote the dataset. stamps: the identities of
+    shards, always with `train`. is_of_stage_02: whether stage 02 wrote the dataset. identities: of
     the fingerprinted files. format: TEXT or CHAT.
     """
 
     path: Path
     fingerprint: str
     splits: dict[str, list[Path]]
-    ours: bool
-    stamps: file_identity.Identities = field(default_factory=dict, compare=False)
+    is_of_stage_02: bool
+    identities: file_identity.Identities = field(default_factory=dict, compare=False)
     format: str = TEXT
 
     def require_same(self) -> None:
         """Raise UsageError if the dataset has changed since its fingerprint was taken."""
         file_identity.require_same(
-            self.stamps, f"the dataset {self.path}", "its tokens were prepared"
+            self.identities, f"the dataset {self.path}", "its tokens were prepared"
         )
 
     def check_content(self) -> None:
         """Verify the checksums of a stage 02 dataset. Raise ArtifactError if a shard is damaged."""
-        if self.ours:
+        if self.is_of_stage_02:
             manifest.check(
                 self.path, manifest.read(self.path, "dataset/1", "dataset"), "dataset", deep=True
             )
@@ -173,18 +175,57 @@ def open_dataset(path: Path) -> Dataset:
     if not path.is_file() and not (path.is_dir() and any(path.iterdir())):
         raise dataset_errors.make_missing_error(path)
     # Read before the content, so a later change is noticed.
-    stamps = file_identity.read_identities(dataset_files.list_files(path))
-    content = dataset_files.require_dataset(path)
-    homes = dataset_files.find_homes(path)
-    splits = dataset_files.find_splits(path, homes)
-    fingerprint = (
-        dataset_files.fingerprint_ours(content)
-        if content
-        else dataset_files.fingerprint_foreign(homes, splits)
-    )
-    kind = dataset_files.require_format(path, homes, splits)
-    if kind == CHAT and not content:
-        dataset_files.require_chat_columns(path, splits)
-    dataset = Dataset(path, fingerprint, splits, content is not None, stamps, kind)
+    identities = file_identity.read_identities(artifacts.list_dataset_files(path))
+    try:
+        files = artifacts.find_dataset_files(path)
+    except NotADataset as error:
+        raise dataset_errors.make_content_error(path, error) from None
+    fingerprint = files.fingerprint()
+    content_format = _require_format(files)
+    is_of_stage_02 = files.manifest is not None
+    if content_format == CHAT and not is_of_stage_02:
+        _require_chat_columns(files)
+    dataset = Dataset(path, fingerprint, files.splits, is_of_stage_02, identities, content_format)
     dataset.require_same()
     return dataset
+
+
+def _require_format(files: DatasetFiles) -> str:
+    """Return the format of a dataset, TEXT or CHAT. Raise UsageError if its splits differ."""
+    columns_by_path = {home: artifacts.read_features(home) for home in files.homes.values()} or {
+        shard: columns.read_column_types(shard)
+        for shards in files.splits.values()
+        for shard in shards
+    }
+    formats = {_detect_format(path, kinds) for path, kinds in columns_by_path.items()}
+    if len(formats) > 1:
+        raise UsageError(
+            f"{files.path} contains both text and conversations",
+            expected="the same format in all splits",
+        )
+    return formats.pop()
+
+
+def _detect_format(path: Path, kinds: dict[str, str]) -> str:
+    """Return the format of a split or a shard. Raise UsageError if it is neither text nor chat.
+
+    kinds: column → its type.
+    """
+    detected = columns.detect_format(kinds)
+    if detected != CHAT and (problem := columns.describe_text_problem(kinds)):
+        name = str(path) if path.is_file() else f"dataset {path}"
+        raise dataset_errors.make_columns_error(
+            path, f"{name} has no column `text` of strings", kinds, problem
+        )
+    return detected
+
+
+def _require_chat_columns(files: DatasetFiles) -> None:
+    """Raise UsageError if the columns of a foreign chat dataset differ from those of stage 02."""
+    for shard in (shard for shards in files.splits.values() for shard in shards):
+        if problem := columns.describe_chat_problem(shard):
+            raise dataset_errors.make_chats_error(
+                files.path,
+                f"{files.path} is not a chat dataset in the form of stage 02",
+                f"{shard.name}: {problem}",
+            )

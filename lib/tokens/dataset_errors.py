@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from lib.core import commands, manifest, paths
+from lib.core.artifacts import NotADataset
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.tokens import columns, raw_reader, raw_shards
@@ -55,6 +56,19 @@ def make_missing_error(path: Path) -> ArtifactError:
         f"dataset {path} does not exist",
         found=leftovers or f"finished under {DATASETS_ROOT}/: {', '.join(finished) or 'none'}",
         **remedy,
+    )
+
+
+def make_content_error(path: Path, error: NotADataset) -> UsageError:
+    """Return the error for a path without a dataset, with commands that choose or build one."""
+    if not error.datasets:
+        return make_raw_text_error(path, error.problem, error.found)
+    first, *others = error.datasets
+    return UsageError(
+        f"{path} is not a dataset but contains {'several' if others else 'one'}",
+        found=", ".join(dataset.name for dataset in error.datasets),
+        hint=f"choose one with -d, for example {first.name}:" if others else "choose it with -d:",
+        run=commands.replaced(OPTION, path, first),
     )
 
 

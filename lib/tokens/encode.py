@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lib.core import log
+from lib.core.artifacts import TOKENIZER
 from lib.core.errors import ArtifactError
 from lib.tokens.dataset import Dataset
 
@@ -71,7 +72,7 @@ class Gigatoken:
         import gigatoken
 
         self._reference = reference
-        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        text = (directory / TOKENIZER).read_text(encoding="utf-8")
         self._tokenizer = gigatoken.Tokenizer.from_json(text)
         self._special = [one.encode() for one in special if one]
         self._prefix = _find_common_prefix(self._special)
@@ -257,7 +258,7 @@ def _choose_engine(
     and its reason are logged.
     """
     reference = HuggingFace(tokenizer)
-    if not (directory / "tokenizer.json").is_file():
+    if not (directory / TOKENIZER).is_file():
         return reference
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if spelled:

@@ -44,7 +44,7 @@ class SplitWriter:
         self._dataset = dataset
         self._dtype = np.dtype(dtype).newbyteorder("<")
         # The fingerprint of a foreign dataset covers only both ends of each shard.
-        self._text = "" if dataset.ours else file_identity.fingerprint(dataset.stamps)
+        self._text = "" if dataset.is_of_stage_02 else file_identity.fingerprint(dataset.identities)
         self._earlier = _read_progress(self._progress)
         if self._earlier.get("text", "") != self._text or not self.is_valid_note(self._earlier):
             self._earlier = {}

@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths, units
-from lib.core.artifacts import tokenizer_fingerprint
+from lib.core.artifacts import SPLITS, tokenizer_fingerprint
 from lib.core.errors import ArtifactError
 from lib.tokens.dataset import Dataset
-from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder
 
 KIND = "tokens/1"

@@ -252,7 +252,7 @@ def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: P
     assert ids.count(loaded.convert_tokens_to_ids("<|im_end|>")) == 2
     assert tokenizer.TURN[0] + "assistant\n" + said[1] in loaded.decode(ids)
 
-    found = training_text.read([corpus, tmp_path / "chat"])  # strings, and large strings
+    found = training_text.read_texts([corpus, tmp_path / "chat"])  # strings, and large strings
     assert found.is_chat and len(found.texts) == 402 + 150
     with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
         train(tmp_path / "chat", tmp_path / "small", 259)

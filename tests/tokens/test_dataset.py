@@ -33,7 +33,7 @@ def save_dict(path: Path, **splits: list[str]) -> Path:
 
 def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
     found = open_dataset(of_stage_02)
-    assert found.ours and list(found.splits) == ["train", "validation"]
+    assert found.is_of_stage_02 and list(found.splits) == ["train", "validation"]
     found.check_content()
     train, validation = (texts(found, split) for split in found.splits)
     assert len(train) + len(validation) == 60 and validation
@@ -42,7 +42,7 @@ def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
 
 def test_a_foreign_dataset_is_one_split(foreign: Path) -> None:
     found = open_dataset(foreign)
-    assert found.splits == {"train": [first_shard(foreign)]} and not found.ours
+    assert found.splits == {"train": [first_shard(foreign)]} and not found.is_of_stage_02
     assert texts(found) == TEXTS
     found.check_content()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import commands, hashing, paths, records
-from lib.core.artifacts import CHAT_TEMPLATE
+from lib.core.artifacts import CHAT_TEMPLATE, OLD_CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from lib.core.errors import ArtifactError, UsageError
 
 ASSISTANT, LAST, ALL = TRAIN_ON = ("assistant", "last", "all")
@@ -100,14 +100,14 @@ def list_shipped_templates() -> list[str]:
 
 def _has_turn_tokens(model_dir: Path) -> bool:
     """Return whether a tokenizer contains the tokens of ChatML."""
-    files = (model_dir / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    files = (model_dir / name for name in (TOKENIZER, TOKENIZER_CONFIG))
     return any(b'"<|im_end|>"' in file.read_bytes() for file in files if file.is_file())
 
 
 def _read_templates(model_dir: Path) -> dict[str, str]:
     """Return the chat templates of a model by name."""
     templates: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "chat_template.json"):
+    for name in (TOKENIZER_CONFIG, OLD_CHAT_TEMPLATE):
         path = model_dir / name
         try:
             content = records.read_json(path) if path.is_file() else {}
