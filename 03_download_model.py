@@ -258,7 +258,7 @@ def fetch_model(opts: options.Options) -> None:
             from lib.models import check  # not before the Hub has set up the library for itself
             from lib.planning.advice import Advice
 
-            facts = check.examine_build(build, weights=True, name=name, trust_code=bool(model.code))
+            facts = check.check_build(build, weights=True, name=name, trust_code=bool(model.code))
             training = Advice.of(build.dir, bool(model.code))
             build.publish(
                 stage=STAGE,
@@ -377,11 +377,11 @@ def make_from_scratch(opts: options.Options) -> None:
 
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
-        design.make_tokenizer(build.dir, opts.num_workers, not opts.no_progress)
-        of_config = design.write_beside_tokenizer(build.dir, vocabulary)
+        design.write_tokenizer(build.dir, opts.num_workers, not opts.no_progress)
+        config_facts = design.write_configs(build.dir, vocabulary)
 
         # Verify and publish.
-        facts = check.examine_build(build, weights=False, name=name)
+        facts = check.check_build(build, weights=False, name=name)
         design.require_same(identity, name)
         training = Advice.of(build.dir)
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
@@ -390,7 +390,7 @@ def make_from_scratch(opts: options.Options) -> None:
             stage=STAGE,
             options=options.to_plain_values(opts),
             files=files,
-            summary={**facts.summary(), "memory": training.summary(), **origin, **of_config},
+            summary={**facts.summary(), "memory": training.summary(), **origin, **config_facts},
         )
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")

@@ -98,7 +98,7 @@ def test_records_of_a_model(project: Path):  # noqa: F811
     model = project / "model"
     attack(model / "config.json", lambda: architecture.build_on_meta(model), most=120)
     save_model(model)
-    attack(model / "config.json", lambda: directory.fingerprint(model), most=60)
+    attack(model / "config.json", lambda: directory.fingerprint_model(model), most=60)
 
 
 def test_records_of_tokens(tmp_path: Path):

@@ -66,7 +66,7 @@ CODE = [
     *sorted(ROOT.glob("0[1-5]_*.py")),
 ]
 STAGE = re.compile(r"0[1-5]_\w+\.py$")
-REMEDIES = {"remedy", "suggest_older", "_prepared_by"}  # functions that return parts of an error
+REMEDIES = {"remedy", "suggest_older", "_guess_remedy"}  # functions that return parts of an error
 RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 
@@ -796,7 +796,7 @@ def sites() -> list[tuple[str, int, int, str]]:
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
     spelled = re.compile(
-        r"commands[._]|remedy|older|show_rebuild|_calmer|_prepared_by|"
+        r"commands[._]|remedy|older|show_rebuild|_calmer|_guess_remedy|"
         r"_command|shlex\.join|with_target|\.get\("
     )
     assert not [site for site in sites() if not spelled.search(site[3])]

@@ -244,8 +244,8 @@ def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageR
     change_config(hub.repos[NAME], num_hidden_layers=3)
     done = stage(SCRIPT, "--model-name", NAME, expect=3)
     assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
-    assert f"the files of {NAME} do not make" in done.stderr and not (tmp_path / TARGET).exists()
-    assert "kept in " in done.stdout and hub.paths("-of-")
+    assert f"the files of {NAME} are not" in done.stderr and not (tmp_path / TARGET).exists()
+    assert " kept in " in done.stdout and hub.paths("-of-")
     hub.requests.clear()
     stage(SCRIPT, "--model-name", NAME, expect=3)
     assert not hub.paths("-of-")  # what came is not asked for again
@@ -257,7 +257,7 @@ def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageR
 @pytest.mark.parametrize(
     "fields, code, said",
     [
-        ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens, the model only 200 rows"),
+        ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens"),
         ({"hidden_act": "nope"}, 2, "KeyError: 'nope'"),
         ({"intermediate_size": -4}, 2, "negative"),
         ({"rope_parameters": {"rope_type": "zzz"}}, 2, "zzz"),

@@ -381,7 +381,7 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     "content, said",
     [
         ("{", "is not JSON"),
-        ("[]", "not a config of a model"),
+        ("[]", "not the config of a model"),
         ('{"model_type": "novel"}', "'novel'"),
         ('{"model_type": "bert"}', "no causal language model"),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers: 0"),
@@ -427,7 +427,7 @@ def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner,
     stray = cache / "models/org--tiny-llama/model.safetensors"
     stray.write_bytes(b"")
     told = stage(SCRIPT, "--verify", expect=3).stderr
-    assert f"{stray.relative_to(tmp_path)} is not of this model" in told
+    assert f"{stray.relative_to(tmp_path)} does not belong to this model" in told
     stray.unlink()
     path = cache / "models/org--tiny-llama" / SHARDS[0]
     content = bytearray(path.read_bytes())

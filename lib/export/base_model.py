@@ -43,8 +43,8 @@ def find(name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> Ba
                 hint=_HINT,
             )
     found = lookup.find_model(name, cache_dir(config))
-    before = file_identity.read_identities(directory.list_files(found))
-    if (now := directory.fingerprint(found)) != identity["inputs"]["model"]:
+    before = file_identity.read_identities(directory.list_model_files(found))
+    if (now := directory.fingerprint_model(found)) != identity["inputs"]["model"]:
         raise UsageError(
             f"{found} is not the model that the adapters were trained beside",
             expected=f"a fingerprint of {identity['inputs']['model']}",

@@ -136,4 +136,4 @@ def _write_configs(
     if not chat_files.copy_generation(model_dir, out) and model.can_generate():
         GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)
     chat_files.copy_stops(out)
-    return dialects.list_added(config, full)
+    return dialects.list_added_keys(config, full)

@@ -208,15 +208,15 @@ class RemoteModel(RemoteFiles):
 
         small = [file for file in self.files if file.path in artifacts.TOKENIZER_FILES]
         Transfer(self.hub, self.repository).fetch(small, self.preview)
-        check.examine(self.preview, weights=True, coming={}, trust_code=bool(self.code))
+        check.check_model(self.preview, weights=True, expected_sizes={}, trust_code=bool(self.code))
         weights = [file for file in self.files if file.path.endswith(".safetensors")]
         if sum(file.size for file in weights) > _LARGE:
             fetch_headers(self.hub, self.repository, weights, self.preview)
-            check.examine(
+            check.check_model(
                 self.preview,
                 weights=True,
                 trust_code=bool(self.code),
-                coming={file.path: file.size for file in weights},
+                expected_sizes={file.path: file.size for file in weights},
             )
 
     def _fetch_code(self) -> None:

@@ -1,6 +1,6 @@
-"""Checks that a directory is a whole model: config, weights and tokenizer that fit each other.
+"""Check that config, weights and tokenizer in a directory are complete and fit together.
 
-Reads the headers of the weights only, so it takes seconds and no memory at any size.
+Only the headers of the weights are read, so the check takes seconds for models of any size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Says what a model is: vocabulary, tokens and context are numbers of tokens.
+    """Properties of a model for the manifest and the summary of stage 03.
 
-    dtype: of the weights, or of the config where there are none. vocabulary: rows of the
-    embedding. tokens: of the tokenizer.
+    dtype: of the weights, or of the config if there are none. vocabulary: rows of the embedding.
+    tokens: in the tokenizer. context: tokens, or None if it is not limited.
     """
 
     parameters: int
@@ -36,18 +36,18 @@ class ModelFacts:
     context: int | None
 
     def summary(self) -> dict[str, Any]:
-        """Return them as a manifest holds them."""
+        """Return the entries for a manifest."""
         return asdict(self)
 
     def print(self, target: Path, more: Mapping[str, str]) -> None:
-        """Print what the model in a directory is. more: further rows."""
+        """Print a table about the model in a directory. more: further rows."""
         unused = self.vocabulary - self.tokens
         log.table(
             {
                 "model": target,
                 "parameters": f"{self.parameters:,} ({units.count(self.parameters)}), {self.dtype}",
                 "vocabulary": f"{self.vocabulary:,} rows, {self.tokens:,} tokens in the tokenizer"
-                + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
+                + (f" ({units.counted(unused, 'row')} unused)" if unused else ""),
                 "context": f"{self.context:,} tokens"
                 if self.context
                 else "not limited by the config",
@@ -56,25 +56,26 @@ class ModelFacts:
         )
 
 
-def examine(
+def check_model(
     model_dir: Path,
     *,
     weights: bool,
-    coming: Mapping[str, int] | None = None,
+    expected_sizes: Mapping[str, int] | None = None,
     trust_code: bool = False,
 ) -> ModelFacts:
-    """Return the facts of a model directory; ArtifactError with all that does not fit.
+    """Return the properties of a model directory after checking its files.
 
-    weights: there must be safetensors; otherwise there must be none. coming: of a directory in the
-    making, the bytes of the files of which no more than the header is there; empty when nothing is
-    known of the weights yet. trust_code: see architecture.read_config. Raises UsageError for a kind
-    of model that cannot be trained, or a tokenizer that does not load.
+    weights: whether safetensors must exist; otherwise they must not. expected_sizes: for a check
+    before a download, the final sizes of files of which only headers exist; {} if no header was
+    downloaded yet. trust_code: see architecture.read_config. Raises ArtifactError with all problems
+    of the files, and UsageError for a kind of model that cannot be trained or a tokenizer that does
+    not load.
     """
-    is_ahead = coming is not None
-    weights_known = coming is None or bool(coming)
+    is_preview = expected_sizes is not None
+    weights_known = expected_sizes is None or bool(expected_sizes)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
-    headers = _read_headers(model_dir, coming or {}) if weights_known else Headers()
+    headers = _read_headers(model_dir, expected_sizes or {}) if weights_known else Headers()
     problems = headers.problems + chat_files.find_faults(model_dir)
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
@@ -82,49 +83,49 @@ def examine(
         problems += plan.problems + keys.list_wrong_dtypes(model, plan, headers.dtypes)
         used = {key for recipe in plan.recipes.values() for key in recipe.keys}
         stored = _main_dtype(headers, used) or dtype
-        if config.dtype is not None and stored != dtype and not is_ahead:
-            log.warn(f"config.json says {dtype}, the weights are {stored}")
+        if config.dtype is not None and stored != dtype and not is_preview:
+            log.warn(f"config.json says {dtype}, but the weights are {stored}")
         dtype = stored
     elif headers.files:
-        problems.append(f"weights where none belong: {', '.join(set(headers.files.values()))}")
+        problems.append(f"unexpected weights: {', '.join(set(headers.files.values()))}")
     rows = model.get_input_embeddings().weight.shape[0]
-    loaded = tokenizer.load(model_dir)
+    loaded = tokenizer.load_tokenizer(model_dir)
     tokens = len(loaded)
     if tokens > rows:
         problems.append(
-            f"the tokenizer has {tokens:,} tokens, the model only {rows:,} rows for them"
+            f"the tokenizer has {tokens:,} tokens, but the model has only {rows:,} rows for them"
         )
     if problems:
         raise ArtifactError(
-            f"the files of {model_dir} do not make a whole model",
+            f"the files of {model_dir} are not a complete model",
             found=units.join_lines(problems, _SHOWN),
         )
-    if (changed := tokenizer.find_losses(loaded, model_dir)) and not is_ahead:
-        log.warn("the tokenizer does not give back every text as it was: " + "; ".join(changed[:2]))
+    if (changed := tokenizer.find_losses(loaded, model_dir)) and not is_preview:
+        log.warn("the tokenizer does not decode every text unchanged: " + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelFacts(model.num_parameters(), dtype, rows, tokens, context)
 
 
-def examine_build(
+def check_build(
     build: publish.Build, *, weights: bool, name: str, trust_code: bool = False
 ) -> ModelFacts:
-    """Check the finished directory; what was fetched is kept also if it does not fit."""
+    """Check a model before it is published. If it fails, downloaded files are kept."""
     try:
         with rename_in_errors(name, build.dir):
-            return examine(build.dir, weights=weights, trust_code=trust_code)
+            return check_model(build.dir, weights=weights, trust_code=trust_code)
     except StageError:
         if build.resumable:
             log.info(
-                f"kept in {build.partial}, so that the same command need not fetch it again; "
-                "or delete that"
+                f"the downloaded files are kept in {build.partial}, so that the same command need "
+                "not download them again; delete this directory if you do not need them"
             )
         raise
 
 
 def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
-    """Return the tensors in a directory's safetensors files, reading nothing but the headers.
+    """Return the headers of all safetensors files in a directory.
 
-    sizes: bytes that files will have of which the beginning is there.
+    sizes: final bytes of files of which only the beginning exists.
     """
     headers = Headers()
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -134,10 +135,10 @@ def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
 
 
 def _main_dtype(headers: Headers, used: set[str]) -> str:
-    """Return the dtype that most of the weights have, as torch calls it."""
-    numbers: Counter[str] = Counter()
+    """Return the dtype, as torch names it, of the largest number of weights."""
+    counts: Counter[str] = Counter()
     for key in used:
-        numbers[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += math.prod(
+        counts[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += math.prod(
             headers.shapes[key]
         )
-    return numbers.most_common(1)[0][0] if numbers else ""
+    return counts.most_common(1)[0][0] if counts else ""

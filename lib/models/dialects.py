@@ -1,8 +1,8 @@
-"""Adds to the files of a model what programs read that do not know the keys of transformers 5.
+"""Write configs that both transformers 5 and older programs read correctly.
 
-transformers 5 keeps the RoPE settings of a model in `rope_parameters` and has renamed other fields.
-transformers 4, mlx-lm and Ollama read the earlier keys alone: without them they compute with a base
-of 10,000 and print no warning. A config with both sets of keys is the same model to all of them.
+transformers 5 stores RoPE settings in `rope_parameters` and has renamed other fields. transformers
+4, mlx-lm and Ollama read only the earlier keys. Without these they silently use a RoPE base of
+10,000. A config with both sets of keys describes the same model to all programs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_TEXT = "text_config"  # of a model that also reads images: the part that we train
+_TEXT = "text_config"  # in models that also read images: the config of the part that we train
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _BASE = "rope_theta"
@@ -21,11 +21,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """Names the earlier keys of a family.
+    """The earlier keys of a family's RoPE settings.
 
-    base, share: of the base and of the part of a head that is rotated. sliding_base: of the base in
-    layers with sliding attention, where the family has one. kind: of the type of a scaling. scales:
-    the family knew `rope_scaling`.
+    base: key of the RoPE base. share: key of the rotated share of a head. sliding_base: key of the
+    base in layers with sliding attention, or "". kind: key of the type within `rope_scaling`.
+    scales: whether the family read `rope_scaling`.
     """
 
     base: str = _BASE
@@ -38,8 +38,8 @@ class RopeKeys:
 _USUAL = RopeKeys()
 _GPT_NEOX = RopeKeys(base="rotary_emb_base", share="rotary_pct")
 _GEMMA = RopeKeys(sliding_base="rope_local_base_freq")
-_TYPE = RopeKeys(kind="type")  # these refuse a scaling with any field that they do not expect
-# By model_type; every other family has the usual keys. None: transformers 5 itself writes them.
+_TYPE = RopeKeys(kind="type")  # these families reject unexpected fields in `rope_scaling`
+# By model_type. Other families use _USUAL. None: transformers 5 writes the earlier keys itself.
 ROPE_KEYS = {
     "bailing_hybrid": None,
     "cohere2_moe": None,
@@ -56,19 +56,19 @@ ROPE_KEYS = {
     "phi3": _TYPE,
     "phi4_multimodal": _TYPE,
 }
-# Fields that transformers 5 writes under another name: model_type → its name → the earlier name.
+# Fields that transformers 5 renamed: model_type → new name → earlier name.
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
-# Classes that transformers 5 alone has: its name → the one that both know, for the same tokenizer.
+# Tokenizer classes that only transformers 5 has → the equivalent class that both versions have.
 _TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-_OF_THE_MACHINE = ("is_local", "local_files_only")  # how a tokenizer was loaded, not what it is
+_LOADING_KEYS = ("is_local", "local_files_only")  # how a tokenizer was loaded; not a property of it
 
 
 def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dict[str, Any]:
-    """Return a config with the earlier keys beside those of transformers 5.
+    """Return a config with the earlier keys in addition to those of transformers 5.
 
-    config: the content of config.json. tied: whether input and output embedding are one, for a
-    config that does not say so. An earlier key that contradicts gets the value that transformers 5
-    computes with. A config that scales by `rope_scaling` keeps it: transformers 5 reads it before
+    config: the content of config.json. tied: whether input and output embeddings are tied, used if
+    the config does not say. Earlier keys with another value are set to the value that transformers
+    5 uses. An existing `rope_scaling` stays, because transformers 5 prefers it to
     `rope_parameters`.
     """
     full = dict(config)
@@ -87,9 +87,9 @@ def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dic
 
 
 def set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config whose weights have this dtype, in its text part as well.
+    """Return a config with this dtype for the weights, also in its text part.
 
-    The earlier name of the field and the text part get it only if they named a dtype before.
+    `torch_dtype` and the text part are changed only if they contained a dtype before.
     """
     full = {**config, "dtype": dtype}
     if "torch_dtype" in full:
@@ -100,31 +100,34 @@ def set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return full
 
 
-def list_added(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a config has gained, those of its text part as `text_config.key`."""
+def list_added_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the keys that only `after` has; keys of the text part as `text_config.key`."""
     added = [key for key in after if key not in before]
     text = before.get(_TEXT)
     if isinstance(text, dict):
-        added += [f"{_TEXT}.{key}" for key in list_added(text, after[_TEXT])]
+        added += [f"{_TEXT}.{key}" for key in list_added_keys(text, after[_TEXT])]
     return sorted(added)
 
 
-def remove(config: Mapping[str, Any], keys: object) -> dict[str, Any]:
-    """Return a config without the keys that `list_added` named.
+def remove_keys(config: Mapping[str, Any], keys: object) -> dict[str, Any]:
+    """Return a config without the keys that `list_added_keys` returned.
 
-    keys: as a manifest holds them; only keys that this module can have added are removed.
+    keys: read from a manifest and therefore of any type. Only keys that this module adds are
+    removed.
     """
     listed = keys if isinstance(keys, list) else []
     names = {key for key in listed if isinstance(key, str) and _is_earlier(key)}
-    left = {key: value for key, value in config.items() if key not in names}
-    text = left.get(_TEXT)
+    remaining = {key: value for key, value in config.items() if key not in names}
+    text = remaining.get(_TEXT)
     if isinstance(text, dict):
         prefix = f"{_TEXT}."
-        left[_TEXT] = remove(text, [k.removeprefix(prefix) for k in names if k.startswith(prefix)])
-    return left
+        text_keys = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        remaining[_TEXT] = remove_keys(text, text_keys)
+    return remaining
 
 
 def _is_earlier(key: str) -> bool:
+    """Return whether this module can have added a key."""
     rows = [row for row in (_USUAL, *ROPE_KEYS.values()) if row]
     known = {name for row in rows for name in (row.base, row.share, row.sliding_base) if name}
     known |= {earlier for names in RENAMED.values() for earlier in names.values()}
@@ -133,16 +136,16 @@ def _is_earlier(key: str) -> bool:
 
 
 def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[str, Any]:
-    """Return a tokenizer_config.json that transformers 4 and 5 read alike.
+    """Return a tokenizer_config.json that transformers 4 and 5 read in the same way.
 
-    template: that of chat_template.jinja, for programs that do not read this file. Named templates
-    that the config holds stay.
+    template: the content of chat_template.jinja, for programs that do not read that file. Named
+    templates in the config stay.
     """
-    full = {key: value for key, value in config.items() if key not in _OF_THE_MACHINE}
+    full = {key: value for key, value in config.items() if key not in _LOADING_KEYS}
     name = full.get("tokenizer_class")
     if isinstance(name, str) and name in _TOKENIZER_CLASSES:
         full["tokenizer_class"] = _TOKENIZER_CLASSES[name]
-    if isinstance(full.get("extra_special_tokens"), list):  # transformers 4 wants a mapping there
+    if isinstance(full.get("extra_special_tokens"), list):  # transformers 4 expects a dict
         extra = full.pop("extra_special_tokens")
         full["additional_special_tokens"] = extra or full.get("additional_special_tokens", [])
     if template and not isinstance(full.get("chat_template"), list):
@@ -151,30 +154,30 @@ def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[s
 
 
 def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the earlier keys of a config's RoPE settings, empty where there are none to write."""
+    """Return the earlier keys of a config's RoPE settings, or {} if none apply."""
     keys = ROPE_KEYS.get(str(config.get("model_type")), _USUAL)
     if keys is None:
         return {}
     full, sliding = _split_by_layers(config)
-    found = {
+    rope = {
         earlier: full[name]
         for name, earlier in ((_BASE, keys.base), (_SHARE, keys.share))
         if full.get(name) is not None
     }
     if keys.sliding_base and sliding.get(_BASE) is not None:
-        found[keys.sliding_base] = sliding[_BASE]
+        rope[keys.sliding_base] = sliding[_BASE]
     if full and keys.scales and not config.get("rope_scaling"):
-        found["rope_scaling"] = _find_scaling(full, keys)
+        rope["rope_scaling"] = _find_scaling(full, keys)
     if full.get("rope_type") == "longrope" and _ORIGINAL in full and _ORIGINAL not in config:
-        found[_ORIGINAL] = full[_ORIGINAL]
-    return found
+        rope[_ORIGINAL] = full[_ORIGINAL]
+    return rope
 
 
 def _split_by_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of layers with full and with sliding attention, as far as they differ.
+    """Return the RoPE settings of layers with full and with sliding attention.
 
-    Both are empty for a family whose earlier keys cannot say what the layers differ in. As in
-    transformers 5, `rope_scaling` replaces the settings of all layers, or adds to those of layers
+    Both are empty if the family's earlier keys cannot express that the layers differ. As in
+    transformers 5, `rope_scaling` replaces the settings of all layers, or extends those of layers
     with full attention.
     """
     parameters = config.get("rope_parameters")
@@ -192,12 +195,12 @@ def _split_by_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _find_scaling(parameters: Mapping[str, Any], keys: RopeKeys) -> dict[str, Any] | None:
-    """Return what stands in `rope_scaling`, None if positions are not scaled."""
+    """Return the value of `rope_scaling`, or None if positions are not scaled."""
     scaling = {key: value for key, value in parameters.items() if key not in (_BASE, _SHARE)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default" and not scaling.keys() - {"rope_type", "type"}:
         return None
     if keys.kind == "rope_type":
         return scaling
-    beside = ("rope_type", "type", *((_ORIGINAL,) if kind == "longrope" else ()))
-    return {keys.kind: kind} | {key: scaling[key] for key in scaling if key not in beside}
+    elsewhere = ("rope_type", "type", *((_ORIGINAL,) if kind == "longrope" else ()))
+    return {keys.kind: kind} | {key: scaling[key] for key in scaling if key not in elsewhere}

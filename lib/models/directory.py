@@ -1,6 +1,6 @@
-"""Knows model directories from their files alone: what is in one, whether it is whole.
+"""Read the files of a model directory: list and count its weights, and fingerprint them.
 
-Offline, and without importing any library of models.
+Works offline and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ KIND = "model/1"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EARLIER_KEYS = "earlier_keys"  # in the summary of a manifest: what `dialects` added to config.json
-CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
-LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
-_TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-_READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
+EARLIER_KEYS = "earlier_keys"  # in a manifest's summary: the keys `dialects` added to config.json
+CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file; it does not permit to run them
+LARGEST_HEADER = 100_000_000  # bytes of a safetensors header; the limit of the format
+_MODEL_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
+_READ_SUFFIXES = (".safetensors", INDEX, ".py", CODE_DIGESTS)
 
 
 @contextmanager
 def rename_in_errors(name: str, *paths: Path) -> Iterator[None]:
-    """Let errors about a path of ours, maybe soon gone, speak of something known instead.
+    """Replace paths of temporary directories in errors by a name that the user knows.
 
-    paths: the longest first.
+    paths: replaced in this order, so the longest must come first.
     """
     try:
         yield
@@ -42,75 +42,78 @@ def rename_in_errors(name: str, *paths: Path) -> Iterator[None]:
         raise
 
 
-def list_files(model_dir: Path) -> list[Path]:
-    """Return the files that make a model: config, weights, tokenizer and code."""
+def list_model_files(model_dir: Path) -> list[Path]:
+    """Return the files that belong to a model: config, weights, tokenizer and code."""
     return [
         path
         for path in sorted(model_dir.iterdir())
-        if path.name.endswith(_TOGETHER) and path.is_file()
+        if path.name.endswith(_MODEL_SUFFIXES) and path.is_file()
     ]
 
 
 def list_strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
-    """Return a sentence for each file of weights or code that the directory's manifest lacks.
+    """Return a message for each file of weights or code that is not in the directory's manifest.
 
-    It would be read in the place of what was verified: `model.safetensors` goes before shards.
+    Such a file could be read instead of a verified one: `model.safetensors` takes precedence over
+    shards.
     """
     known = {entry["path"] for entry in content["files"]}
     return [
-        f"{path} is not of this model: its {MANIFEST} does not name it"
+        f"{path} does not belong to this model: its {MANIFEST} does not list it"
         for path in sorted(model_dir.iterdir())
-        if path.name not in known and path.name.endswith(_READ) and not path.name.startswith(".")
+        if path.name not in known
+        and path.name.endswith(_READ_SUFFIXES)
+        and not path.name.startswith(".")
     ]
 
 
 def has_weights(model_dir: Path) -> bool:
-    """Tell whether a model directory holds safetensors weights, whole or in shards."""
+    """Return whether a model directory contains safetensors weights, in one file or in shards."""
     return (model_dir / WEIGHTS).is_file() or (model_dir / INDEX).is_file()
 
 
 def is_made_from_scratch(model_dir: Path) -> bool:
-    """Tell whether stage 03 or 04 made a directory that is meant to have no weights."""
+    """Return whether stage 03 or 04 created this model from scratch, without weights."""
     content = manifest.read_if_any(model_dir)
     return content is not None and content["summary"].get("source") == "scratch"
 
 
 def list_missing_weights(model_dir: Path) -> list[str]:
-    """Return a sentence for each thing that a directory's weights lack; empty when they are there.
+    """Return a message for each missing file of weights, or [] if all are present.
 
-    Only names are looked at, as whoever copied the directory may have left some behind.
+    Only file names are checked, because a copy of a directory may lack some files.
     """
     if not has_weights(model_dir):
         others = sorted(path.name for path in model_dir.glob("*.safetensors"))
         return [
-            f"{name}, which is not read: it has another layout, or {INDEX} is missing"
+            f"{name} cannot be used: it has another layout, or {INDEX} is missing"
             for name in others[:5]
         ] or ["config.json without any .safetensors file"]
     try:
         return [
-            f"{name} is missing, {INDEX} names it"
-            for name in weight_files(model_dir)
+            f"{name} is missing, but {INDEX} lists it"
+            for name in list_weight_files(model_dir)
             if not (model_dir / name).is_file()
         ]
     except ValueError:
         return [f"{INDEX} is damaged"]
 
 
-def weight_files(model_dir: Path) -> list[str]:
-    """Return the names of the files that hold a model's weights.
+def list_weight_files(model_dir: Path) -> list[str]:
+    """Return the names of the files that contain a model's weights.
 
-    Raises ValueError for an index that is damaged or names files elsewhere.
+    Raises ValueError if the index is damaged or names files outside of the directory.
     """
     if (model_dir / WEIGHTS).is_file() or not (model_dir / INDEX).is_file():
         return [WEIGHTS]
     names = sorted(set(read_index(model_dir / INDEX).values()))
     if any(map(records.leads_out, names)):
-        raise ValueError(f"{INDEX} names files elsewhere")
+        raise ValueError(f"{INDEX} names files outside of the directory")
     return names
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, as an index says; ValueError when it is damaged."""
+    """Return the file name of each tensor in an index. Raises ValueError if it is damaged."""
     try:
         weight_map = records.read_json(path)["weight_map"]
         return {str(key): str(file) for key, file in weight_map.items()}
@@ -119,16 +122,17 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and the byte at which its data begins.
+    """Return the header of a safetensors file, and the offset in bytes at which its data begins.
 
-    size: of the whole file, of which only the beginning need be there. The format: 8 bytes
-    little-endian length, that much JSON, data (https://huggingface.co/docs/safetensors, "Format").
-    Raises ValueError when there is no header, or a tensor in it has no dtype, shape and offsets.
+    size: bytes of the complete file; only its beginning must exist. The format is a length (8
+    bytes, little-endian), a JSON header of that length, and data
+    (https://huggingface.co/docs/safetensors, "Format"). Raises ValueError if the header is missing
+    or an entry lacks dtype, shape or offsets.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LARGEST_HEADER, size - 8):
-            raise ValueError(f"its header would take {length} of {size} bytes")
+            raise ValueError(f"its header would have {length} of {size} bytes")
         header = records.parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -151,10 +155,10 @@ def _are_counts(values: Any) -> bool:
 
 
 def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str) -> Iterator[str]:
-    """Yield a sentence for each tensor of a header that does not begin where the one before ends.
+    """Yield a message for each tensor in a header that does not begin where the previous one ends.
 
-    sizes: bytes of a number of each dtype; that of tensors of other dtypes is not checked.
-    where: put behind the name of the tensor.
+    sizes: bytes per number for each dtype; tensors of other dtypes may have any size. where: text
+    after the name of the tensor, such as " in FILE".
     """
     end = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -170,29 +174,28 @@ def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str)
 
 
 def count_parameters(model_dir: Path) -> int:
-    """Return how many parameters a model has: as stage 03 noted, or by the headers of its weights;
-    0 where neither is there.
+    """Return the number of parameters of a model, or 0 if it is unknown.
+
+    The number comes from the manifest or from the headers of the weights.
     """
     content = manifest.read_if_any(model_dir) or {}
-    if noted := content.get("summary", {}).get("parameters"):
-        return int(noted)
+    if recorded := content.get("summary", {}).get("parameters"):
+        return int(recorded)
     total = 0
-    with suppress(OSError, ValueError, KeyError, TypeError):  # whoever reads the weights says more
-        for path in (model_dir / name for name in weight_files(model_dir)):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # reported when weights are read
+        for path in (model_dir / name for name in list_weight_files(model_dir)):
             header, _ = read_header(path, path.stat().st_size)
             total += sum(math.prod(tensor["shape"]) for tensor in header.values())
         return total
     return 0
 
 
-def fingerprint(model_dir: Path) -> str:
-    """Identify config and weights wherever the directory lies, without reading all weights.
+def fingerprint_model(model_dir: Path) -> str:
+    """Return a fingerprint of config, weights and code that does not depend on the path.
 
-    A directory of ours: the digests of its manifest, and config.json, without what `dialects`
-    added unless somebody has edited the file since. One made elsewhere: config.json, and size and
-    header of each safetensors file.
-    Code that comes with a model counts too.
-    Raises ArtifactError when config.json is damaged.
+    With a manifest, it covers the digests of the weights and config.json. Keys that `dialects`
+    added are left out unless the file was edited since. Without a manifest, it covers config.json,
+    and size and header of each safetensors file. Raises ArtifactError if config.json is damaged.
     """
     try:
         config = records.read_json(model_dir / CONFIG)
@@ -202,8 +205,8 @@ def fingerprint(model_dir: Path) -> str:
     if content is not None:
         added = content["summary"].get(EARLIER_KEYS)
         if added and isinstance(config, dict) and _is_as_published(model_dir, content["files"]):
-            # A model made before these keys were written is the same one.
-            config = dialects.remove(config, added)
+            # Models of earlier versions, which lack these keys, keep their fingerprint.
+            config = dialects.remove_keys(config, added)
         weights = [
             [e["path"], e["digest"]] for e in content["files"] if e["path"].endswith(".safetensors")
         ]
@@ -219,9 +222,9 @@ def fingerprint(model_dir: Path) -> str:
 
 
 def _is_as_published(model_dir: Path, files: list[dict[str, Any]]) -> bool:
-    """Return whether config.json has the digest that the manifest names."""
-    known = [entry["digest"] for entry in files if entry["path"] == CONFIG]
-    return known == [hashing.file_digest(model_dir / CONFIG, "sha256")]
+    """Return whether config.json still has the digest in the manifest."""
+    recorded = [entry["digest"] for entry in files if entry["path"] == CONFIG]
+    return recorded == [hashing.file_digest(model_dir / CONFIG, "sha256")]
 
 
 def _digest_header(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""Finds what the cache of the Hugging Face libraries on this machine holds; it is never written:
+"""Find models and datasets in the Hugging Face cache of this machine. The cache is never written.
 
     <root>/models--org--name/
-        refs/main                       the commit that a branch or tag stood for
+        refs/main                       the commit of a branch or tag
         snapshots/<commit>/<path>       links to
-        blobs/<digest>                  SHA-256 of what lies in LFS, git blob SHA-1 of the rest
+        blobs/<digest>                  SHA-256 of files in LFS, git blob SHA-1 of the others
 
 Layout: https://huggingface.co/docs/hub/local-cache.
 """
@@ -20,7 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def find_cache() -> Path:
-    """Return where the Hugging Face cache lies, as the environment says."""
+    """Return the directory of the Hugging Face cache, as the environment variables set it."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not given:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -29,27 +29,40 @@ def find_cache() -> Path:
 
 
 def find_repository(name: str, kind: str = "model") -> Path:
-    """Return where the Hugging Face cache keeps a repository."""
+    """Return the directory of a repository in the cache; it may not exist."""
     return find_cache() / f"{kind}s--{name.replace('/', '--')}"
 
 
 def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
-    """Return the directory of a repository at a branch, tag or commit, if the cache has it."""
-    where = find_repository(name, kind)
+    """Return the directory of a repository at a branch, tag or commit, or None if not cached.
+
+    It may contain only some of the repository's files.
+    """
+    repository = find_repository(name, kind)
     try:
         commit = (
             revision
             if _COMMIT.fullmatch(revision)
-            else (where / "refs" / revision).read_text(encoding="utf-8").strip()
+            else (repository / "refs" / revision).read_text(encoding="utf-8").strip()
         )
     except (OSError, ValueError):
         return None
-    found = where / "snapshots" / commit
-    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
 def find_complete_snapshot(name: str) -> Path | None:
-    """Return the snapshot of a model at `main` when config and all safetensors are there."""
-    found = find_snapshot(name)
-    is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)
-    return found if is_whole else None
+    """Return the snapshot of a model at `main` if it contains the config and all safetensors."""
+    snapshot = find_snapshot(name)
+    if not snapshot or not (snapshot / CONFIG).is_file() or list_missing_weights(snapshot):
+        return None
+    return snapshot
+
+
+def list_complete_models() -> list[str]:
+    """Return the names of all models in the cache whose snapshot at `main` is complete."""
+    names = [
+        path.name.removeprefix("models--").replace("--", "/")
+        for path in sorted(find_cache().glob("models--*"))
+    ]
+    return [name for name in names if find_complete_snapshot(name)]

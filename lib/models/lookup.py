@@ -1,7 +1,4 @@
-"""Finds the directory of a model by the name that a person gives, or lists those there are.
-
-Also which dataset a printed command names.
-"""
+"""Find the directory of a model by its name, and list the models that stage 03 has prepared."""
 
 from __future__ import annotations
 
@@ -17,22 +14,25 @@ from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
 from lib.models import directory, hf_cache, unread_weights
 from lib.models.directory import CONFIG, KIND, count_parameters, has_weights, list_strays
 
-HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
-# What the Makefile calls models that no run is meant to take by itself.
+HOW = "stage 03 downloads a model from the Hub (--model-name) or creates one (--from-scratch)"
+# The Makefile's names of models that a run without -m must not use.
 TRIAL_NAMES = ("demo", "demo-chat", "test-quick")
 _ADAPTER = "adapter_config.json"  # of PEFT
 _STAGE = "03_download_model.py"
 
 
 def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
-    """Return the directory of a model, and log which one it is, with its parameters.
+    """Return the directory of a model, and log its path and number of parameters.
 
-    name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
-    stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
-    the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
-    apart from those of `make demo` and `make test-quick`. why: it is this one, for the log.
-    Raises ArtifactError, saying what there is and what to run, when it is missing, unfinished or
-    has lost files; UsageError when its weights are pickles, or when None stands for several.
+    name: one of
+    - a directory with a config.json, from stage 03 or from `save_pretrained`
+    - the name of a model that stage 03 has prepared (`org/name`, `org--name`, `scratch-tiny`)
+    - the name of a model in the Hugging Face cache of this machine
+    - None for the only model that stage 03 has prepared, except for TRIAL_NAMES
+
+    why: the reason for this choice, for the log. Raises ArtifactError if the model is missing,
+    unfinished or has lost files. Raises UsageError if its weights are pickles, or if `name` is None
+    and there are several models.
     """
     if name is None:
         return _check_prepared(find_only_prepared(cache_dir), ", the only one prepared")
@@ -41,18 +41,18 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
         return _check_directory(path, why)
     if (path / _ADAPTER).is_file():
         raise UsageError(
-            f"{path} holds an adapter, not a model",
-            hint="-m names the model that it belongs to, and in stage 04 --lora-from "
-            "begins with the adapter",
+            f"{path} contains an adapter, not a model",
+            hint="-m names the base model of the adapter; --lora-from of stage 04 continues to "
+            "train the adapter",
         )
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
-    _require_read(path)
+    _require_readable_weights(path)
     snapshot = None if target.is_dir() else hf_cache.find_complete_snapshot(name)
     if snapshot is None:
-        raise _nothing(name, path, target, cache_dir)
-    log_model(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
+        raise _missing_model_error(name, path, target, cache_dir)
+    log_model(snapshot, ", a snapshot in the Hugging Face cache, used unverified")
     return snapshot
 
 
@@ -65,13 +65,13 @@ def find_recorded_model(path: str, fingerprint: str | None, cache_dir: Path) -> 
     if path and Path(path).is_dir():
         return path
     for model in list_prepared(cache_dir) if fingerprint else ():
-        if directory.fingerprint(model) == fingerprint:
+        if directory.fingerprint_model(model) == fingerprint:
             return str(model)
     return None
 
 
 def list_prepared(cache_dir: Path) -> list[Path]:
-    """Return the finished models under a cache directory, the newest first."""
+    """Return the directories of all finished models under a cache directory, newest first."""
     found = []
     for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
         content = manifest.read_if_any(path.parent)
@@ -81,56 +81,60 @@ def list_prepared(cache_dir: Path) -> list[Path]:
 
 
 def is_trial(model_dir: Path) -> bool:
-    """Tell whether the Makefile made a model for a trial, whatever it is called now."""
+    """Return whether the Makefile created a model for a trial, even if it was renamed since."""
     content: Mapping[str, Any] = manifest.read_if_any(model_dir) or {}
     names = {model_dir.name, content.get("options", {}).get("model_name")}
     return not names.isdisjoint(TRIAL_NAMES)
 
 
 def find_only_prepared(cache_dir: Path) -> Path:
-    """Return the one model that is prepared; which of several is meant is never guessed.
+    """Return the only prepared model.
 
-    Raises UsageError with a command for each of several, ArtifactError where there is none.
+    Raises ArtifactError if there is none, and UsageError with a command for each model if there are
+    several.
     """
-    everything = list_prepared(cache_dir)
-    found = [path for path in everything if not is_trial(path)]
-    if not found:
-        trial = ", ".join(path.name for path in everything)
+    prepared = list_prepared(cache_dir)
+    models = [path for path in prepared if not is_trial(path)]
+    if not models:
+        trial = ", ".join(path.name for path in prepared)
         raise ArtifactError(
             f"no model is prepared under {models_root(cache_dir)}",
-            found=f"{trial}, which only -m takes" if trial else "",
+            found=f"{trial}, which must be named with -m" if trial else "",
             hint=HOW,
         )
-    if found[1:]:
+    if models[1:]:
         raise UsageError(
-            f"{len(found)} models are prepared under {models_root(cache_dir)}, and none was named",
+            f"{len(models)} models are prepared under {models_root(cache_dir)}, and none was named",
             expected="one of these commands\n"
-            + "\n".join(commands.as_typed("-m", path.name) for path in found),
+            + "\n".join(commands.as_typed("-m", path.name) for path in models),
         )
-    return found[0]
+    return models[0]
 
 
 def guess_dataset() -> Path:
-    """Return the one dataset below hf_datasets/, for a command that is printed, or a usual name."""
-    found = [
+    """Return the dataset to show in a printed command: the only one, or `hf_datasets/corpus`."""
+    datasets = [
         path.parent
         for path in Path("hf_datasets").glob(f"*/{MANIFEST}")
         if path.parent.name not in TRIAL_NAMES
     ]
-    return found[0] if len(found) == 1 else Path("hf_datasets/corpus")
+    return datasets[0] if len(datasets) == 1 else Path("hf_datasets/corpus")
 
 
 def model_remedy(directory: Path, *more: object) -> Remedy:
-    """Return what prepares a model, or fetches raw files, once more: parts of an error."""
+    """Return the command that prepares a model, or downloads raw files, again.
+
+    The result contains arguments for an error. more: further options of the command.
+    """
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
     if content.get("options") and content["kind"].startswith(("model/", "raw/")):
         return manifest.remedy(content | {"stage": _STAGE}, *more, **cache)
-    return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
+    return _guess_remedy(directory.name.replace("--", "/", 1), directory, *more)
 
 
-def _prepared_by(name: str, path: Path, *more: object) -> Remedy:
-    """Return what prepares a model of this name, as far as the name tells."""
+def _guess_remedy(name: str, path: Path, *more: object) -> Remedy:
+    """Return the command that downloads a model if its name could be one on the Hub."""
     is_ours = path.parent.name == "models"
     if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
         return {"run": commands.script(_STAGE, "--model-name", name, *more)}
@@ -138,52 +142,56 @@ def _prepared_by(name: str, path: Path, *more: object) -> Remedy:
 
 
 def _check_directory(path: Path, why: str = "") -> Path:
-    """Return a directory given by its path: ours, an export, or one made elsewhere."""
+    """Return a directory that was named by its path: from stage 03 or 05, or from elsewhere."""
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
-        _require_read(path)
-        log_model(path, f"{why}, made elsewhere (no {MANIFEST}), taken as it is")
+        _require_readable_weights(path)
+        log_model(path, f"{why}, made elsewhere (no {MANIFEST}), used unverified")
         return path
-    other = manifest.read_if_any(path)
-    if other and other["kind"] != KIND:
-        log_model(path, f"{why}, made by {other.get('stage') or other['kind']}")
-        return _check_files(path, other, {})
+    content = manifest.read_if_any(path)
+    if content and content["kind"] != KIND:
+        log_model(path, f"{why}, made by {content.get('stage') or content['kind']}")
+        return _check_files(path, content, {})
     return _check_prepared(path, why)
 
 
-def _require_read(path: Path) -> None:
-    """Raise for weights that are not read here: without them, it would be trained from scratch."""
+def _require_readable_weights(path: Path) -> None:
+    """Raise an error for weights in other formats, because ignoring them would train from scratch.
+
+    Raises UsageError or ArtifactError with the command that converts them.
+    """
     if not has_weights(path) and (error := unread_weights.find_error(path)):
         raise error
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
+    """Log a model of stage 03 and return its directory if its files match the manifest."""
     log_model(directory, why)
     content = manifest.read(directory, KIND, "the model", **model_remedy(directory))
     return _check_files(directory, content, model_remedy(directory, "--overwrite"))
 
 
 def log_model(model_dir: Path, why: str) -> None:
-    """Log which model it is and how large, as far as its files tell without building it."""
+    """Log the path of a model and, if its files say so, the number of its parameters."""
     count = count_parameters(model_dir)
     log.info(f"model: {model_dir}{f', {units.count(count)} parameters' if count else ''}{why}")
 
 
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:
-    """Return a directory that holds what its manifest names, and nothing else that is read."""
+    """Return a directory if it contains the files of its manifest and no other weights or code."""
     manifest.check(directory, content, "the model", **remedy)
     if found := list_strays(directory, content):
         raise ArtifactError(
-            f"{directory} holds files that nobody verified",
+            f"{directory} contains files that were not verified",
             found="\n".join(found),
             hint="move them away",
         )
     return directory
 
 
-def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactError:
-    """Return the error for a name that stands for nothing finished."""
+def _missing_model_error(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactError:
+    """Return the error for a name that matches no finished model."""
     found = [manifest.describe_leftovers(target)]
     if target.is_dir():
         found.append(
@@ -191,20 +199,18 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
         )
     elif path.is_dir():
         found.append(f"{path} without {CONFIG}")
-    there = [directory.name for directory in list_prepared(cache_dir)]
-    found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
-    cached = [
-        path.name.removeprefix("models--").replace("--", "/")
-        for path in sorted(hf_cache.find_cache().glob("models--*"))
-    ]
-    if whole := [name for name in cached if hf_cache.find_complete_snapshot(name)]:
-        found.append(f"whole in the Hugging Face cache {hf_cache.find_cache()}: {', '.join(whole)}")
+    prepared = [directory.name for directory in list_prepared(cache_dir)]
+    found.append(f"prepared under {models_root(cache_dir)}: {', '.join(prepared) or 'nothing'}")
+    if cached := hf_cache.list_complete_models():
+        found.append(
+            f"complete in the Hugging Face cache {hf_cache.find_cache()}: {', '.join(cached)}"
+        )
     if hf_cache.find_snapshot(name):
-        found.append(f"the Hugging Face cache {hf_cache.find_cache()} holds only a part of {name}")
+        found.append(f"the Hugging Face cache {hf_cache.find_cache()} has only a part of {name}")
     return ArtifactError(
-        f"no finished model called {name}",
-        expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
-        "one of a model in the Hugging Face cache",
+        f"no finished model is called {name}",
+        expected=f"a directory with {CONFIG}, the name of a model that stage 03 prepared, or "
+        "the name of a model in the Hugging Face cache",
         found="\n".join(filter(None, found)),
-        **_prepared_by(name, path),
+        **_guess_remedy(name, path),
     )

@@ -1,4 +1,4 @@
-"""Designs a model from scratch: of one of the sizes, or as any config.json describes it."""
+"""Create the config and tokenizer of a model without weights: from a size or any config.json."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class Size:
-    """Describes a decoder of the Llama family: grouped-query attention, RoPE, SwiGLU, RMSNorm.
+    """The shape of a decoder like Llama: grouped-query attention, RoPE, SwiGLU, RMSNorm.
 
-    hidden, intermediate: features. heads, kv_heads: per layer, each of hidden / heads features.
-    context: tokens. vocabulary: the default of --vocab-size. like: whose shapes these are.
+    hidden, intermediate: features. heads, kv_heads: per layer; a head has hidden / heads features.
+    context: tokens. vocabulary: the default of --vocab-size. like: the model with the same shape.
     """
 
     layers: int
@@ -51,7 +51,7 @@ class Size:
     like: str = ""
 
     def parameters(self, vocabulary: int) -> int:
-        """Return the number of parameters with a (padded) vocabulary, from the shapes alone."""
+        """Return the number of parameters with a (padded) vocabulary."""
         kv_features = self.hidden // self.heads * self.kv_heads
         attention = 2 * self.hidden**2 + 2 * self.hidden * kv_features
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
@@ -59,7 +59,7 @@ class Size:
         return embeddings + self.layers * layer + self.hidden
 
 
-# Long contexts take the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
+# Long contexts use the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
 SIZES = {
     #           layers hidden  inner heads kv context     theta
     "1M": Size(4, 128, 384, 4, 2, 1024, 10_000.0, tied=True, vocabulary=1024),
@@ -76,10 +76,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Design:
-    """Says what to make, and of which tokenizer: datasets to train one on, or a directory to copy.
+    """The settings of a model from scratch.
 
-    With neither the tokenizer has a token for each byte. size: a name of `SIZES`, or None
-    where config_json stands. vocab_size: tokens to make room for, None for the default.
+    size: a name in SIZES, or None if `config_json` is given. vocab_size: tokens in the vocabulary,
+    or None for the default. train_on: datasets to train a tokenizer on. copy_from: directory with a
+    tokenizer to copy. Without both, the tokenizer has one token per byte.
     """
 
     size: str | None
@@ -89,63 +90,63 @@ class Design:
     copy_from: Path | None
 
     def choose_name(self) -> str:
-        """Return the name of a model that was given none: `scratch-tiny`, `scratch-qwen2`."""
+        """Return the default name, such as `scratch-tiny` or `scratch-qwen2`."""
         return f"scratch-{self.size or self._content['model_type']}"
 
     def identity(self, name: str) -> dict[str, Any]:
-        """Return what decides the content, wherever the inputs lie."""
+        """Return the options and fingerprints of inputs that determine the files."""
         inputs: dict[str, Any] = {}
         if self.config_json:
             inputs["config.json content"] = hashing.fingerprint(self._content)
         if self.train_on:
             inputs["dataset content"] = training_text.fingerprint(self.train_on)
         if self.copy_from:
-            inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
-        wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
-        asked = {
+            inputs["tokenizer files"] = tokenizer.fingerprint_tokenizer(self.copy_from)
+        vocab_size = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
+        options = {
             "from_scratch": True,
             "model_name": name,
             "model_size": self.size,
-            "vocab_size": wanted,
+            "vocab_size": vocab_size,
         }
         if self.size and (like := SIZES[self.size].like):
-            asked["shapes"] = like  # a name of a size has stood for others
-        return {"options": asked, "inputs": inputs}
+            options["shapes"] = like  # in earlier versions this size had another shape
+        return {"options": options, "inputs": inputs}
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
-        """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
+        """Raise UsageError if the dataset or tokenizer has changed since `before` was computed."""
         if changed := differences(before, self.identity(name)):
-            read = ", ".join(map(str, self.train_on)) or self.copy_from
+            inputs = ", ".join(map(str, self.train_on)) or self.copy_from
             raise UsageError(
-                f"{read} was replaced or changed while it was read; nothing was made of it",
+                f"{inputs} was replaced or changed while it was read; nothing was published",
                 found=list_differences(changed),
                 hint="once nothing writes to it:",
                 run=commands.as_typed(),
             )
 
     def vocabulary(self) -> int:
-        """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
+        """Return the number of tokens. Raises UsageError if the tokenizer has more of them."""
         if not self.copy_from:
             return self.vocab_size or (
                 self._default_vocabulary() if self.train_on else tokenizer.BYTE_VOCABULARY
             )
-        tokens = len(tokenizer.load(self.copy_from))
+        tokens = len(tokenizer.load_tokenizer(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
             raise UsageError(
                 f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
                 found=f"{units.counted(tokens, 'token')} in {self.copy_from}",
-                expected=f"--vocab-size {tokens} or more, or none",
+                expected=f"--vocab-size {tokens} or more, or no --vocab-size",
             )
         return self.vocab_size or tokens
 
     def context(self) -> int | None:
-        """Return the longest sequence in tokens, None where the architecture has no limit."""
+        """Return the context length in tokens, or None if the architecture has no limit."""
         if self.size:
             return SIZES[self.size].context
-        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
+        return getattr(self._read_config().get_text_config(), "max_position_embeddings", None)
 
     def describe(self, vocabulary: int) -> dict[str, str]:
-        """Return what the model is made of, in words, for the plan of a stage."""
+        """Return rows about the model for the plan of a stage."""
         if self.size:
             return describe_size(self.size, vocabulary)
         from lib.models import architecture
@@ -155,7 +156,7 @@ class Design:
             model = architecture.build_on_meta(Path(preview))
         rows = pad_vocabulary(vocabulary)
         context = self.context()
-        given = self._given_vocabulary()
+        given = self._read_vocabulary()
         instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
         return {
             "architecture": f"{type(model).__name__} of {self.config_json}, "
@@ -164,18 +165,18 @@ class Design:
             "context": units.counted(context, "token") if context else "not limited by the config",
         }
 
-    def make_tokenizer(
+    def write_tokenizer(
         self,
         directory: Path,
         workers: int,
         show_progress: bool,
         limit: int = tokenizer.SAMPLE_BYTES,
     ) -> None:
-        """Write the tokenizer's files. limit: bytes of text to train on at most."""
+        """Write the files of the tokenizer. limit: bytes of text to train it on at most."""
         if self.copy_from:
-            tokenizer.copy(self.copy_from, self.context(), directory)
+            tokenizer.copy_tokenizer(self.copy_from, self.context(), directory)
         else:
-            tokenizer.train(
+            tokenizer.train_tokenizer(
                 self.train_on,
                 self.vocabulary(),
                 self.context(),
@@ -186,48 +187,48 @@ class Design:
             )
 
     def describe_tokenizer(self) -> str:
-        """Return in words where the tokenizer is from."""
+        """Return a text that says where the tokenizer comes from."""
         if self.copy_from:
             return f"copied from {self.copy_from}"
         return (
             f"trained on {', '.join(map(str, self.train_on))}"
             if self.train_on
-            else "a token for each byte"
+            else "one token per byte"
         )
 
-    def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> dict[str, Any]:
-        """Write the configs into a directory that holds the tokenizer.
+    def write_configs(self, directory: Path, vocabulary: int) -> dict[str, Any]:
+        """Write the configs into the directory of the tokenizer.
 
-        Returns what the directory's manifest says about config.json.
-
-        For some types of model transformers takes a class of its own whatever the tokenizer's
-        files say (qwen2 in 5.23), which may add tokens: then there is room for them too.
+        Returns the entries of the manifest's summary about config.json. For some model types,
+        transformers ignores the tokenizer's files and uses a class of its own (qwen2 in 5.23). If
+        this class adds tokens, the vocabulary is enlarged.
         """
-        alone = tokenizer.load(directory)
+        alone = tokenizer.load_tokenizer(directory)
         added = self.write(directory, vocabulary, alone)
-        beside = tokenizer.load(directory)
-        if type(beside) is not type(alone):
+        with_config = tokenizer.load_tokenizer(directory)
+        if type(with_config) is not type(alone):
             log.warn(
-                f"transformers reads this model's tokenizer as {type(beside).__name__}, "
-                f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
-                "another way than by the tokenizer alone"
+                f"transformers loads the tokenizer of this model as {type(with_config).__name__}, "
+                f"with {len(with_config):,} tokens instead of {len(alone):,}; it may split text "
+                "in another way than the tokenizer alone"
             )
-            added = self.write(directory, max(vocabulary, len(beside)), beside)
+            added = self.write(directory, max(vocabulary, len(with_config)), with_config)
         return {EARLIER_KEYS: added}
 
     def write(
-        self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None
+        self, directory: Path, vocabulary: int, loaded: PreTrainedTokenizerBase | None
     ) -> list[str]:
-        """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer.
+        """Write `config.json` and `generation_config.json`.
 
-        Returns the keys of config.json that transformers 5 does not need.
+        loaded: the tokenizer whose special tokens they name. Returns the keys in config.json that
+        are there for older programs only.
         """
         special = {
-            f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
+            f"{kind}_token_id": getattr(loaded, f"{kind}_token_id", None)
             for kind in ("bos", "eos", "pad")
         }
         if self.size:
-            made = make_config(
+            config = make_config(
                 self.size,
                 vocabulary,
                 special["bos_token_id"],
@@ -235,37 +236,38 @@ class Design:
                 special["pad_token_id"],
             )
         else:
-            made = self._config()
-            for part in {id(p): p for p in (made, made.get_text_config())}.values():
+            config = self._read_config()
+            for part in {id(p): p for p in (config, config.get_text_config())}.values():
                 part.update({**special, "vocab_size": pad_vocabulary(vocabulary)})
-            made.dtype = "float32"
-        made.save_pretrained(directory)
+            config.dtype = "float32"
+        config.save_pretrained(directory)
         content = dialects.set_dtype(records.read_json(directory / CONFIG), "float32")
-        full = dialects.add_earlier_keys(content, getattr(made, "tie_word_embeddings", None))
+        full = dialects.add_earlier_keys(content, getattr(config, "tie_word_embeddings", None))
         manifest.write_json(directory / CONFIG, full)
         known = {key: value for key, value in special.items() if value is not None}
         manifest.write_json(directory / "generation_config.json", {**known, "do_sample": True})
-        return dialects.list_added(content, full)
+        return dialects.list_added_keys(content, full)
 
     def _default_vocabulary(self) -> int:
         if self.size:
             return SIZES[self.size].vocabulary
-        found = self._given_vocabulary()
-        if not isinstance(found, int) or found < tokenizer.SMALLEST_VOCABULARY:
+        given = self._read_vocabulary()
+        if not isinstance(given, int) or given < tokenizer.SMALLEST_VOCABULARY:
             raise UsageError(
-                f"{self.config_json} gives no vocabulary to train a tokenizer for",
+                f"{self.config_json} has no vocabulary size that a tokenizer can be trained for",
                 expected="--vocab-size N",
             )
-        return found
+        return given
 
-    def _given_vocabulary(self) -> Any:
+    def _read_vocabulary(self) -> Any:
+        """Return the vocabulary size in the config.json; it may have any type."""
         text = self._content.get("text_config") or {}
         return self._content.get("vocab_size") or text.get("vocab_size")
 
     @cached_property
     def _content(self) -> dict[str, Any]:
-        """Return the file without what belongs to the weights it came with."""
-        assert self.config_json  # or there is a size
+        """Return the content of the config.json without keys that belong to particular weights."""
+        assert self.config_json  # otherwise there is a size
         try:
             content = records.read_json(self.config_json)
         except FileNotFoundError:
@@ -276,45 +278,46 @@ class Design:
             ) from None
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
             raise UsageError(
-                f"--config-json: {self.config_json} is not a config of a model",
+                f"--config-json: {self.config_json} is not the config of a model",
                 expected="a JSON object with a model_type, as in config.json",
             )
         if content.get("quantization_config"):
             raise UsageError(
-                f"--config-json: {self.config_json} is of a quantised model, which "
+                f"--config-json: {self.config_json} describes a quantised model, which "
                 "cannot be trained",
                 found="quantization_config",
                 expected="the config.json of the unquantised release",
             )
         return {key: value for key, value in content.items() if key not in _FOREIGN}
 
-    def _config(self) -> PretrainedConfig:
+    def _read_config(self) -> PretrainedConfig:
+        """Return the config as transformers reads it. Raises UsageError for impossible numbers."""
         from lib.models import architecture
 
-        with tempfile.TemporaryDirectory() as own, self._rename_errors(Path(own)):
-            manifest.write_json(Path(own) / CONFIG, self._content)
-            made = architecture.read_config(Path(own))
-        counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
+        with tempfile.TemporaryDirectory() as copy, self._rename_errors(Path(copy)):
+            manifest.write_json(Path(copy) / CONFIG, self._content)
+            config = architecture.read_config(Path(copy))
+        counts = {key: getattr(config.get_text_config(), key, None) for key in _COUNTS}
         if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
             raise UsageError(
-                f"--config-json: {self.config_json} describes no model",
+                f"--config-json: {self.config_json} does not describe a model",
                 expected="1 or more",
                 found=", ".join(odd),
             )
-        return made
+        return config
 
-    def _rename_errors(self, own: Path) -> AbstractContextManager[None]:
-        """Let errors about a directory for the while name the file that a person gave."""
-        return rename_in_errors(str(self.config_json), own / CONFIG, own)
+    def _rename_errors(self, directory: Path) -> AbstractContextManager[None]:
+        """Make errors about a temporary directory name the file in --config-json."""
+        return rename_in_errors(str(self.config_json), directory / CONFIG, directory)
 
 
 def pad_vocabulary(vocabulary: int) -> int:
-    """Return the rows of an embedding that holds `vocabulary` tokens."""
+    """Return the number of embedding rows for a vocabulary."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def _describe_rows(rows: int, vocabulary: int) -> str:
-    """Return in words how many rows an embedding has, and why."""
+    """Return a text about the rows of the embedding."""
     return (
         f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of "
         f"{VOCABULARY_MULTIPLE}"
@@ -322,7 +325,7 @@ def _describe_rows(rows: int, vocabulary: int) -> str:
 
 
 def describe_size(size: str, vocabulary: int) -> dict[str, str]:
-    """Return what a size is made of, in words, for the plan of a stage."""
+    """Return rows about a size for the plan of a stage."""
     shape = SIZES[size]
     rows = pad_vocabulary(vocabulary)
     return {
@@ -330,7 +333,7 @@ def describe_size(size: str, vocabulary: int) -> dict[str, str]:
         + (f", the shapes of {shape.like}" if shape.like else ""),
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads"
         + (f" sharing {shape.kv_heads} key-value heads" if shape.kv_heads < shape.heads else "")
-        + f", inner width {shape.intermediate}",
+        + f", MLP width {shape.intermediate}",
         "vocabulary": _describe_rows(rows, vocabulary),
         "context": f"{shape.context:,} tokens",
     }
@@ -339,7 +342,7 @@ def describe_size(size: str, vocabulary: int) -> dict[str, str]:
 def make_config(
     size: str, vocabulary: int, bos: int | None, eos: int | None, pad: int | None = None
 ) -> LlamaConfig:
-    """Return the config of a size; the vocabulary is padded; bos, eos and pad are token ids."""
+    """Return the config of a size, with a padded vocabulary. bos, eos, pad: token ids."""
     from transformers import LlamaConfig
 
     shape = SIZES[size]

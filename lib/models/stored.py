@@ -1,4 +1,4 @@
-"""Reads full tensors of a model out of its files, and computes with one part of it in memory."""
+"""Read full tensors from a model's files, and run a model with only one part of it in memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lib.models import keys, weights
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import HubTensors
 
-# Module, attribute, name and the parameter that is there while it is not needed: on meta.
+# Module, attribute, full name, and the parameter on meta that is there while the part is unused.
 Places = list[tuple[nn.Module, str, str, nn.Parameter]]
 
 
 class StoredModel:
-    """Reads one tensor at a time; a tied one under any of its names.
+    """Read one tensor of a model at a time, by module name. Tied tensors have several names.
 
-    model: what the files are of, on meta; what adapters have added to it is not in them.
+    model: on meta. The files do not contain parameters that a model change has added.
     """
 
     def __init__(self, model: PreTrainedModel, model_dir: Path) -> None:
-        """Raise ArtifactError when the files do not fit the model."""
+        """Open the files. Raises ArtifactError if they do not fit the model."""
         self._model = model
         self._files = HubTensors(model_dir)
         self._recipes = weights.plan_reading(model, self._files, model_dir).recipes
@@ -36,7 +36,7 @@ class StoredModel:
         }
         for names in keys.group_tied(model).values():
             recipe = next((self._recipes[name] for name in names if name in self._recipes), None)
-            if recipe is not None:  # a buffer may be missing, where the constructor computes it
+            if recipe is not None:  # buffers that the constructor computes may be missing
                 self._recipes |= dict.fromkeys(names, recipe)
 
     def __enter__(self) -> StoredModel:
@@ -51,30 +51,30 @@ class StoredModel:
         self._files.__exit__(kind, value, trace)
 
     def read_all(self, names: Sequence[str]) -> list[Tensor]:
-        """Return several tensors."""
+        """Return several tensors, each as `read` returns it."""
         return [self.read(name) for name in names]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in the dtype that it is stored in, or a buffer as it is constructed."""
+        """Return a tensor in its stored dtype. Missing buffers come from the constructor."""
         if name not in self._recipes:
             return weights.build_twin(self._model).get_buffer(name)
-        whole = tuple(slice(0, size) for size in self._shapes[name])
-        return self._recipes[name].read(self._files, whole)
+        full = tuple(slice(0, size) for size in self._shapes[name])
+        return self._recipes[name].read(self._files, full)
 
 
 @contextmanager
 def stream_parts(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Let a model on meta compute in float32 on the CPU: each part is read before its forward.
+    """Let a model on meta compute in float32 on the CPU, reading each part before its forward.
 
-    Parts are the decoder blocks, and what has parameters beside them. They are on meta again after
-    it. read: returns what a parameter or persistent buffer holds, by its name.
+    Parts are the decoder blocks and the other modules with parameters. After its forward, a part is
+    on meta again. read: returns the full parameter or persistent buffer of a name.
     """
-    _fill_buffers(model, read)
+    _load_buffers(model, read)
     hooks = []
-    for part, places in _parts(model):
+    for part, places in _list_parts(model):
         hooks += [
-            part.register_forward_pre_hook(partial(_fill, places, read), prepend=True),
-            part.register_forward_hook(partial(_drop, places), always_call=True),
+            part.register_forward_pre_hook(partial(_load_part, places, read), prepend=True),
+            part.register_forward_hook(partial(_drop_part, places), always_call=True),
         ]
     was_training = model.training
     model.eval()
@@ -87,7 +87,7 @@ def stream_parts(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Itera
             hook.remove()
 
 
-def _parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
+def _list_parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
     """Yield each part with the places of its parameters."""
     blocks = decoder_layers(model)
     for name, module in model.named_modules():
@@ -104,19 +104,19 @@ def _parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
             yield module, places
 
 
-def _fill(places: Places, read: Callable[[str], Tensor], *_: object) -> None:
+def _load_part(places: Places, read: Callable[[str], Tensor], *_: object) -> None:
     for module, leaf, name, _parameter in places:
         module._parameters[leaf] = nn.Parameter(read(name).float(), requires_grad=False)
 
 
-def _drop(places: Places, *_: object) -> None:
+def _drop_part(places: Places, *_: object) -> None:
     for module, leaf, _name, parameter in places:
         module._parameters[leaf] = parameter
 
 
 @torch.no_grad()
-def _fill_buffers(model: PreTrainedModel, read: Callable[[str], Tensor]) -> None:
-    """Give all buffers memory and their values: few numbers, which stay."""
+def _load_buffers(model: PreTrainedModel, read: Callable[[str], Tensor]) -> None:
+    """Allocate and fill all buffers. They are small, so they stay in memory."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -82,7 +82,7 @@ class Sample:
         )
 
 
-def train(
+def train_tokenizer(
     corpora: Sequence[Path],
     vocabulary: int,
     context: int | None,
@@ -154,7 +154,7 @@ def train(
     return made, sample
 
 
-def copy(source: Path, context: int | None, destination: Path) -> None:
+def copy_tokenizer(source: Path, context: int | None, destination: Path) -> None:
     """Copy the tokenizer files of a directory; `model_max_length` becomes the context, if any."""
     for path in _find_files(source):
         shutil.copyfile(path, destination / path.name)
@@ -163,7 +163,7 @@ def copy(source: Path, context: int | None, destination: Path) -> None:
     manifest.write_json(config, {**content, **_make_limit(context)})
 
 
-def load(directory: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a directory, running no code of it; UsageError when it cannot be."""
     from transformers import AutoTokenizer
 
@@ -228,7 +228,7 @@ def _is_part(short: str, long: str) -> bool:
     return all(char in characters for char in short)
 
 
-def fingerprint(source: Path) -> str:
+def fingerprint_tokenizer(source: Path) -> str:
     """Return a fingerprint of a directory's tokenizer files; UsageError when there are none."""
     return hashing.fingerprint(
         {path.name: hashing.file_digest(path, "sha256") for path in _find_files(source)}

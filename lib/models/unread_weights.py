@@ -1,4 +1,4 @@
-"""Weights in formats that are not read here, and commands that convert them."""
+"""Report weights in formats that are not supported, with the commands that convert them."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _CONVERT = (
 
 
 def find_error(path: Path) -> StageError | None:
-    """Return the error for a directory whose weights are not read here, with the way forward.
+    """Return the error for a directory with weights in another format, or None if there are none.
 
-    Returns None where it holds no such weights.
+    The error contains the commands that convert the weights.
     """
     if not path.is_dir():
         return None
-    if found := _of_a_run(path):
-        return found
+    if error := _find_run_error(path):
+        return error
     folders = (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/")))
     sharded = next(
         (folder for folder in folders if any(folder.glob(_SHARDED)) and "optim" not in folder.name),
         None,
     )
     if sharded:
-        return _sharded(path, sharded)
+        return _sharded_error(path, sharded)
     pickles = [file.name for pattern in _PICKLES for file in sorted(path.glob(pattern))]
-    return _pickled(path, pickles) if pickles else None
+    return _pickle_error(path, pickles) if pickles else None
 
 
-def _of_a_run(path: Path) -> StageError | None:
-    """Return the error for an experiment of stage 04, or one of its checkpoints, as a model."""
+def _find_run_error(path: Path) -> StageError | None:
+    """Return the error if the path is an experiment of stage 04 or one of its checkpoints."""
     for run in (path, path.parent, path.parent.parent, path.parent.parent.parent):
         commits = sorted(run.glob(f"checkpoints/step_*/{_COMMIT}"))
         if commits and (path == run or path.is_relative_to(run / "checkpoints")):
@@ -54,7 +54,7 @@ def _of_a_run(path: Path) -> StageError | None:
             )
             chosen = () if step is None else ("--step", step)
             return UsageError(
-                f"{path} holds checkpoints of a run, not a model",
+                f"{path} contains checkpoints of a run, not a model",
                 hint="export one:",
                 run="\n".join(
                     (
@@ -68,10 +68,10 @@ def _of_a_run(path: Path) -> StageError | None:
     return None
 
 
-def _sharded(path: Path, folder: Path) -> StageError:
+def _sharded_error(path: Path, folder: Path) -> StageError:
     target = path.with_name(f"{path.resolve().name}-merged")
     return UsageError(
-        f"{folder} has a sharded checkpoint of FSDP; only safetensors are read",
+        f"{folder} contains a sharded checkpoint of FSDP, but only safetensors are supported",
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
         hint="accelerate (pip install accelerate) merges it; after the first command, copy "
@@ -85,22 +85,22 @@ def _sharded(path: Path, folder: Path) -> StageError:
     )
 
 
-def _pickled(path: Path, names: list[str]) -> StageError:
+def _pickle_error(path: Path, names: list[str]) -> StageError:
     target = path.with_name(f"{path.resolve().name}-safetensors")
     listed = ", ".join(names[:5])
     if not (path / "config.json").is_file() or not any(n.endswith(".bin") for n in names):
         return ArtifactError(
-            f"{path} has pickled weights; only safetensors are read",
+            f"{path} contains pickled weights, but only safetensors are supported",
             found=listed,
             expected="model.safetensors beside a config.json",
             hint="`save_pretrained` of transformers writes both",
         )
     return UsageError(
-        f"{path} has pickled weights; only safetensors are read",
-        expected="model.safetensors, as `save_pretrained` writes it now",
+        f"{path} contains pickled weights, but only safetensors are supported",
+        expected="model.safetensors, as current versions of `save_pretrained` write it",
         found=listed,
-        hint="for a model of the Hub, stage 03 converts them with "
-        "--allow-pickle; transformers converts these, if you trust their origin:",
+        hint="stage 03 converts the pickles of a model on the Hub with --allow-pickle. If you "
+        "trust the origin of these files, transformers can convert them:",
         run="\n".join(
             (
                 commands.python("-c", _CONVERT, path, target),

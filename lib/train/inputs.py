@@ -121,7 +121,7 @@ def find_inputs(
     adapter = problems.collect(lambda: lora_from.find(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
-    model_stamps = file_identity.read_identities(directory.list_files(model_dir))
+    model_stamps = file_identity.read_identities(directory.list_model_files(model_dir))
     if faults := chat_files.find_faults(model_dir):
         raise ArtifactError(
             f"the model {model_dir} is damaged",
@@ -134,7 +134,7 @@ def find_inputs(
     )
     source = chats.find_template(config, model_dir, corpora, begun_with)
     fingerprints = {
-        "model": directory.fingerprint(model_dir),
+        "model": directory.fingerprint_model(model_dir),
         "tokenizer": artifacts.tokenizer_fingerprint(model_dir),
         **(
             _shards_identity(config, shards)
@@ -395,18 +395,16 @@ def _make(
 
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
-        design.make_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
-        of_config = design.write_beside_tokenizer(building.dir, vocabulary)
-        facts = check.examine_build(
-            building, weights=False, name=f"--model-size {config.model_size}"
-        )
+        design.write_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
+        config_facts = design.write_configs(building.dir, vocabulary)
+        facts = check.check_build(building, weights=False, name=f"--model-size {config.model_size}")
         design.require_same(content, design.choose_name())
         files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
         building.publish(
             stage="04_train_fsdp.py",
             options=config.to_record(),
             files=files,
-            summary={"source": "scratch", "parameters": facts.parameters, **of_config},
+            summary={"source": "scratch", "parameters": facts.parameters, **config_facts},
         )
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
     log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

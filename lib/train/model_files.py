@@ -86,7 +86,7 @@ def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[s
     if directory.list_missing_weights(model_dir):
         return {}
     known = {entry["path"]: entry["digest"] for entry in content["files"]}
-    names = directory.weight_files(model_dir)
+    names = directory.list_weight_files(model_dir)
     if unknown := [name for name in names if name not in known]:
         known |= verified.file_digests(
             model_dir,
@@ -171,7 +171,9 @@ def _model_content(model_dir: Path) -> dict[str, Any]:
     if content := manifest.read_if_any(model_dir):
         return content
     blobs = {
-        path.name: path.resolve() for path in directory.list_files(model_dir) if path.is_symlink()
+        path.name: path.resolve()
+        for path in directory.list_model_files(model_dir)
+        if path.is_symlink()
     }
     return {
         "files": [

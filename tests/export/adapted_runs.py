@@ -92,7 +92,7 @@ def save_adapted_run(
             "lora_dropout": lora.dropout,
             **options,
         },
-        "inputs": {"model": directory.fingerprint(model_dir)},
+        "inputs": {"model": directory.fingerprint_model(model_dir)},
     }
     content = {
         "step": 1,

@@ -171,8 +171,8 @@ def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
     model = tmp_path / "model"
     make_checkpoint(model, FAMILIES["llama"](300))
     save_run(tmp_path, model)
-    tokenizer.train([], 300, 128, model, workers=1, show_progress=False)
-    saved = tokenizer.load(model)
+    tokenizer.train_tokenizer([], 300, 128, model, workers=1, show_progress=False)
+    saved = tokenizer.load_tokenizer(model)
     saved.add_special_tokens({"extra_special_tokens": ["<|unused_270|>"]})
     saved.chat_template = "{{ bos_token }}{{ messages[0].content }}<|unused_270|>"
     saved.save_pretrained(tmp_path / "exp" / "model")

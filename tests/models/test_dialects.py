@@ -95,7 +95,7 @@ def test_each_family_gets_its_earlier_keys(
     assert {key: after.get(key, "absent") for key in wanted} == wanted
     assert "tie_word_embeddings" in after
     assert dialects.add_earlier_keys(after, tied=True) == after
-    assert dialects.remove(after, dialects.list_added(before, after)) == before
+    assert dialects.remove_keys(after, dialects.list_added_keys(before, after)) == before
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))
@@ -123,9 +123,9 @@ def test_the_text_part_of_a_model_has_them_too() -> None:
     }
     after = dialects.add_earlier_keys(before, tied=True)
     assert after["text_config"]["rope_local_base_freq"] == 3e3 and after["tie_word_embeddings"]
-    added = dialects.list_added(before, after)
+    added = dialects.list_added_keys(before, after)
     assert "text_config.rope_theta" in added
-    assert dialects.remove(after, added) == before
+    assert dialects.remove_keys(after, added) == before
 
 
 def test_a_config_with_earlier_keys_is_not_contradicted() -> None:
@@ -194,16 +194,16 @@ def test_a_model_with_them_is_the_one_that_it_was_without(tmp_path: Path) -> Non
         files = [manifest.file_entry(tmp_path, tmp_path / "config.json", "sha256")]
         noted = {**entry, "files": files, "summary": summary}
         manifest.write_json(tmp_path / "manifest.json", noted)
-        return directory.fingerprint(tmp_path)
+        return directory.fingerprint_model(tmp_path)
 
     before = publish(content, {})
     after = dialects.add_earlier_keys(content, tied=False)
-    added = dialects.list_added(content, after)
+    added = dialects.list_added_keys(content, after)
     assert publish(after, {}) != before  # nobody says that keys were added
     assert publish(after, {"earlier_keys": added}) == before
     for edit in ({"rope_scaling": _YARN}, {"tie_word_embeddings": True}):
         manifest.write_json(tmp_path / "config.json", {**after, **edit})
-        assert directory.fingerprint(tmp_path) != before  # transformers 5 reads both
+        assert directory.fingerprint_model(tmp_path) != before  # transformers 5 reads both
     hidden = {"earlier_keys": [*added, "hidden_size", 5]}
     assert publish({**after, "hidden_size": 64}, hidden) != before  # nothing else can be left out
     assert read_config(tmp_path).hidden_size == 64

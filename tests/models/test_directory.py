@@ -58,7 +58,7 @@ def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, ca
     (cache / "models/org--first").rename(cache / "models/test-quick")
     with pytest.raises(ArtifactError, match="no model is prepared") as caught:
         find_model(None, cache)
-    assert caught.value.found == "demo, test-quick, which only -m takes"
+    assert caught.value.found == "demo, test-quick, which must be named with -m"
     assert find_model("demo", cache) == cache / "models/demo"
 
 
@@ -116,13 +116,13 @@ def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
     (snapshot / "config.json").write_text("{}")
     with pytest.raises(ArtifactError) as caught:  # config and no weights
         find_model("org/cached", cache)
-    assert "holds only a part of org/cached" in caught.value.found
+    assert "only a part of org/cached" in caught.value.found
     (snapshot / "model.safetensors").write_bytes(b"")
     assert find_model("org/cached", cache) == snapshot
     assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
     with pytest.raises(ArtifactError) as caught:
         find_model("org/other", cache)
-    assert f"whole in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
+    assert f"complete in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
 
 
 def test_pickles_are_not_taken_for_a_model_without_weights(cache):
@@ -194,7 +194,7 @@ def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, str
     find_model("org/first", cache)
     (directory / stray).write_text("")
     for name in ("org/first", str(directory)):
-        with pytest.raises(ArtifactError, match="holds files that nobody verified") as caught:
+        with pytest.raises(ArtifactError, match="not verified") as caught:
             find_model(name, cache)
         assert stray in caught.value.found
 

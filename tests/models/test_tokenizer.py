@@ -49,7 +49,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int, tokenizer.Sample]:
     into.mkdir()
-    return tokenizer.train([corpus], vocabulary, 128, into, workers=1, show_progress=False, **more)
+    return tokenizer.train_tokenizer(
+        [corpus], vocabulary, 128, into, workers=1, show_progress=False, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_every_string_survives(trained):
 
 
 def test_text_cannot_forge_a_special_token(trained):
-    loaded = tokenizer.load(trained)
+    loaded = tokenizer.load_tokenizer(trained)
     ids = loaded(f"a{tokenizer.EOS}b{tokenizer.BOS}")["input_ids"]
     assert ids.count(loaded.bos_token_id) == 1 and loaded.eos_token_id not in ids
     fast = loaded.backend_tokenizer.encode(tokenizer.EOS, add_special_tokens=False).ids
@@ -91,7 +93,7 @@ def test_text_cannot_forge_a_special_token(trained):
 
 
 def test_what_a_trainer_reads_of_it(trained):
-    loaded = tokenizer.load(trained)
+    loaded = tokenizer.load_tokenizer(trained)
     assert (len(loaded), loaded.model_max_length) == (600, 128)
     special = (loaded.bos_token, loaded.eos_token, loaded.pad_token)
     assert special == (tokenizer.BOS, tokenizer.EOS, tokenizer.PAD)
@@ -99,7 +101,7 @@ def test_what_a_trainer_reads_of_it(trained):
 
 
 def test_a_batch_is_padded_with_a_token_that_no_text_has(trained):
-    loaded = tokenizer.load(trained)
+    loaded = tokenizer.load_tokenizer(trained)
     batch = loaded(["a b c d e f", f"a{tokenizer.PAD}"], padding=True)
     assert [sum(mask) for mask in batch["attention_mask"]] == [
         len(ids) - ids.count(loaded.pad_token_id) for ids in batch["input_ids"]
@@ -109,7 +111,7 @@ def test_a_batch_is_padded_with_a_token_that_no_text_has(trained):
 
 def test_the_smallest_vocabulary_has_no_room_for_padding(corpus, tmp_path):
     made, _ = train(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
-    loaded = tokenizer.load(tmp_path / "it")
+    loaded = tokenizer.load_tokenizer(tmp_path / "it")
     assert made == len(loaded) == tokenizer.SMALLEST_VOCABULARY and loaded.pad_token is None
 
 
@@ -131,7 +133,7 @@ def test_same_text_same_bytes(corpus, trained, tmp_path):
 
 def test_a_small_corpus_gives_fewer_tokens(corpus, tmp_path):
     made, sample = train(corpus, tmp_path / "it", vocabulary=50_000)
-    assert 600 < made < 50_000 == len(tokenizer.load(tmp_path / "it"))
+    assert 600 < made < 50_000 == len(tokenizer.load_tokenizer(tmp_path / "it"))
     assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
 
 
@@ -166,11 +168,11 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
     datasets.Dataset.from_dict({"text": ["zyzzyva " * 500]}).save_to_disk(tmp_path / "other")
     how = {"workers": 1, "show_progress": False}
-    tokenizer.train([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **how)
-    assert len(tokenizer.load(tmp_path / "both").tokenize(" zyzzyva")) <= 2
-    shard = next(corpus.rglob("*.arrow"))
+    tokenizer.train_tokenizer([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **how)
+    assert len(tokenizer.load_tokenizer(tmp_path / "both").tokenize(" zyzzyva")) <= 2
+    shard = next(corpus.rglob("*.arrow"))  # a file as the cache of `datasets` contains it
     (tmp_path / "plain").mkdir()
-    tokenizer.train([shard], 600, None, tmp_path / "plain", **how)  # as it lies in a cache
+    tokenizer.train_tokenizer([shard], 600, None, tmp_path / "plain", **how)
     alone = tmp_path / "alone"
     train(corpus, alone)
     assert (
@@ -179,15 +181,15 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     )
     assert training_text.fingerprint([shard]) == training_text.fingerprint([shard])
     (tmp_path / "bytes").mkdir()
-    made, _ = tokenizer.train([], 300, None, tmp_path / "bytes", **how)
-    loaded = tokenizer.load(tmp_path / "bytes")
+    made, _ = tokenizer.train_tokenizer([], 300, None, tmp_path / "bytes", **how)
+    loaded = tokenizer.load_tokenizer(tmp_path / "bytes")
     assert (made, len(loaded)) == (tokenizer.BYTE_VOCABULARY, 300)
     assert len(loaded("naïve", add_special_tokens=False)["input_ids"]) == 6
     assert not tokenizer.find_losses(loaded, tmp_path / "bytes")
 
 
 def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path):
-    tokenizer.copy(trained, 64, tmp_path)
+    tokenizer.copy_tokenizer(trained, 64, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
@@ -195,7 +197,7 @@ def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path)
 def test_a_broken_tokenizer_is_told_in_a_sentence(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UsageError, match="does not load"):
-        tokenizer.load(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)
 
 
 def made_of(into: Path, change) -> Path:
@@ -215,18 +217,18 @@ def made_of(into: Path, change) -> Path:
 def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tmp_path):
     from tokenizers import decoders, normalizers
 
-    assert tokenizer.find_losses(tokenizer.load(trained), trained) == []
+    assert tokenizer.find_losses(tokenizer.load_tokenizer(trained), trained) == []
     for name, change, words in (
         ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
         ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3),
     ):
         (tmp_path / name).mkdir()
         where = made_of(tmp_path / name, change)
-        assert len(tokenizer.find_losses(tokenizer.load(where), where)) >= words
+        assert len(tokenizer.find_losses(tokenizer.load_tokenizer(where), where)) >= words
     (tmp_path / "broken").mkdir()
     where = made_of(tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse()))
     with pytest.raises(UsageError, match="does not give back") as caught:
-        tokenizer.find_losses(tokenizer.load(where), where)
+        tokenizer.find_losses(tokenizer.load_tokenizer(where), where)
     assert "ĠquickĠ" in caught.value.found
 
 

@@ -45,7 +45,7 @@ def of(model_dir: Path, **more: object) -> Inputs:
         "begun": {},
         "named": None,
         "scratch": False,
-        "model_stamps": file_identity.read_identities(directory.list_files(model_dir)),
+        "model_stamps": file_identity.read_identities(directory.list_model_files(model_dir)),
     }
     return Inputs(model_dir, [], {}, **facts | more)
 
