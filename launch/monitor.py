@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Follow a run from its files: progress, loss curve, speed, memory, checkpoints, warnings.
+"""Show a run from its files: progress, loss curve, speed, memory, checkpoints, warnings.
 
-While it runs, what the GPUs of this machine do is shown too, where there is nvidia-smi.
+While the run is active, also show the GPUs of this machine, if nvidia-smi is installed.
 
   python launch/monitor.py outputs/exp            live in a terminal, until complete or Ctrl-C
-  python launch/monitor.py outputs/exp --once     one look, also for a log or a mail
-  python launch/monitor.py outputs/exp --log      what rank 0 logs, from its last lines on
+  python launch/monitor.py outputs/exp --once     once, also for a log or a mail
+  python launch/monitor.py outputs/exp --log      follow the log of rank 0 from its last lines
 
 Reads state.json, metrics.jsonl, events.jsonl, logs/ and lock.json, on any machine that sees them,
-and changes nothing. Exit codes: 0; 2 when there is no such run.
+and changes nothing. Exit codes: 0; 2 if there is no such run.
 """
 
 from __future__ import annotations
@@ -35,74 +35,76 @@ from lib.parallel import nvidia
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-~=*#@"
 _CURVE_ROWS = 8
-_RECENT = 20  # rows that are looked at for a slow rank
-_STRAGGLER = 1.2  # times the usual rank
+_RECENT = 20  # rows that are searched for a slow rank
+_STRAGGLER = 1.2  # times the median rank
 _LABEL = 13
 _LOG_LINES = 40
 _LOG_BYTES = 64 << 10
 _MIB = 1 << 20
-_ENTER = "\x1b[?1049h\x1b[?25l"
-_LEAVE = "\x1b[?25h\x1b[?1049l"
+_ENTER_PAGE = "\x1b[?1049h\x1b[?25l"
+_LEAVE_PAGE = "\x1b[?25h\x1b[?1049l"
 
 
 def parse(argv: list[str]) -> Options:
+    """Parse the command line."""
     parser = options.Parser(__doc__)
-    run_files.add_option(parser)
-    parser.add_argument("--once", action="store_true", help="look once and end")
+    run_files.add_experiment(parser)
+    parser.add_argument("--once", action="store_true", help="show the run once and exit")
     parser.add_argument(
         "--log",
         action="store_true",
-        help="show the log of rank 0 as it grows, until complete or Ctrl-C",
+        help="follow the log of rank 0 until the run is complete or Ctrl-C",
     )
     parser.add_argument(
-        "--every", type=options.positive, default=2.0, metavar="S", help="seconds between looks"
+        "--every", type=options.positive, default=2.0, metavar="S", help="seconds between updates"
     )
     return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
-    wanted = parse(argv)
-    live = sys.stdout.isatty() and not (wanted.once or wanted.log)
-    experiment = paths.existing_experiment(wanted.experiment)
+    """Show a run once, live, or as its log."""
+    opts = parse(argv)
+    live = sys.stdout.isatty() and not (opts.once or opts.log)
+    experiment = paths.existing_experiment(opts.experiment)
     if not live:
-        run_files.require(experiment)
+        run_files.require_run(experiment)
     run = RunFiles(experiment.root.resolve())
-    if wanted.log:
-        _follow_log(run, max(0.2, wanted.every))
+    if opts.log:
+        _follow_log(run, max(0.2, opts.every))
         return
     if live:
-        _follow(run, max(0.2, wanted.every))
+        _show_live(run, max(0.2, opts.every))
     run.update()
-    print("\n".join(page(run, shutil.get_terminal_size((100, 40)).columns)))
+    print("\n".join(render_page(run, shutil.get_terminal_size((100, 40)).columns)))
 
 
-def _follow(run: RunFiles, every: float) -> None:
-    """Redraw the page until the run is complete; the terminal is left as it was."""
-    signal.signal(signal.SIGTERM, _end)
-    sys.stdout.write(_ENTER)
+def _show_live(run: RunFiles, every: float) -> None:
+    """Redraw the page until the run is complete, and then restore the terminal."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.stdout.write(_ENTER_PAGE)
     try:
-        while not run.is_over():
+        while not run.is_complete():
             run.update()
             width, height = shutil.get_terminal_size((100, 40))
-            lines = [line[: width - 1] for line in page(run, width - 1)][: height - 1]
+            lines = [line[: width - 1] for line in render_page(run, width - 1)][: height - 1]
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
             sys.stdout.flush()
             time.sleep(every)
     except KeyboardInterrupt:
         pass
     finally:
-        sys.stdout.write(_LEAVE)
+        sys.stdout.write(_LEAVE_PAGE)
         sys.stdout.flush()
 
 
 def _follow_log(run: RunFiles, every: float) -> None:
-    """Print the last lines of rank 0's log, and what is added to it until the run is complete."""
-    signal.signal(signal.SIGTERM, _end)
+    """Print the last lines of rank 0's log and all new ones until the run is complete."""
+    signal.signal(signal.SIGTERM, _interrupt)
     log = run_files.GrowingFile(run.experiment.rank_log(0), _LOG_BYTES)
     try:
-        lines = log.read()[0][-_LOG_LINES:]
+        lines = log.read_new()[0][-_LOG_LINES:]
         if not lines:
-            print(f"nothing is logged in {run.experiment.root} yet", flush=True)
+            print(f"no log in {run.experiment.root} yet", flush=True)
         is_last = False
         while True:
             for line in lines:
@@ -110,52 +112,55 @@ def _follow_log(run: RunFiles, every: float) -> None:
             if is_last:
                 return
             run.update()
-            is_last = run.is_over()  # the summary is logged after the state is written
+            is_last = run.is_complete()  # the summary is logged after state.json is written
             time.sleep(every)
-            lines = log.read()[0]
+            lines = log.read_new()[0]
     except KeyboardInterrupt:
         pass
 
 
-def _end(number: int, frame: object) -> NoReturn:
+def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def page(run: RunFiles, width: int) -> list[str]:
-    """Return everything that is known about a run, as lines."""
+def render_page(run: RunFiles, width: int) -> list[str]:
+    """Return the lines of the page about a run. width: columns of the terminal."""
     ranks = f", {units.counted(run.ranks(), 'rank')}" if run.ranks() else ""
-    lines = [_line(run.experiment.root.name, run.status().words + ranks)]
+    lines = [_line(run.experiment.root.name, run.status().text + ranks)]
     if progress := _progress(run, width):
         lines.append(_line("progress", progress))
     if run.rows:
         lines += [_line(label, text) for label, text in _figures(run) if text]
         lines += [
             "",
-            *curve(
+            *render_curve(
                 [mean_loss(row) for row in run.rows],
                 width,
                 (run.rows[0]["step"], run.rows[-1]["step"]),
             ),
         ]
-    saved = run.checkpoints()
-    if saved:
-        step, age = saved[-1]
+    checkpoints = run.checkpoints()
+    if checkpoints:
+        step, age = checkpoints[-1]
         lines.append(
             _line(
-                "checkpoint", f"step {step:,}, {units.duration(max(age, 0))} ago; {len(saved)} kept"
+                "checkpoint",
+                f"step {step:,}, {units.duration(max(age, 0))} ago; {len(checkpoints)} kept",
             )
         )
     elif run.rows:
         lines.append(_line("checkpoint", "none yet"))
     if run.status().is_held:
-        lines += _gpus()
+        lines += _gpu_lines()
     if warnings := run.warnings():
         lines += ["", "warnings", *(f"  {text}" for text in warnings)]
-    return [run_records.one_line(line) for line in lines]  # a name of a directory is text as well
+    return [
+        run_records.one_line(line) for line in lines
+    ]  # the name of a directory may be unsafe too
 
 
-def _gpus() -> list[str]:
-    """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
+def _gpu_lines() -> list[str]:
+    """Return a line for each GPU that nvidia-smi lists on this machine."""
     lines = []
     degrees = "°C" if _is_unicode() else "C"
     for load in nvidia.loads():
@@ -165,14 +170,14 @@ def _gpus() -> list[str]:
             else ""
         )
         limit = "" if load.limit is None else f" of {load.limit:.0f}"
-        said = [
+        cells = [
             "" if load.busy is None else f"busy {load.busy:.0f} %",
             memory,
             "" if load.watts is None else f"{load.watts:.0f}{limit} W",
             "" if load.celsius is None else f"{load.celsius:.0f} {degrees}",
         ]
-        lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, said)) or "tells nothing"))
-    return ["", _line("GPUs", f"of {platform.node()}, now"), *lines] if lines else []
+        lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, cells)) or "no data"))
+    return ["", _line("GPUs", f"on {platform.node()}, now"), *lines] if lines else []
 
 
 def _line(label: str, text: str) -> str:
@@ -198,7 +203,7 @@ def _progress(run: RunFiles, width: int) -> str:
 
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
-    """Return the label and text of each figure of the last row (docs/reference/artifacts.md)."""
+    """Return labels and texts about the last row (docs/reference/metrics.md)."""
     row = run.rows[-1]
     best = min(
         (r for r in run.evaluations if math.isfinite(r["eval/loss"])),
@@ -243,13 +248,13 @@ def _speed(row: Row, since: str) -> str:
             "mfu",
         )
     )
-    whole = (
-        f"{launch:,.0f} tok/s over this launch after its first step, with evaluation and saves; "
+    of_launch = (
+        f"{launch:,.0f} tok/s in this launch after its first step, with evaluation and saves; "
         if "perf/run_tokens_per_sec" in row
         else ""
     )
     return (
-        f"{rate:,.0f} tok/s {since}, {whole}per device {device:,.0f} tok/s, {tflops:.3g} "
+        f"{rate:,.0f} tok/s {since}, {of_launch}per device {device:,.0f} tok/s, {tflops:.3g} "
         f"TFLOP/s, MFU {100 * mfu:.1f} %"
     )
 
@@ -263,8 +268,8 @@ def _times(row: Row, since: str) -> str:
 def _memory(row: Row) -> str:
     if "memory/peak_gib" not in row:
         return ""
-    most = "max_peak" if "memory/max_peak_gib" in row else "peak"  # older rows have rank 0's alone
-    peak, total = (row.get(f"memory/{kind}_gib", 0) * (1 << 30) for kind in (most, "total"))
+    kind = "max_peak" if "memory/max_peak_gib" in row else "peak"  # older rows have only rank 0's
+    peak, total = (row.get(f"memory/{name}_gib", 0) * (1 << 30) for name in (kind, "total"))
     share = f" of {units.memory(total)} ({100 * peak / total:.0f} %)" if total else ""
     return (
         f"peak of this launch {units.memory(peak)}{share}, on rank "
@@ -273,7 +278,7 @@ def _memory(row: Row) -> str:
 
 
 def _slowest(rows: list[Row]) -> str:
-    """Return which rank keeps the others waiting, if the same one does again and again."""
+    """Return a text about the rank for which the others wait, if it is mostly the same one."""
     slow = [
         (row["perf/slowest_rank"], row["perf/slowest_ratio"])
         for row in rows
@@ -284,11 +289,14 @@ def _slowest(rows: list[Row]) -> str:
         return ""
     rank = statistics.mode(rank for rank, _ in slow)
     ratios = [ratio for slowest, ratio in slow if slowest == rank]
-    return f"{rank}, in {len(ratios)} of the last {len(rows)}, up to {max(ratios):.2f} × the usual"
+    return f"{rank}, in {len(ratios)} of the last {len(rows)}, up to {max(ratios):.2f} × the median"
 
 
-def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
-    """Return a picture of the loss: columns are equal spans of the logged steps, each its mean."""
+def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
+    """Return the lines of a loss curve. A column is the mean of an equal number of rows.
+
+    steps: first and last step of the axis.
+    """
     columns = max(10, min(width - _LABEL - 2, 100, len(losses)))
     spans = [
         losses[i * len(losses) // columns : (i + 1) * len(losses) // columns]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Have a run save and end; the command that started it goes on from there.
+"""Make a run save a checkpoint and end; the command that started it resumes from there.
 
   python launch/stop.py outputs/exp
-  python launch/stop.py outputs/exp --slurm    and name the jobs of Slurm that would start it again
+  python launch/stop.py outputs/exp --slurm    also list the Slurm jobs that would start it again
 
-It leaves the file outputs/exp/stop, which the run obeys after the step at hand, wherever it runs. A
-run that is not running is told so, and no file is left for its next start. Where a launcher on this
-machine prepares it, or is about to start it again, the launcher is asked to end; a process that
-prepares it without one is named. Exit codes: 0, also when there was nothing to stop; 2 when there
-is no such run.
+This creates the file outputs/exp/stop, which the run obeys after its current step, on any machine.
+If nothing runs, it says so and creates no file, which would stop the next launch. If a launcher on
+this machine prepares the run or is about to restart it, the launcher is asked to end. A process
+that prepares the run without a launcher is named. Exit codes: 0, also if there was nothing to stop;
+2 if there is no such run.
 """
 
 from __future__ import annotations
@@ -21,69 +21,72 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.runs import at_work, run_files
+from launch.runs import run_files
 from launch.runs.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import UsageError
 
 
 def main(argv: list[str]) -> None:
-    """Ask a run to stop, or say why there is nothing to stop."""
+    """Ask a run to stop, or report why there is nothing to stop."""
     parser = options.Parser(__doc__)
-    run_files.add_option(parser)
+    run_files.add_experiment(parser)
     parser.add_argument(
-        "--slurm", action="store_true", help="also look for jobs of that name in Slurm's queue"
+        "--slurm", action="store_true", help="also list the jobs of this name in Slurm's queue"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say how the run stands and stop nothing"
+        "--dry-run", action="store_true", help="report the status of the run and stop nothing"
     )
     opts = parser.parse(argv)
     experiment = paths.existing_experiment(opts.experiment)
-    run_files.require(experiment)
+    run_files.require_run(experiment)
     root = experiment.root
     run = RunFiles(root.resolve())
     run.update()
-    if run.status().is_held:  # only then does anybody look for the file
+    if run.status().is_held:  # otherwise no process looks for the file
         if not opts.dry_run:
             run.experiment.stop_file.touch()
         log.info(
-            f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
-            "ends with exit code 75"
+            f"{root} is running{_describe_step(run)}: it finishes its step, saves a checkpoint "
+            "and ends with exit code 75"
         )
-        log.info("the command that started it goes on from there")
+        log.info("the command that started it resumes from there")
     else:
         stop_before_it_runs(run, root, opts.dry_run)
-    for job, state in jobs(root.name) if opts.slurm else []:
+    for job, state in list_jobs(root.name) if opts.slurm else []:
         if state != "RUNNING" or not run.status().is_held:
-            log.info(f"job {job} of that name is {state.lower()} in Slurm; scancel {job} ends it")
+            log.info(f"Slurm job {job} of this name is {state.lower()}; scancel {job} ends it")
 
 
 def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
-    """End the launcher of a run that still prepares; otherwise name it, or report none."""
+    """Ask the launcher of a run that is being prepared to end, or report what else there is."""
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
-    process, is_launcher = at_work.process_on(root.resolve())
-    how = f"{root} is not running ({run.status().words})"
-    if is_launcher:
+    process = run_files.find_process(root.resolve())
+    status = f"{root} is not running ({run.status().text})"
+    if process is None:
+        log.info(f"nothing to stop: {status}{_describe_step(run)}")
+    elif process.is_launcher:
         if not dry_run:
-            os.kill(process, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
         log.info(
-            f"{how}: its launcher, process {process}, which prepares it or was about to start "
-            "it again, is asked to end"
-        )
-    elif process:
-        log.info(
-            f"{how}: process {process} prepares it, and nothing is lost where that is ended: "
-            f"kill {process}"
+            f"{status}: its launcher, process {process.pid}, which prepares it or is about to "
+            "restart it, is asked to end"
         )
     else:
-        log.info(f"nothing to stop: {how}{_step(run)}")
+        log.info(
+            f"{status}: process {process.pid} prepares it; ending that process loses nothing: "
+            f"kill {process.pid}"
+        )
 
 
-def jobs(name: str) -> list[tuple[str, str]]:
-    """Return number and state of this user's jobs of a name; UsageError without Slurm."""
+def list_jobs(name: str) -> list[tuple[str, str]]:
+    """Return the number and state of this user's Slurm jobs of a name.
+
+    Raises UsageError without Slurm.
+    """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["squeue", "--me", "--noheader", "--name", name, "--format", "%i %T"],
             capture_output=True,
             text=True,
@@ -91,15 +94,16 @@ def jobs(name: str) -> list[tuple[str, str]]:
         )
     except FileNotFoundError:
         raise UsageError(
-            "squeue is not installed: this machine cannot ask Slurm",
+            "squeue is not installed: this machine cannot query Slurm",
             expected="a login node of the cluster",
         ) from None
-    if done.returncode:
-        raise UsageError(f"squeue failed: {done.stderr.strip()}")
-    return [(job, state) for job, state in (line.split() for line in done.stdout.splitlines())]
+    if process.returncode:
+        raise UsageError(f"squeue failed: {process.stderr.strip()}")
+    return [(job, state) for job, state in (line.split() for line in process.stdout.splitlines())]
 
 
-def _step(run: RunFiles) -> str:
+def _describe_step(run: RunFiles) -> str:
+    """Return a text with the current step; empty if it is unknown."""
     step = run.state.get("step")
     total = run.state.get("total_steps")
     if run.rows:

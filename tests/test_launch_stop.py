@@ -1,4 +1,5 @@
-"""Stopping a run from outside: what is running is asked to save and end, and nothing else is."""
+# covers: launch/stop.py launch/runs/run_files.py
+"""launch/stop.py stops a running run or its launcher, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.trainer_stand_in import KILLED, start
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return outputs/exp, seen from the project's directory."""
+    """Return outputs/exp, relative to the current directory."""
     monkeypatch.chdir(tmp_path)
     root = Path("outputs/exp")
     root.mkdir(parents=True)
@@ -31,20 +32,20 @@ def state(run: Path, status: str) -> None:
     )
 
 
-def said(run: Path, capsys: pytest.CaptureFixture, *options: str) -> str:
+def run_stop(run: Path, capsys: pytest.CaptureFixture, *options: str) -> str:
     log.setup()  # with the console of this test
     stop.main([str(run), *options])
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("status", ["complete", "preempted", "failed", "disk_full", "running", ""])
-def test_what_is_not_running_is_told_so_and_no_file_is_left(
+def test_a_run_that_is_not_running_gets_no_stop_file(
     run: Path, status: str, capsys: pytest.CaptureFixture
 ) -> None:
     if status:
         state(run, status)
-    (run / "stop").touch()  # of an earlier time
-    text = said(run, capsys)
+    (run / "stop").touch()  # from an earlier stop
+    text = run_stop(run, capsys)
     assert (
         f"nothing to stop: {run} is not running ({'died' if status == 'running' else status}"
         in text
@@ -53,19 +54,19 @@ def test_what_is_not_running_is_told_so_and_no_file_is_left(
     assert not (run / "stop").exists()
 
 
-def test_a_running_one_is_told_what_will_happen(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_running_run_gets_a_stop_file(run: Path, capsys: pytest.CaptureFixture) -> None:
     state(run, "running")
     lease = Lease(run / "lock.json", lost=pytest.fail)
     try:
-        assert "is running" in said(run, capsys, "--dry-run") and not (run / "stop").exists()
-        text = said(run, capsys)
+        assert "is running" in run_stop(run, capsys, "--dry-run") and not (run / "stop").exists()
+        text = run_stop(run, capsys)
     finally:
         lease.release()
     assert "saves a checkpoint" in text and "step 1,500 of 20,000" in text and "75" in text
     assert (run / "stop").exists()
 
 
-def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
+def test_a_launcher_that_is_about_to_restart_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,21 +74,21 @@ def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
     try:
         while "restart 1 of 3" not in process.stdout.readline():
             assert process.poll() is None
-        text = said(Path("outputs/run"), capsys)
+        text = run_stop(Path("outputs/run"), capsys)
         assert f"its launcher, process {process.pid}, which" in text and "asked to end" in text
         process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 75
-    assert "nothing to stop" in said(Path("outputs/run"), capsys)
+    assert "nothing to stop" in run_stop(Path("outputs/run"), capsys)
     assert not Path("outputs/run/stop").exists()
 
 
 @pytest.mark.parametrize("status", ["complete", "failed", "preempted"])
-def test_a_launch_that_prepares_a_run_once_more_is_stopped(
+def test_a_launcher_that_prepares_the_run_again_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, status: str
 ) -> None:
-    """No file could stop it: the next launch to begin deletes one that is not its own."""
+    """A stop file would not help: a launch that begins deletes older ones."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
     process = start(tmp_path, "print('preparing', flush=True); time.sleep(600)")
@@ -96,18 +97,18 @@ def test_a_launch_that_prepares_a_run_once_more_is_stopped(
             assert process.poll() is None
         state(run, status)
         (run / "stop").touch()
-        assert "is asked to end" in said(run, capsys, "--dry-run") and (run / "stop").exists()
-        assert f"process {process.pid}" in said(run, capsys) and not (run / "stop").exists()
+        assert "is asked to end" in run_stop(run, capsys, "--dry-run") and (run / "stop").exists()
+        assert f"process {process.pid}" in run_stop(run, capsys) and not (run / "stop").exists()
         process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode in (75, 0)
 
 
-def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
+def test_a_launcher_that_prepares_the_run_for_the_first_time_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """It has no directory before its data are prepared, and `make status` knows it all the same."""
+    """The run has no directory before its data is prepared, but `make status` shows it."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
     process = start(
@@ -120,8 +121,10 @@ def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
         for name in ("run", "outputs/run"):
             monitor.main([name, "--once"])
             assert "being prepared by process" in capsys.readouterr().out
-            assert f"its launcher, process {process.pid}" in said(Path(name), capsys, "--dry-run")
-        assert "is asked to end" in said(run, capsys)
+            assert f"its launcher, process {process.pid}" in run_stop(
+                Path(name), capsys, "--dry-run"
+            )
+        assert "is asked to end" in run_stop(run, capsys)
         process.communicate(timeout=30)
     finally:
         process.kill()
@@ -130,7 +133,7 @@ def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
         stop.main(["run"])
 
 
-def test_what_prepares_a_run_without_a_launcher_is_named(
+def test_a_process_that_prepares_the_run_without_a_launcher_is_named(
     run: Path, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "04_train_fsdp.py").write_text("import time; print(flush=True); time.sleep(600)")
@@ -142,7 +145,7 @@ def test_what_prepares_a_run_without_a_launcher_is_named(
         nameless.stdout.readline()
         process.stdout.readline()
         try:
-            text = said(run, capsys)
+            text = run_stop(run, capsys)
             assert f"process {process.pid} prepares it" in text and process.poll() is None
         finally:
             process.kill()
@@ -165,13 +168,13 @@ def test_a_run_named_in_config_is_found_from_any_directory(
         try:
             (tmp_path / "elsewhere").mkdir()
             monkeypatch.chdir(tmp_path / "elsewhere")
-            text = said(tmp_path / run, capsys)
+            text = run_stop(tmp_path / run, capsys)
             assert f"process {process.pid} prepares it" in text
         finally:
             process.kill()
 
 
-def test_jobs_that_would_start_it_again_are_named(
+def test_slurm_jobs_of_the_same_name_are_listed(
     run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state(run, "preempted")
@@ -181,11 +184,11 @@ def test_jobs_that_would_start_it_again_are_named(
     squeue = tmp_path / "squeue"
     squeue.write_text('#!/bin/sh\necho "17 PENDING"\n')
     squeue.chmod(0o755)
-    text = said(run, capsys, "--slurm")
+    text = run_stop(run, capsys, "--slurm")
     assert "not running (preempted)" in text and "scancel 17" in text and "pending" in text
 
 
-def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: Path) -> None:
+def test_an_unknown_run_is_an_error_that_lists_the_existing_ones(run: Path) -> None:
     with pytest.raises(UsageError, match="no run") as caught:
         stop.main(["outputs/exq"])
     assert "exp" in caught.value.render()

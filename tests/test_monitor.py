@@ -1,4 +1,5 @@
-"""What launch/monitor.py says of runs that train, end, hang, die, or have torn files."""
+# covers: launch/monitor.py launch/runs/run_files.py launch/runs/collectives.py
+"""launch/monitor.py shows runs that train, end, hang, die, or have torn files."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 
 def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
-    """Return what one look prints."""
+    """Return what `--once` prints."""
     done = run_stage(
         "launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect, env=environment
     )
@@ -69,7 +70,7 @@ def row(step: int, **more: object) -> str:
 
 @contextmanager
 def held(run: Path) -> Iterator[None]:
-    """Hold a run as its rank 0 would."""
+    """Hold a run as its rank 0 does."""
     lease = Lease(run / "lock.json", lambda text: None)
     try:
         yield
@@ -79,7 +80,7 @@ def held(run: Path) -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a run of which 100 of 400 steps are done, in files alone."""
+    """Return the files of a run that has done 100 of 400 steps."""
     root = tmp_path / "outputs" / "exp"
     (root / "logs").mkdir(parents=True)
     (root / "config.yaml").touch()
@@ -96,30 +97,30 @@ def run(tmp_path: Path) -> Path:
     return root
 
 
-def test_figures_of_a_run(run: Path):
+def test_the_page_shows_the_figures_of_the_last_row(run: Path):
     with held(run):
-        said = once("exp", cwd=run.parents[1])  # a name means the run of outputs/
-    assert re.search(r"exp +running, 16 ranks\n", said)
-    assert "25.0 %, step 100 of 400, 50 min 00 s left" in said
-    assert "7.0500 on average since step 90, 7.0000 in step 100;" in said
-    assert "5,000 tok/s since step 90, 4,321 tok/s over this launch after its first step, " in said
-    assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in said
-    assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %), on rank 3" in said
-    assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in said
-    assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", said)
-    assert "slowest" not in said and "warnings" not in said
-    picture = [line for line in said.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
+        text = once("exp", cwd=run.parents[1])  # a name means the run of outputs/
+    assert re.search(r"exp +running, 16 ranks\n", text)
+    assert "25.0 %, step 100 of 400, 50 min 00 s left" in text
+    assert "7.0500 on average since step 90, 7.0000 in step 100;" in text
+    assert "5,000 tok/s since step 90, 4,321 tok/s in this launch after its first step, " in text
+    assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in text
+    assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %), on rank 3" in text
+    assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in text
+    assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", text)
+    assert "slowest" not in text and "warnings" not in text
+    picture = [line for line in text.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
     assert len(picture) == 8 and "7.9500" in picture[0] and "7.0500" in picture[-1]
     assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # it falls
 
 
-def test_plain_letters_where_the_terminal_knows_no_others(run: Path):
+def test_a_terminal_without_unicode_gets_ascii_only(run: Path):
     with held(run):
-        said = once(run, PYTHONIOENCODING="ascii")
-    assert said.isascii() and "\\u" not in said and "#####" in said and "@" in said
+        text = once(run, PYTHONIOENCODING="ascii")
+    assert text.isascii() and "\\u" not in text and "#####" in text and "@" in text
 
 
-def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.MonkeyPatch):
     tool = run.parent / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.touch(0o755)
@@ -135,36 +136,40 @@ def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyP
     ):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
         with held(run):
-            shown[name] = "\n".join(monitor.page(files, 100))
+            shown[name] = "\n".join(monitor.render_page(files, 100))
     assert re.search(
-        r"GPUs +of \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
+        r"GPUs +on \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
         r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C",
         shown["two"],
     )
-    assert re.search("GPU 0 +tells nothing", shown["silent"])
+    assert re.search("GPU 0 +no data", shown["silent"])
     assert re.search("GPU 0 +45 °C$", shown["some"], re.MULTILINE)
     tool.write_text("#!/bin/sh\necho 0, 9, 1, 2, 3, 4, 61\n")
     with held(run):
         plain = once(run, PYTHONIOENCODING="ascii")
     assert "4 W, 61 C" in plain and plain.isascii() and "\\" not in plain
-    assert "GPU" not in shown["broken"] + "\n".join(monitor.page(files, 100))  # nobody holds it
+    assert "GPU" not in shown["broken"] + "\n".join(
+        monitor.render_page(files, 100)
+    )  # no process holds the run
     tool.unlink()
     with held(run):
-        assert "GPU" not in "\n".join(monitor.page(files, 100))
+        assert "GPU" not in "\n".join(monitor.render_page(files, 100))
 
 
-def test_a_straggler_is_named(run: Path):
+def test_the_page_names_a_straggler(run: Path):
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(110, 400, 10):
             file.write(row(step, **{"perf/slowest_ratio": 1.62 if step % 20 else 1.3}))
-    assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the usual", once(run))
+    assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the median", once(run))
 
 
 @pytest.mark.parametrize(
     "partial",
     [{"perf/slowest_rank": None}, {"perf/slowest_rank": "3"}, {"perf/slowest_ratio": None}],
 )
-def test_rows_that_lack_the_slowest_rank_or_its_ratio(run: Path, partial: dict[str, object]):
+def test_rows_without_the_slowest_rank_or_its_ratio_are_ignored(
+    run: Path, partial: dict[str, object]
+):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     slow = {**json.loads(lines[-1]), "perf/slowest_ratio": 1.5}
     files = RunFiles(run)
@@ -172,15 +177,15 @@ def test_rows_that_lack_the_slowest_rank_or_its_ratio(run: Path, partial: dict[s
         for step in range(110, 210, 10):
             file.write(json.dumps({**slow, "step": step, **partial}) + "\n")
     files.update()
-    assert "slowest" not in "\n".join(monitor.page(files, 100))
+    assert "slowest" not in "\n".join(monitor.render_page(files, 100))
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(210, 320, 10):
             file.write(json.dumps({**slow, "step": step}) + "\n")
     files.update()
-    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(monitor.page(files, 100))
+    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(monitor.render_page(files, 100))
 
 
-def test_torn_and_missing_files(run: Path):
+def test_the_page_tolerates_torn_and_missing_files(run: Path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\x00 no json\n[1]\n{"step": "x"}\n')
         file.write(row(110, **{"train/loss": None}).encode())
@@ -188,8 +193,8 @@ def test_torn_and_missing_files(run: Path):
         file.write(row(130).encode()[:40])
     (run / "state.json").write_text('{"status": "runn')
     (run / "events.jsonl").write_text('{"event": "sta')
-    said = once(run)
-    assert "step 120" in said and "6.5000 at step 120" in said
+    text = once(run)
+    assert "step 120" in text and "6.5000 at step 120" in text
     for name in ("state.json", "events.jsonl", "metrics.jsonl"):
         (run / name).unlink()
         assert once(run)
@@ -200,7 +205,7 @@ def test_torn_and_missing_files(run: Path):
     assert "exp" in once(run.parent / "other", expect=2)
 
 
-def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: Path):
+def test_only_new_lines_are_read_unless_the_file_was_replaced(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
     assert lines.update() == []
@@ -217,22 +222,22 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: P
     assert [r["step"] for r in lines.update()] == [7]
 
 
-def test_a_file_is_read_on_after_a_read_that_failed(tmp_path: Path):
+def test_reading_continues_after_a_failed_read(tmp_path: Path):
     path = tmp_path / "rank_00000.log"
     away = tmp_path / "away"
     path.write_text("one\n")
     log = GrowingFile(path)
-    assert log.read() == ([b"one"], True)
+    assert log.read_new() == ([b"one"], True)
     path.rename(away)
     path.mkdir()  # which cannot be opened as a file
-    assert log.read() == ([], False)
+    assert log.read_new() == ([], False)
     path.rmdir()
     away.write_text("one\ntwo\n")
     away.rename(path)
-    assert log.read() == ([b"two"], False)
+    assert log.read_new() == ([b"two"], False)
 
 
-def test_warnings_of_every_rank(run: Path):
+def test_the_page_shows_the_warnings_of_every_rank(run: Path):
     (run / "logs" / "rank_00000.log").write_text(
         "2026-01-01 10:00:00,123 INFO all is well\n2026-01-01 10:00:01,000 WARNING no room\n"
     )
@@ -246,8 +251,8 @@ def test_warnings_of_every_rank(run: Path):
             '{"time": "2026-01-01T09:00:00Z", "event": "quarantine", "step": 50, '
             '"reason": "a bit"}\n'
         )
-    said = once(run)
-    shown = said[said.index("warnings") :].splitlines()[1:]
+    text = once(run)
+    shown = text[text.index("warnings") :].splitlines()[1:]
     assert [line.strip() for line in shown] == [
         f"stacks of a rank that hung: {run}/logs/rank_00012.stacks.txt",
         "2026-01-01 09:00:00  quarantine at step 50: reason a bit",
@@ -257,7 +262,7 @@ def test_warnings_of_every_rank(run: Path):
 
 
 def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **more: object) -> str:
-    """Return what a rank leaves when the watchdog ends it. entries: group, number, pending."""
+    """Return the file of a rank that the watchdog ends. entries: group, number, pending."""
     rows = [
         {
             "profiling_name": "nccl:all_gather",
@@ -281,7 +286,7 @@ def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **mor
 
 
 @pytest.mark.parametrize(
-    ("dumps", "said"),
+    ("dumps", "expected"),
     [
         # Rank 2 is behind; rank 3 left nothing. Its neighbour waits for it elsewhere.
         (
@@ -296,7 +301,7 @@ def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **mor
         (
             [recorded(rank, ("0", 8, True)) for rank in range(4)],
             "ranks 0, 1, 2, 3 hung in nccl:all_gather, number 8 of group mesh_0, "
-            "which all ranks have come to: look at the network",
+            "which all ranks have reached: check the network",
         ),
         (
             [recorded(0, ("0", 8, True), members=2), recorded(1, ("0", 9, False), time=1.0)],
@@ -317,17 +322,17 @@ def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **mor
     ],
     ids=["late", "network", "an older hang", "nothing pending", "damaged"],
 )
-def test_who_waited_for_whom(run: Path, dumps: list[str], said: str):
+def test_a_hang_names_the_waiting_and_the_late_ranks(run: Path, dumps: list[str], expected: str):
     for number, text in enumerate(dumps):
         (run / "logs" / f"rank_{number:05d}.collectives.json").write_text(text)
     shown = [line.strip() for line in once(run).splitlines() if "hung in" in line]
-    assert shown == ([said] if said else [])
+    assert shown == ([expected] if expected else [])
     later = time.time() + 5
     os.utime(run / "config.yaml", (later, later))  # a launch has begun since
     assert "hung in" not in once(run)
 
 
-def test_silence_and_death(run: Path):
+def test_a_silent_run_and_a_dead_run_are_told_apart(run: Path):
     def age(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds, time.time() - seconds))
 
@@ -342,22 +347,26 @@ def test_silence_and_death(run: Path):
     age(elsewhere, 100)
     assert "died: process 1 on n7 is gone" in once(run)
     (run / "state.json").write_text('{"status": "preempted", "total_steps": 400}')
-    said = once(run)
-    assert "preempted" in said and "left" not in said
+    text = once(run)
+    assert "preempted" in text and "left" not in text
 
 
-def test_a_long_run_in_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPatch):
     (run / "metrics.jsonl").write_text("".join(row(step) for step in range(1, 5001)))
     files = RunFiles(run)
     files.update()
     monkeypatch.setattr(monitor, "_is_unicode", lambda: True)
-    picture = monitor.curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
+    picture = monitor.render_curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
     assert all(len(line) < 60 for line in picture)
-    assert monitor.curve([], 60, (0, 0)) == [] == monitor.curve([float("nan")] * 5, 60, (1, 5))
+    assert (
+        monitor.render_curve([], 60, (0, 0))
+        == []
+        == monitor.render_curve([float("nan")] * 5, 60, (1, 5))
+    )
 
 
-def test_a_real_run_lives_and_dies(project: Path):
-    """Live in a terminal and at one look, while it trains and after SIGKILL."""
+def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Path):
+    """Live in a terminal, and with --once."""
     training = start_stage(
         "04_train_fsdp.py",
         "-e",
@@ -382,9 +391,9 @@ def test_a_real_run_lives_and_dies(project: Path):
         while not list(root.glob("checkpoints/step_????????/COMMIT.json")):
             assert not training.poll() and time.monotonic() < deadline
             time.sleep(0.05)
-        said = once(root)
-        assert re.search(r"exp +running, 1 rank\n", said) and " left" in said
-        assert "tok/s" in said and "MFU" in said and "step 20" in said
+        text = once(root)
+        assert re.search(r"exp +running, 1 rank\n", text) and " left" in text
+        assert "tok/s" in text and "MFU" in text and "step 20" in text
         shown = watched(root)
         assert shown.startswith("\x1b[?1049h") and "running" in shown
         assert "\x1b[?25h\x1b[?1049l" in shown
@@ -394,7 +403,7 @@ def test_a_real_run_lives_and_dies(project: Path):
 
 
 def watched(root: Path) -> str:
-    """Return what the live page writes to a terminal until Ctrl-C ends it."""
+    """Return what the live page writes to a terminal until Ctrl-C."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*MONITOR, str(root), "--every", "0.2"],
@@ -443,11 +452,11 @@ HOSTILE = (
 
 
 def shown(root: Path) -> str:
-    """Return all that is printed about a run, by everything that reads its files."""
+    """Return everything that the monitor and the stop command print about a run."""
     run = RunFiles(root)
     run.update()
-    text = "\n".join(monitor.page(run, 100))
-    return text + run.status().words + stop._step(run) + str(run.checkpoints())
+    text = "\n".join(monitor.render_page(run, 100))
+    return text + run.status().text + stop._describe_step(run) + str(run.checkpoints())
 
 
 def require_harmless(text: str) -> None:
@@ -459,16 +468,16 @@ def require_harmless(text: str) -> None:
     assert not found, text
 
 
-def hostile(whole: dict[str, object]) -> Iterator[dict[str, object]]:
-    """Yield a record with each of its values, and names, replaced by what nobody expects."""
-    for key in whole:
-        yield {name: value for name, value in whole.items() if name != key}
+def hostile(record: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield a record with each of its values and names replaced by unexpected ones."""
+    for key in record:
+        yield {name: value for name, value in record.items() if name != key}
         for value in HOSTILE:
-            yield {**whole, key: value}
-    yield {**whole, "\x1b[2J": "\x1b[2J"}
+            yield {**record, key: value}
+    yield {**record, "\x1b[2J": "\x1b[2J"}
 
 
-def test_no_record_of_a_run_breaks_or_steers_the_terminal(tmp_path: Path) -> None:
+def test_no_file_of_a_run_can_break_or_control_the_terminal(tmp_path: Path) -> None:
     root = tmp_path / "outputs" / "run"
     (root / "logs").mkdir(parents=True)
     state = {"status": "running", "step": 20, "total_steps": 100, "tokens": 5}
@@ -511,7 +520,7 @@ def test_no_record_of_a_run_breaks_or_steers_the_terminal(tmp_path: Path) -> Non
             require_harmless(shown(root))
 
 
-def test_one_look_and_the_log_are_harmless_too(tmp_path: Path) -> None:
+def test_output_of_once_log_and_stop_is_harmless(tmp_path: Path) -> None:
     root = tmp_path / "outputs" / "run"
     (root / "logs").mkdir(parents=True)
     (root / "metrics.jsonl").write_text(row(10) + row(20, **{"perf/eta_sec": None}))
@@ -529,7 +538,7 @@ def test_one_look_and_the_log_are_harmless_too(tmp_path: Path) -> None:
     require_harmless(done.stdout)
 
 
-def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
+def test_the_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
     root = tmp_path / "run"
     (root / "logs").mkdir(parents=True)
     process = subprocess.Popen(
@@ -538,7 +547,7 @@ def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert "nothing is logged" in process.stdout.readline()
+    assert "no log in" in process.stdout.readline()
     log = root / "logs/rank_00000.log"
     log.write_text("first\n")
     assert process.stdout.readline() == "first\n"
@@ -552,7 +561,7 @@ def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
     assert process.wait(30) == 0
 
 
-def test_the_summary_behind_the_end_of_a_run_is_shown(tmp_path: Path) -> None:
+def test_the_log_includes_the_summary_after_the_last_step(tmp_path: Path) -> None:
     log = tmp_path / "logs/rank_00000.log"
     log.parent.mkdir()
     log.write_text("last step\n")

@@ -1,4 +1,4 @@
-"""Finds who waits for whom, by the collectives in which the watchdog ended the ranks."""
+"""Find out which ranks waited for which others when the watchdog ended a run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from lib.core import records, units
 
-_ONE_HANG_S = 600.0  # files written further apart are of different hangs
+_ONE_HANG_S = 600.0  # files written further apart belong to different hangs
 
 Collective = tuple[str, int, str]  # group, number within it, name
 
 
-def waiting(files: list[Path]) -> str:
-    """Return a sentence about the collective that the most ranks were in; empty without any.
+def describe_hang(files: list[Path]) -> str:
+    """Return a text about the collective in which most ranks hung; empty without any.
 
     files: logs/rank_*.collectives.json, as lib/parallel/flight_recorder.py writes them.
     """
-    dumps = [dump for path in files if (dump := _read(path))]
+    dumps = [dump for path in files if (dump := _read_dump(path))]
     newest = max((dump["time"] for dump in dumps), default=0.0)
     dumps = [dump for dump in dumps if newest - dump["time"] < _ONE_HANG_S]
-    inside: dict[Collective, set[int]] = defaultdict(set)
-    reached: dict[tuple[str, int], int] = {}  # (group, rank) → the last it came to
+    hung: dict[Collective, set[int]] = defaultdict(set)
+    reached: dict[tuple[str, int], int] = {}  # (group, rank) → its last collective
     members: dict[str, set[int]] = {}
     for dump in dumps:
         rank = dump["rank"]
@@ -36,10 +36,10 @@ def waiting(files: list[Path]) -> str:
             first = min(pending, key=lambda e: e["time_created_ns"])
             group = first["process_group"][0]
             number = first["collective_seq_id"]
-            inside[group, number, first["profiling_name"]].add(rank)
-    if not inside:
+            hung[group, number, first["profiling_name"]].add(rank)
+    if not hung:
         return ""
-    (group, number, name), ranks = max(inside.items(), key=lambda item: len(item[1]))
+    (group, number, name), ranks = max(hung.items(), key=lambda item: len(item[1]))
     late = {r for r in members.get(group, ranks) if reached.get((group, r), 0) < number}
     label = statistics.mode(
         entry["process_group"][1]
@@ -47,14 +47,16 @@ def waiting(files: list[Path]) -> str:
         for entry in dump["entries"]
         if entry["process_group"][0] == group
     )
-    where = f"in {name}, number {number:,} of group {label}"
+    place = f"in {name}, number {number:,} of group {label}"
     if not late:
-        return f"{_ranks(ranks)} hung {where}, which all ranks have come to: look at the network"
-    return f"{_ranks(ranks)} hung {where}, and waited for {_ranks(late)}"
+        return (
+            f"{_format_ranks(ranks)} hung {place}, which all ranks have reached: check the network"
+        )
+    return f"{_format_ranks(ranks)} hung {place}, and waited for {_format_ranks(late)}"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return what a rank wrote, None if it is torn or no such thing."""
+def _read_dump(path: Path) -> dict[str, Any] | None:
+    """Return the file of a rank, None if it is torn or has another format."""
     try:
         dump = records.read_json(path)
         assert isinstance(dump["rank"], int) and isinstance(dump["time"], float)
@@ -70,5 +72,5 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dump
 
 
-def _ranks(ranks: set[int]) -> str:
+def _format_ranks(ranks: set[int]) -> str:
     return f"{units.plural(len(ranks), 'rank')} {units.first_of(ranks)}"

@@ -1,4 +1,4 @@
-"""Reads what a run's files say about it: again and again, whole or torn, in any process."""
+"""Read the files of a run, repeatedly and in any process, whether they are complete or torn."""
 
 from __future__ import annotations
 
@@ -6,51 +6,85 @@ import argparse
 import re
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.runs import at_work, collectives
-from lib.core import events, liveness, run_records
-from lib.core.errors import UsageError
+from launch.runs import collectives
+from lib.core import events, lease, liveness, paths, run_records
+from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment, step_of
+from lib.train import command_line
 
-SILENT_S = 40.0  # a lock that is held is renewed every ten seconds
+_ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
 _COMMIT = "COMMIT.json"
-_LOG_TAIL = 16 << 10
-_WARNINGS = 6
+_LOG_TAIL = 16 << 10  # bytes
+_MOST_WARNINGS = 6
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
-_HEAVY_START = "Traceback (most recent call last):"
+_TRACEBACK = "Traceback (most recent call last):"
 
 Row = dict[str, Any]
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add the argument of every command about a run."""
+def add_experiment(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a run."""
     parser.add_argument(
         "experiment",
         metavar="NAME|DIR",
-        help="the run: its name, for outputs/NAME, or its directory",
+        help="name of the run, for outputs/NAME, or its directory",
     )
 
 
-def require(experiment: Experiment) -> None:
-    """Raise UsageError, which names the runs there are, when there is none of that name.
+def require_run(experiment: Experiment) -> None:
+    """Raise UsageError if there is no such run; the error lists the existing ones.
 
-    One that a process prepares for the first time counts, though it has no directory yet.
+    A run that a process prepares for the first time exists, although it has no directory yet.
     """
-    if not experiment.root.is_dir() and not at_work.process_on(experiment.root.resolve())[0]:
-        beside = experiment.root.parent
-        there = sorted(path.name for path in beside.glob("[!.]*") if path.is_dir())
+    if not experiment.root.is_dir() and not find_process(experiment.root.resolve()):
+        parent = experiment.root.parent
+        names = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
         raise UsageError(
             f"there is no run {experiment.root}",
-            found=f"in {beside}: {', '.join(there[:10]) or 'nothing'}",
+            found=f"in {parent}: {', '.join(names[:10]) or 'nothing'}",
         )
 
 
-class GrowingFile:
-    """Reads the lines of a file that grows, without a torn last one.
+class RunProcess(NamedTuple):
+    """A process of this machine that prepares or trains a run."""
 
-    tail: bytes at the end to begin with at most (default: all).
+    pid: int
+    parent: int
+    is_launcher: bool
+
+
+def find_process(root: Path) -> RunProcess | None:
+    """Return the process of this machine that prepares or trains the run in `root`, if any.
+
+    If that process has started others for the run, the first one is returned, a launcher if there
+    is one.
+    """
+    processes: dict[int, RunProcess] = {}
+    for process in liveness.list_processes():
+        entry = Path("/proc") / str(process.pid)
+        with suppress(OSError, StageError, ValueError):
+            words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
+            names = [Path(word).name for word in words]
+            cwd = (entry / "cwd").readlink()
+            typed = command_line.parse_options_in(
+                cwd, words[names.index(command_line.SCRIPT) + 1 :]
+            )
+            directory = cwd / (typed.save_dir or paths.OUTPUTS) / (typed.experiment_name or "")
+            if names[0].startswith("python") and directory.resolve() == root:
+                is_launcher = names[1] == "supervise.py"
+                processes[process.pid] = RunProcess(process.pid, process.parent, is_launcher)
+    first = [process for process in processes.values() if process.parent not in processes]
+    return max(first, key=lambda process: process.is_launcher, default=None)
+
+
+class GrowingFile:
+    """Reads the complete lines of a file that grows.
+
+    tail: number of bytes at the end with which to begin (default: the whole file).
     """
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
@@ -59,15 +93,15 @@ class GrowingFile:
         self._inode = -1
         self._offset = 0
 
-    def read(self) -> tuple[list[bytes], bool]:
-        """Return the new lines, and whether they are of another file than those before."""
-        is_another = False
+    def read_new(self) -> tuple[list[bytes], bool]:
+        """Return the new lines, and whether the file was replaced since the last call."""
+        is_replaced = False
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode = status.st_ino
-                    is_another = True
+                    is_replaced = True
                     self._offset = max(0, status.st_size - self._tail) if self._tail else 0
                 file.seek(self._offset)
                 new = file.read()
@@ -77,185 +111,194 @@ class GrowingFile:
             return [], True
         except OSError:  # the next read may succeed, such as after ESTALE on NFS
             return [], False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines(), is_another
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.splitlines(), is_replaced
 
 
 class JsonLines:
-    """Follows a file of JSON lines that grows, without lines that are torn or hold no object."""
+    """Follows a growing file of JSON lines. Torn lines and lines without an object are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
         self.rows: list[Row] = []
 
     def update(self) -> list[Row]:
-        """Return all rows, having read only what is new; a file that was replaced is read anew."""
-        lines, is_another = self._file.read()
-        if is_another:
+        """Read what is new, or all of a file that was replaced, and return all rows."""
+        lines, is_replaced = self._file.read_new()
+        if is_replaced:
             self.rows = []
         self.rows += [row for row in map(run_records.parse_row, lines) if row]
         return self.rows
 
 
-class Standing(NamedTuple):
-    """Says how a run stands. is_held: whether a process holds it, as far as can be seen."""
+class RunStatus(NamedTuple):
+    """The status of a run, as a text. is_held: whether a process holds the run."""
 
-    words: str
+    text: str
     is_held: bool = False
 
 
 class RunFiles:
-    """Reads the files of `outputs/<exp>/` as they are at the last `update`."""
+    """The files of `outputs/<exp>/` as they were at the last `update`."""
 
     def __init__(self, root: Path) -> None:
         self.experiment = Experiment(root.parent, root.name)
         self._metrics = JsonLines(self.experiment.metrics)
         self._events = JsonLines(self.experiment.events)
-        self._seen: dict[Path, tuple[int, list[str]]] = {}
+        self._log_warnings: dict[Path, tuple[int, list[str]]] = {}  # size of the log, warnings
         self.state: Row = {}
         self.rows: list[Row] = []
         self.events: list[Row] = []
         self.evaluations: list[Row] = []
 
     def update(self) -> None:
+        """Read what has changed since the last call."""
         self.state = run_records.read_state(self.experiment.state)
-        every = self._metrics.update()
-        self.rows = [row for row in every if "train/loss" in row]
-        self.evaluations = [row for row in every if "eval/loss" in row]
+        rows = self._metrics.update()
+        self.rows = [row for row in rows if "train/loss" in row]
+        self.evaluations = [row for row in rows if "eval/loss" in row]
         self.events = self._events.update()
 
-    def status(self) -> Standing:
-        said = self.state.get("status", "")
+    def status(self) -> RunStatus:
+        """Return whether the run is prepared, starts, runs, is silent, has ended or has died."""
+        status = self.state.get("status", "")
         record = run_records.read_state(self.experiment.lock)
-        exp = self.experiment
-        written = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
-        quiet = time.time() - max(
-            (path.stat().st_mtime for path in written if path.exists()), default=0
-        )
-        if not said:
-            if record and self._is_held(record):
-                return Standing("starting", True)
-            if self.experiment.config.exists():
-                return Standing("stopped before its first step")
-            process, _ = at_work.process_on(self.experiment.root)
-            return Standing(f"being prepared by process {process}" if process else "not begun")
-        if said != "running":
-            return Standing(said)
-        who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
+        if not status:
+            return self._status_before_first_step(record)
+        if status != "running":
+            return RunStatus(status)
+        holder = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
         if not record or not self._is_held(record):
-            return Standing(
-                f"died: {who if record else 'its process'} is gone, and state.json "
-                "still says running; the same command goes on from the last checkpoint"
+            return RunStatus(
+                f"died: {holder if record else 'its process'} is gone, and state.json "
+                "still says running; the same command resumes from the last checkpoint"
             )
-        if quiet > self._patience():
-            return Standing(
-                f"running, but silent for {quiet / 60:.0f} min: a long save or "
-                f"evaluation, or it hangs ({who})",
+        silence = self._silence()
+        if silence > self._longest_silence():
+            return RunStatus(
+                f"running, but silent for {silence / 60:.0f} min: a long save or "
+                f"evaluation, or a hang ({holder})",
                 True,
             )
-        return Standing("running", True)
+        return RunStatus("running", True)
 
-    def is_over(self) -> bool:
-        """Tell whether nothing more is to come."""
+    def _status_before_first_step(self, record: Row) -> RunStatus:
+        if record and self._is_held(record):
+            return RunStatus("starting", True)
+        if self.experiment.config.exists():
+            return RunStatus("stopped before its first step")
+        process = find_process(self.experiment.root)
+        return RunStatus(f"being prepared by process {process.pid}" if process else "not begun")
+
+    def is_complete(self) -> bool:
+        """Return whether the run has done all its steps."""
         return self.state.get("status") == "complete"
 
     def ranks(self) -> int:
-        """Return the number of ranks of the last start, 0 when it is not known."""
-        counts = [e["ranks"] for e in self.events if isinstance(e.get("ranks"), int)]
+        """Return the number of ranks of the last launch, 0 if it is unknown."""
+        counts = [event["ranks"] for event in self.events if isinstance(event.get("ranks"), int)]
         return counts[-1] if counts else 0
 
     def checkpoints(self) -> list[tuple[int, float]]:
-        """Return step and age in seconds of the finished checkpoints, the newest last."""
-        found = []
+        """Return the step and the age in seconds of each complete checkpoint, the newest last."""
+        checkpoints = []
         for path in self.experiment.checkpoints.glob(f"step_*/{_COMMIT}"):
             try:
                 step = step_of(path.parent.name)
                 if step is not None:
-                    found.append((step, time.time() - path.stat().st_mtime))
+                    checkpoints.append((step, time.time() - path.stat().st_mtime))
             except OSError:
-                continue  # pruned in this moment
-        return sorted(found)
+                continue  # it was deleted just now
+        return sorted(checkpoints)
 
     def warnings(self) -> list[str]:
-        """Return the last things that want attention: events, and warnings of any rank's log."""
-        found = [
-            (str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
-            for e in self.events
-            if e.get("event") in events.PROBLEMS
+        """Return the newest problems: events, and warnings and errors in the log of any rank."""
+        problems = [
+            (str(event.get("time", "")).replace("T", " ").rstrip("Z"), _format_event(event))
+            for event in self.events
+            if event.get("event") in events.PROBLEMS
         ]
         for path in sorted(self.experiment.logs.glob("rank_*.log")):
             rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
-            found += [(line[:19], f"rank {rank}: {line[20:]}") for line in self._complaints(path)]
-        found += [
+            lines = self._warnings_in_log(path)
+            problems += [(line[:19], f"rank {rank}: {line[20:]}") for line in lines]
+        problems += [
             ("", f"stacks of a rank that hung: {path}")
-            for path in self._of_this_launch("*.stacks.txt")
+            for path in self._files_of_launch("*.stacks.txt")
         ]
-        if said := collectives.waiting(self._of_this_launch("*.collectives.json")):
-            found.append(("", said))
-        return [
-            run_records.one_line(f"{when}  {what}".strip())
-            for when, what in sorted(found)[-_WARNINGS:]
-        ]
+        if hang := collectives.describe_hang(self._files_of_launch("*.collectives.json")):
+            problems.append(("", hang))
+        newest = sorted(problems)[-_MOST_WARNINGS:]
+        return [run_records.one_line(f"{time}  {text}".strip()) for time, text in newest]
 
-    def _of_this_launch(self, pattern: str) -> list[Path]:
-        """Return files of logs/ that are newer than what the last launch wrote first."""
+    def _files_of_launch(self, pattern: str) -> list[Path]:
+        """Return files of logs/ that are newer than config.yaml, which a launch writes first."""
 
-        def changed(path: Path) -> float:
+        def modified(path: Path) -> float:
             return path.stat().st_mtime if path.exists() else 0.0
 
-        began = changed(self.experiment.config)
-        return [
-            path for path in sorted(self.experiment.logs.glob(pattern)) if changed(path) >= began
-        ]
+        began = modified(self.experiment.config)
+        paths = sorted(self.experiment.logs.glob(pattern))
+        return [path for path in paths if modified(path) >= began]
 
-    def _complaints(self, path: Path) -> list[str]:
-        """Return the warnings at the end of a log, which is read again only when it has grown."""
+    def _warnings_in_log(self, path: Path) -> list[str]:
+        """Return the warnings at the end of a log, which is read again only if it has grown."""
         try:
             size = path.stat().st_size
-            if self._seen.get(path, (-1, []))[0] != size:
+            if self._log_warnings.get(path, (-1, []))[0] != size:
                 with path.open("rb") as file:
                     file.seek(max(0, size - _LOG_TAIL))
                     text = file.read().decode("utf-8", "replace")
-                self._seen[path] = size, _complaints(text)
-            return self._seen[path][1]
+                self._log_warnings[path] = size, _parse_warnings(text)
+            return self._log_warnings[path][1]
         except OSError:
             return []
 
     def _is_held(self, record: Row) -> bool:
-        """Tell whether the process that wrote the lock is alive, as far as can be seen here."""
+        """Return whether the process that wrote the lock is alive, as far as this machine can see.
+
+        For a process of another machine this is the age of the lock, which its holder renews.
+        """
         alive = liveness.is_alive(record)
         try:
             age = time.time() - self.experiment.lock.stat().st_mtime
         except OSError:
             return False
-        return age < SILENT_S if alive is None else alive
+        return age < _ABANDONED_S if alive is None else alive
 
-    def _patience(self) -> float:
-        """Return how long the run may be silent, in seconds: several times its usual pause."""
+    def _silence(self) -> float:
+        """Return for how many seconds rank 0 has written nothing."""
+        exp = self.experiment
+        files = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
+        newest = max((path.stat().st_mtime for path in files if path.exists()), default=0)
+        return time.time() - newest
+
+    def _longest_silence(self) -> float:
+        """Return how long the run may be silent, in seconds: five times the time between rows."""
         last = self.rows[-2:]
         if len(last) < 2:
             return 600.0
-        usual = (last[1]["step"] - last[0]["step"]) * last[1].get("time/total", 0.0) / 1000
-        return max(60.0, 5 * usual)
+        interval = (last[1]["step"] - last[0]["step"]) * last[1].get("time/total", 0.0) / 1000
+        return max(60.0, 5 * interval)
 
 
-def _complaints(text: str) -> list[str]:
-    """Return `time text` of each warning and error; of a traceback, its last line."""
-    found: deque[str] = deque(maxlen=_WARNINGS)
+def _parse_warnings(text: str) -> list[str]:
+    """Return `time text` of the last warnings and errors in a log; the last line of a traceback."""
+    warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if match := _LOG_LINE.match(line):
-            said = match[3]
-            if said.startswith(_HEAVY_START):
+            message = match[3]
+            if message.startswith(_TRACEBACK):
                 rest = [after for after in lines[number + 1 :] if after.strip()]
-                said = next((after for after in rest if not after.startswith(" ")), said)
-            found.append(f"{match[1]} {said}")
-    return list(found)
+                message = next((after for after in rest if not after.startswith(" ")), message)
+            warnings.append(f"{match[1]} {message}")
+    return list(warnings)
 
 
-def _event_line(event: Row) -> str:
-    facts = ", ".join(
+def _format_event(event: Row) -> str:
+    fields = ", ".join(
         f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "step")
     )
-    return f"{event['event']} at step {event['step']:,}" + (f": {facts}" if facts else "")
+    return f"{event['event']} at step {event['step']:,}" + (f": {fields}" if fields else "")

@@ -1,4 +1,5 @@
-"""The watchdog ends the process whatever disks, pipes and Python itself do."""
+# covers: lib/core/watchdog.py
+"""The watchdog ends a process even if disks, pipes or the interpreter hang."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def hang(
     )
 
 
-def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
-    """A FIFO that nobody reads stands for a hung disk, a full pipe for a hung terminal."""
+def test_the_process_ends_even_if_disks_and_pipes_hang(tmp_path: Path) -> None:
+    """A FIFO without a reader simulates a hung disk, a full pipe a hung terminal."""
     silent = tmp_path / "silent"
     os.mkfifo(silent)
     readable, writable = os.pipe()
@@ -61,15 +62,15 @@ def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
     usual = hang(tmp_path / "logs" / "stacks.txt")
     read_only = hang(Path("/proc/no/stacks.txt"))
     try:
-        told = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]
+        errors = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]
     finally:
         for process in (usual, read_only, *hung):
             process.kill()
     assert [process.returncode for process in (usual, read_only, *hung)] == [1] * 6
     assert time.monotonic() - began < 15
-    assert all("watchdog: the step has not ended" in text for text in told[:3])
+    assert all("watchdog: the step has not ended" in text for text in errors[:3])
     assert "_watch" in (tmp_path / "logs" / "stacks.txt").read_text()
-    assert "cannot be written" in told[1] and "most recent call first" in told[1]
-    assert "Timeout" in told[4] and "most recent call first" in told[4]
+    assert "cannot be written" in errors[1] and "most recent call first" in errors[1]
+    assert "Timeout" in errors[4] and "most recent call first" in errors[4]
     os.close(readable)
     os.close(writable)

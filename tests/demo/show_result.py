@@ -25,7 +25,7 @@ _NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models r
 
 def main(argv: list[str]) -> None:
     parser = options.Parser(__doc__)
-    run_files.add_option(parser)
+    run_files.add_experiment(parser)
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="directory that stage 05 wrote"
     )
