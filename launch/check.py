@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Check what a run stands on: this machine, the network, this checkout and its data, a cluster.
+"""Check what a run needs: this machine, the network, this checkout and its data, a cluster.
 
   python launch/check.py machine                              # GPUs, disk, versions, artifacts
-  torchrun --nproc-per-node 8 launch/check.py network         # … of all nodes, and between them
+  torchrun --nproc-per-node 8 launch/check.py network         # all nodes, and the links between
   python launch/check.py framework                            # Python, packages, a sharded step
   python launch/check.py setup --deep                         # datasets, models, token stores
   python launch/check.py cluster --instance-type p5.48xlarge  # Kubernetes, for a job
   python launch/check.py cluster describe
 
-Each check has its --help. Every finding has a severity and a remedy. Exit code: 0 ready, 5 a
-warning (with --fail-on warning), 6 an error, 2 bad usage; torchrun itself returns 1 for any.
+Each check has its own --help. Every finding has a severity and a remedy. Exit codes: 0 ready, 5 a
+warning (with --fail-on warning), 6 an error, 2 bad usage. torchrun returns 1 instead of 2 to 6.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lib.core import options, stage
 
 
 def main(argv: list[str]) -> None:
-    """Run the check that the first word names; each imports only what it needs."""
+    """Run the check that the first word names. Each imports only what it needs."""
     check = argv[0] if argv else ""
     if check in ("machine", "network"):
         from launch.checks import network

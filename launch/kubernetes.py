@@ -289,7 +289,7 @@ def judge(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
         asked.check_type(problems)
     problems.raise_if_any()
     found = validate(kubectl, asked, eks_of(kubectl, opts.cluster_name, ""))
-    findings.show(found)
+    findings.print_findings(found)
     findings.conclude(found, findings.ERROR, "this cluster")
 
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Train on this pod's node: the command of every pod that launch/kubernetes.py asks for.
+"""Train on this pod's node: the command of every pod that launch/kubernetes.py creates.
 
   python launch/pod.py --kind trainjob --nnodes 4 --nproc-per-node 8 -- -e exp -d corpus
   python launch/pod.py --kind pytorchjob --nnodes 4 --min-nodes 2 --nproc-per-node 8 -- -e exp -d c
 
-The number of the node and the head's address come from what the operator put into the environment.
-A job of fixed size runs launch/multi_node.sh, one with --min-nodes torchrun, which goes on with the
-nodes there are, one of HyperPod its hyperpodrun. Exit code: the run's, but 143 instead of 75: to
-Kubernetes, codes from 128 are worth another try and those below are final. 130: a second SIGINT
-killed the ranks before they had saved. It is tried again too: a signal ends a pod, and only who
-deletes the job ends the job.
+The operator sets the number of the node and the head's address in the environment. A job of fixed
+size runs launch/multi_node.sh. A job with --min-nodes runs torchrun, which continues with fewer
+nodes. A HyperPod job runs hyperpodrun.
+
+The exit code is that of the run, but 143 instead of 75, since Kubernetes retries codes from 128 on
+and treats those below as final. 130 means that a second SIGINT killed the ranks before they had
+saved. Kubernetes retries that as well: a signal ends a pod, and only deleting the job ends the job.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ def parse(argv: list[str]) -> Options:
     parser = options.Parser(
         __doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- TRAINING OPTIONS"
     )
-    parser.add_argument(
-        "--kind", choices=tuple(KINDS), required=True, help="what the pod belongs to"
-    )
+    parser.add_argument("--kind", choices=tuple(KINDS), required=True, help="kind of the job")
     parser.add_argument(
         "--nnodes", type=options.positive_int, required=True, metavar="N", help="pods of the job"
     )
@@ -56,7 +55,7 @@ def parse(argv: list[str]) -> Options:
         "--min-nodes",
         type=options.positive_int,
         metavar="N",
-        help="go on with so many pods when others are lost (default: all)",
+        help="least number of pods with which the job continues (default: all)",
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -66,7 +65,11 @@ def parse(argv: list[str]) -> Options:
         help="ranks in this pod",
     )
     parser.add_argument(
-        "--max-restarts", type=options.count, default=3, metavar="M", help="restarts of the ranks"
+        "--max-restarts",
+        type=options.count,
+        default=3,
+        metavar="M",
+        help="most restarts of the ranks",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command and start nothing"
@@ -75,8 +78,8 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Print the command, run it, and exit with its code as Kubernetes should see it."""
-    own, train = command_line.split_at_dashes(argv)
+    """Print the command, run it, and exit with its code as Kubernetes expects it."""
+    own, train = stage_04.divided(argv)
     opts = parse(own)
     if not train:
         raise command_line.missing_dashes_error("-e exp -d corpus")
@@ -85,21 +88,21 @@ def main(argv: list[str]) -> None:
     operators = {
         name: os.environ.pop(name) for name in list(os.environ) if name.startswith("PET_")
     }  # torchrun would take them for its own options
-    command = command_of(opts, train, operators)
+    command = pod_command(opts, train, operators)
     print(f"pod {platform.node()}, in {Path.cwd()}:\n  {commands.shell(*command)}", flush=True)
     if opts.dry_run:
         return
     if KINDS[opts.kind].agent:
-        os.execvp(command[0], command)  # which wants to be told itself to end
-    for number in _SIGNALS:  # the first process of a container ignores what it does not handle
+        os.execvp(command[0], command)  # its agent must receive the signals itself
+    for number in _SIGNALS:  # the first process of a container ignores signals without a handler
         signal.signal(number, lambda number, frame: sys.exit(_TRY_AGAIN))
     if opts.nnodes > 1:
-        wait_for(head_of(operators))
-    sys.exit(follow(command))
+        wait_for_address(head_address(operators))
+    sys.exit(run_with_signals(command))
 
 
-def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
-    """Return what trains on this pod. operators: PET_ variables."""
+def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
+    """Return the command that trains on this pod. operators: PET_ variables."""
     workers = [
         "--nproc-per-node",
         str(opts.nproc_per_node),
@@ -112,7 +115,7 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
         return [program, "--nnodes", size, *workers, *more, _STAGE, *train]
     if opts.nnodes == 1:
         return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers, "--", *train]
-    head = head_of(operators)
+    head = head_address(operators)
     if not opts.min_nodes:
         return [
             "bash",
@@ -120,17 +123,17 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
             "--nnodes",
             size,
             "--node-rank",
-            str(rank_of(operators, opts.nnodes)),
+            str(node_rank(operators, opts.nnodes)),
             "--head",
             head,
             *workers,
             "--",
             *train,
         ]
-    # Up to torch 2.13, a pod that comes back can only join when the ranks have a store of their
-    # own, beside that of the rendezvous.
+    # Up to torch 2.13, a pod that comes back can only join if the ranks use another store than the
+    # rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.update(network.environment(head, ""))
+    os.environ.update(network.interface_variables(head, ""))
     is_host = int(head.split(".")[0] in ("localhost", platform.node().split(".")[0]))
     return [
         sys.executable,
@@ -155,41 +158,45 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
     ]
 
 
-def rank_of(operators: dict[str, str], nodes: int) -> int:
-    """Return the number of this node: the operator's, or that at the end of the pod's name."""
+def node_rank(operators: dict[str, str], nodes: int) -> int:
+    """Return the number of this node: the operator's, or the one at the end of the pod's name.
+
+    Raises UsageError if there is none, or if it is out of range.
+    """
     for name, variables in (("PET_NODE_RANK", operators), ("JOB_COMPLETION_INDEX", os.environ)):
         if given := variables.get(name):
             rank = int(given) if given.isascii() and given.isdecimal() else nodes
             if rank >= nodes:
                 raise UsageError(
-                    f"{name} in the environment is {given!r}, which is no node of {nodes}",
-                    expected=f"0 to {nodes - 1}, another number in each pod",
+                    f"{name} in the environment is {given!r}, but the job has {nodes} nodes",
+                    expected=f"0 to {nodes - 1}, a different number in each pod",
                 )
             return rank
     ending = re.search(r"-(\d+)$", platform.node())
     if not ending:
         raise UsageError(
-            f"the number of this node cannot be told from its name {platform.node()}",
+            f"the pod's name {platform.node()} does not end with the number of the node",
             expected="PET_NODE_RANK or JOB_COMPLETION_INDEX in the environment",
         )
     return int(ending[1])
 
 
-def head_of(operators: dict[str, str]) -> str:
+def head_address(operators: dict[str, str]) -> str:
+    """Return the address of node 0. Raises UsageError if the operator has not set it."""
     head = (
         operators.get("PET_MASTER_ADDR")
         or operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
     )
     if not head:
         raise UsageError(
-            "the operator has not said where the head is",
+            "the operator has not set the address of node 0",
             expected="PET_MASTER_ADDR or PET_RDZV_ENDPOINT in the environment",
         )
     return head
 
 
 def wait_seconds() -> float:
-    """Return how long to wait for the pod of node 0; UsageError when the environment is wrong."""
+    """Return the seconds to wait for the pod of node 0. Raises UsageError for a bad variable."""
     given = os.environ.get("WAIT_SECONDS", "900")
     try:
         return options.positive(given)
@@ -197,8 +204,11 @@ def wait_seconds() -> float:
         raise UsageError(f"WAIT_SECONDS in the environment: {error}") from None
 
 
-def wait_for(head: str) -> None:
-    """Wait until the head's name has an address, which it gets when its pod runs."""
+def wait_for_address(head: str) -> None:
+    """Wait until the head's name has an address, which it gets when its pod runs.
+
+    Raises StageError if that takes too long.
+    """
     patience = wait_seconds()
     if has_address(head):
         return
@@ -211,17 +221,17 @@ def wait_for(head: str) -> None:
 
 
 def has_address(host: str) -> bool:
-    """Return whether a name resolves, also one of a service that has just appeared."""
+    """Return whether a name resolves; getent asks again each time, without a cache."""
     return not subprocess.run(["getent", "hosts", host], stdout=subprocess.DEVNULL).returncode
 
 
-def follow(command: list[str]) -> int:
-    """Run a command, hand signals on to it, and return the exit code for Kubernetes."""
+def run_with_signals(command: list[str]) -> int:
+    """Run a command, pass signals on to it, and return the exit code for Kubernetes."""
     signalled: list[int] = []
     early: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         signalled.append(number)
         if child is None:
             early.append(number)
@@ -229,8 +239,9 @@ def follow(command: list[str]) -> int:
             child.send_signal(number)
 
     for number in _SIGNALS:
-        signal.signal(number, hand_on)
-    # In a session of its own: Ctrl-C in a terminal would come to it twice, and give up the save.
+        signal.signal(number, pass_on)
+    # In another session, since otherwise Ctrl-C in a terminal would reach the command twice, and
+    # the second SIGINT kills the ranks before they have saved.
     child = subprocess.Popen(command, start_new_session=True)
     for missed in early:
         child.send_signal(missed)
@@ -238,7 +249,7 @@ def follow(command: list[str]) -> int:
     code = code if code >= 0 else 128 - code
     if code and code != EXIT_PREEMPTED and signalled.count(signal.SIGINT) > 1:
         return EXIT_INTERRUPTED
-    # torchrun returns 1 whatever ended it: a run that was told to end is worth another try.
+    # torchrun returns 1 for any failure, so every run that received a signal is worth a retry.
     return _TRY_AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
 
 

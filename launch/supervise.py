@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Run torchrun on this node again and again until the run is over; single_node.sh and
-multi_node.sh end in it.
+"""Supervise the run on this node: start torchrun, and restart it until the run is over.
 
   python launch/supervise.py --nnodes 2 --node-rank 0 --head 10.0.0.1 -- \\
       python launch/torchrun.py … 04_train_fsdp.py -e exp -d hf_datasets/corpus
 
-What follows `--` is started as it stands. A lost worker, node or head and a time-out are tried
-again; bad input, a damaged artifact, a full disk, out of memory and a bug that comes back are not.
-Exit code: the run's, on every node.
+single_node.sh and multi_node.sh start this script. It runs the command behind `--` as it is. It
+restarts after a lost worker, node or head and after a timeout. It does not restart after bad input,
+a damaged artifact, a full disk, out of memory, or a bug that occurs twice. The exit code is that of
+the run, on every node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the launcher, without the command that it is to start."""
+    """Return the options of the launcher, without those of the command that it starts."""
     parser = options.Parser(__doc__, "[options] -- COMMAND …")
     parser.add_argument(
         "--nnodes", type=options.positive_int, default=1, metavar="N", help="nodes of the run"
@@ -67,43 +67,43 @@ def parse(argv: list[str]) -> Options:
         "--head",
         default="",
         metavar="ADDR",
-        help="address of the head, to find this node's network interface by "
-        "(default: none, needed with several nodes)",
+        help="address of the head, which determines this node's network interface "
+        "(default: none; needed with several nodes)",
     )
     parser.add_argument(
         "--interface",
         default="",
         metavar="IF",
         help="network interface that reaches the other nodes "
-        "(default: the one that leads to the head)",
+        "(default: the one whose route leads to the head)",
     )
     parser.add_argument(
         "--max-restarts",
         type=options.count,
         default=3,
         metavar="M",
-        help="restarts in a row without a newer checkpoint",
+        help="most restarts in a row without a newer checkpoint",
     )
     parser.add_argument(
         "--backoff",
         type=options.non_negative,
         default=5.0,
         metavar="S",
-        help="seconds before the first restart, doubled with each further one",
+        help="seconds before the first restart, doubled each time",
     )
     parser.add_argument(
         "--save-seconds",
         type=options.positive_int,
         default=120,
         metavar="S",
-        help="how long a save may take when the run is stopped",
+        help="seconds that a save may take when the run is stopped",
     )
     parser.add_argument(
         "--wait-seconds",
         type=options.positive,
         default=900.0,
         metavar="S",
-        help="how long to wait for nodes that are not there",
+        help="seconds to wait for missing nodes",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command and start nothing"
@@ -112,29 +112,29 @@ def parse(argv: list[str]) -> Options:
     problems = Problems()
     if opts.node_rank >= opts.nnodes:
         problems.add(
-            f"--node-rank {opts.node_rank}: there "
-            f"{'is' if opts.nnodes == 1 else 'are'} {units.counted(opts.nnodes, 'node')}",
-            expected=f"0 to {opts.nnodes - 1}, a different one on every node",
+            f"--node-rank {opts.node_rank}: the run has {units.counted(opts.nnodes, 'node')}",
+            expected=f"0 to {opts.nnodes - 1}, a different number on every node",
         )
     if opts.nnodes > 1 and not opts.head:
-        problems.add("--head is needed: the address of node 0")
+        problems.add("--head is missing: the address of node 0")
     problems.raise_if_any()
     return opts
 
 
-def stage_options(words: list[str]) -> Config:
-    """Return the options of stage 04; UsageError when a run cannot be started with them."""
-    opts = command_line.parse_options(words)
+def read_stage_options(words: list[str]) -> Config:
+    """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
+    opts = stage_04.parse(words)
     if not opts.experiment_name or not opts.dataset_name:
-        raise UsageError("-e and -d are needed behind `--`: a name for the run, and a dataset")
+        raise UsageError("-e and -d are missing behind `--`: a name for the run, and a dataset")
     return opts
 
 
-def script_in(command: list[str]) -> int:
-    """Return where stage 04 stands in a command; UsageError when it does not, or has no options."""
-    script = next(
-        (i for i, word in enumerate(command) if Path(word).name == command_line.SCRIPT), None
-    )
+def find_script(command: list[str]) -> int:
+    """Return the index of stage 04's script in a command.
+
+    Raises UsageError if the command does not run stage 04, or gives it no options.
+    """
+    script = next((i for i, word in enumerate(command) if Path(word).name == stage_04.SCRIPT), None)
     if script is None:
         raise UsageError(
             f"the command behind `--` does not run {command_line.SCRIPT}",
@@ -145,7 +145,8 @@ def script_in(command: list[str]) -> int:
     return script
 
 
-def show(opts: Options, command: NodeCommand) -> None:
+def print_command(opts: Options, command: NodeCommand) -> None:
+    """Print the command of this node, with the variables that it sets."""
     words = [
         *(f"{name}={value}" for name, value in command.environment.items()),
         commands.shell(*command.words),
@@ -160,22 +161,22 @@ def show(opts: Options, command: NodeCommand) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Show the command and, unless that is all, keep it running; exits with the run's code."""
+    """Print the command and, without --dry-run, supervise it; exit with the run's code."""
     problems = Problems()
     (own, words) = command_line.split_at_dashes(argv)
     opts = problems.collect(lambda: parse(own))
-    script = script_in(words)
-    asked = problems.collect(lambda: stage_options(words[script + 1 :]))
+    script = find_script(words)
+    asked = problems.collect(lambda: read_stage_options(words[script + 1 :]))
     if opts and asked:
         problems.collect(
             lambda: command_line.require_divisible(asked, opts.nnodes * opts.nproc_per_node)
         )
     problems.raise_if_any()
     assert opts and asked  # or a problem would have been raised
-    environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
+    environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
     experiment = Experiment((asked.save_dir or OUTPUTS).absolute(), asked.experiment_name or "")
-    show(opts, command)
+    print_command(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")
         return
@@ -196,7 +197,7 @@ def main(argv: list[str]) -> None:
         )
 
     def note(number: int, frame: FrameType | None) -> None:
-        node.signalled(signal.Signals(number).name)
+        node.note_signal(signal.Signals(number).name)
 
     for number in _SIGNALS:
         signal.signal(number, note)

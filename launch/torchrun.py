@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""torchrun, with its options and without its banners: the launchers start the ranks with it.
+"""Run torchrun with its options but without its banners; the launchers start the ranks with it.
 
   python launch/torchrun.py --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
 
-A rank that fails says why itself. So torchrun's report of 40 lines is left out, and one line names
-each rank that ended without a word. Every rank gets its share of the cores (OMP_NUM_THREADS, unless
-it is set). On one machine (--standalone) nothing listens on another address than 127.0.0.1.
-The first signal to stop is passed on to the ranks, which have time to save; further ones change
-nothing, but for a second SIGINT, which kills them. LOGLEVEL=INFO shows what torchrun logs. Exit
-code: that of the rank that failed first, or 128 and the number of the signal.
+A rank that fails prints the reason itself. So torchrun's report of 40 lines is left out, and one
+line names each rank that ended without an error message. Every rank gets its share of the cores
+(OMP_NUM_THREADS, unless it is set). On one machine (--standalone) all sockets listen on 127.0.0.1
+only. The first stop signal is passed on to the ranks, which have time to save. Further signals
+change nothing, except that a second SIGINT kills the ranks. LOGLEVEL=INFO shows torchrun's log.
+The exit code is that of the rank that failed first, or 128 plus the number of the signal.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 
 def main(argv: list[str]) -> None:
+    """Run torchrun, and exit with the code of the rank that failed first."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> None:
 
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
-    args = run.parse_args(understood(argv, run.get_args_parser()))
+    args = run.parse_args(apply_shutdown_timeout(argv, run.get_args_parser()))
     if args.standalone:
         require_loopback()
         args.local_addr = args.local_addr or LOOPBACK
@@ -73,18 +74,19 @@ def main(argv: list[str]) -> None:
     try:
         run.run(args)
     except ChildFailedError as error:
-        sys.exit(report(error.failures))
+        sys.exit(report_failures(error.failures))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except (RendezvousError, distributed.DistError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StageError(f"the ranks do not find each other: {words}") from None
+        raise StageError(f"the ranks cannot find each other: {words}") from None
 
 
 def require_loopback() -> None:
-    """Raise UsageError where processes of this machine cannot connect to each other.
+    """Raise UsageError if processes of this machine cannot connect to each other.
 
-    torchrun would try for minutes. Some sandboxes and network namespaces leave the interface down.
+    Some sandboxes and network namespaces leave the loopback interface down, and torchrun would
+    retry for minutes.
     """
     import socket
 
@@ -93,16 +95,16 @@ def require_loopback() -> None:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_WITHIN_S).close()
     except OSError as error:
         raise UsageError(
-            f"processes of this machine do not reach each other at {LOOPBACK}",
+            f"processes of this machine cannot reach each other at {LOOPBACK}",
             found=str(error),
             expected="a loopback interface that is up; as root, `ip link set lo up`",
         ) from None
 
 
 def keep_to_loopback() -> None:
-    """Let a store for this machine alone listen on 127.0.0.1, before torchrun imports its class.
+    """Make stores of a single machine listen on 127.0.0.1; call this before importing torchrun.
 
-    torch's own server listens on every address, whatever host it is given (torch 2.11 to 2.13).
+    torch's own server listens on all addresses, whatever host it is given (torch 2.11 to 2.13).
     """
     import socket
 
@@ -119,7 +121,7 @@ def keep_to_loopback() -> None:
             **named: Any,
         ) -> None:
             if is_master and host_name in ("localhost", LOOPBACK):
-                with suppress(OSError):  # taken: torch says so, or shares the server that it has
+                with suppress(OSError):  # the port is taken: torch reports it, or shares its server
                     listener = socket.create_server((LOOPBACK, port))
                     host_name, port = listener.getsockname()
                     named["master_listen_fd"] = listener.detach()
@@ -129,9 +131,9 @@ def keep_to_loopback() -> None:
 
 
 def pass_on_one_signal() -> None:
-    """Ignore all stop signals after the first: torchrun restarts its shutdown at each one.
+    """Ignore all stop signals after the first, since torchrun restarts its shutdown at each one.
 
-    Schedulers send several. A second SIGINT kills the ranks, after a line that names the loss.
+    Schedulers send several signals. A second SIGINT kills the ranks, after a line about the loss.
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -145,8 +147,8 @@ def pass_on_one_signal() -> None:
         elif number == signal.SIGINT and seen.count(number) == 2:
             os.write(
                 2,
-                b"torchrun: a second SIGINT: the ranks are killed without a save, and what "
-                b"was trained since the newest checkpoint is lost\n",
+                b"torchrun: a second SIGINT: the ranks are killed without a save; all training "
+                b"since the newest checkpoint is lost\n",
             )
             for child in liveness.list_processes():
                 if child.parent == os.getpid() and not child.has_ended:
@@ -156,10 +158,11 @@ def pass_on_one_signal() -> None:
     api._terminate_process_handler = note
 
 
-def understood(argv: list[str], parser: ArgumentParser) -> list[str]:
-    """Return the words for a torchrun that has no --shutdown-timeout (torch 2.11), which is set.
+def apply_shutdown_timeout(argv: list[str], parser: ArgumentParser) -> list[str]:
+    """Return the words without --shutdown-timeout if torchrun lacks this option (torch 2.11).
 
-    There the time that ranks have to save and end is the default of a function.
+    There the time that ranks have to save and end is the default argument of a method, which is
+    changed instead.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -171,10 +174,10 @@ def understood(argv: list[str], parser: ArgumentParser) -> list[str]:
     return argv[:at] + argv[at + 2 :]
 
 
-def report(failures: dict[int, ProcessFailure]) -> int:
-    """Name the ranks that could not say why they ended; return the code of the first that failed.
+def report_failures(failures: dict[int, ProcessFailure]) -> int:
+    """Print the ranks that a signal ended; return the exit code of the rank that failed first.
 
-    What SIGTERM ended was mostly ended by torchrun, since another rank had failed.
+    Ranks that SIGTERM ended are left out if others failed: mostly torchrun ended them.
     """
     own = {
         rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM
@@ -182,7 +185,7 @@ def report(failures: dict[int, ProcessFailure]) -> int:
     for rank, failure in own.items():
         if failure.exitcode < 0:
             hint = (
-                "; if nobody killed it, memory ran out (`dmesg` tells)"
+                "; if nobody killed it, memory ran out (`dmesg` shows it)"
                 if failure.exitcode == -signal.SIGKILL
                 else ""
             )

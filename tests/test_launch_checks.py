@@ -377,7 +377,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def node_facts(**changes: Any) -> dict[str, Any]:
     """Return what a healthy node tells of itself."""
     return {
-        "gpu": machine.gpus(),
+        "gpu": machine.query_gpus(),
         "efa": {"devices": [], "not_checked": {}},
         "shm": {"total": 64 << 30},
         "disk": {"directory": "/fsx", "free": 10**13, "write": 2e9, "read": 2e9},
@@ -426,7 +426,7 @@ def judged(
 
 
 def test_healthy_gpus_give_no_finding(smi: Path):
-    told = machine.gpus()
+    told = machine.query_gpus()
     assert told["not_checked"] == {} and len(told["gpus"]) == 2
     assert told["gpus"][0]["nvlinks"] == 18 and told["gpus"][0]["driver"] == "580.65.06"
     assert not judged([node_facts(), node_facts(), node_facts()])
@@ -463,11 +463,11 @@ def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
     (smi / "remap").unlink()
     (smi / "ecc").write_text("0, [N/A]\n1, [N/A]\n")
     (smi / "nvlink").write_text("")
-    told = machine.gpus()
+    told = machine.query_gpus()
     assert set(told["not_checked"]) == {"GPU memory rows", "GPU ECC", "NVLink"}
     assert "not a valid field" in told["not_checked"]["GPU memory rows"]
     (smi / "identity").write_text("Unable to determine the device handle for GPU0: GPU is lost\n")
-    assert machine.gpus()["not_checked"].keys() == {"GPUs"}
+    assert machine.query_gpus()["not_checked"].keys() == {"GPUs"}
 
 
 def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
@@ -545,19 +545,19 @@ def test_efa_devices(tmp_path: Path, smi: Path):
         (device / "device").mkdir()
         (device / "device" / "vendor").write_text(vendor + "\n")
         (device / "ports" / "1" / "state").write_text(state + "\n")
-    told = machine.efa(tmp_path / "ib")
+    told = machine.query_rdma(tmp_path / "ib")
     assert [device["active"] for device in told["devices"]] == [True, False]
     found = judged([node_facts(efa={**told, "libfabric": False}, locked_memory=8 << 20)])
     assert {f.check for f in found} == {"EFA", "locked memory"}
     assert any("rdmap1 has no active port" in f.text for f in found)
-    assert machine.efa(tmp_path / "none")["not_checked"]
+    assert machine.query_rdma(tmp_path / "none")["not_checked"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
 def test_rounds_hold_every_pair_once_and_a_node_at_most_once_each(nodes: int):
-    from launch.checks.bandwidth import rounds_of
+    from launch.checks.bandwidth import pair_rounds
 
-    rounds = rounds_of(list(range(nodes)))
+    rounds = pair_rounds(list(range(nodes)))
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == list(itertools.combinations(range(nodes), 2))
     assert all(len({n for pair in each for n in pair}) == 2 * len(each) for each in rounds)

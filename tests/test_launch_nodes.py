@@ -255,7 +255,7 @@ def test_the_interface_towards_the_head(tmp_path: Path, host: str, interface: st
     """On node 0 its own name leads nowhere; there is no default route either."""
     program = (
         "import sys; from launch.supervision import network; "
-        "print(network.environment(sys.argv[1], ''))"
+        "print(network.interface_variables(sys.argv[1], ''))"
     )
     with machines(2, tmp_path) as [node, _]:
         node.start(

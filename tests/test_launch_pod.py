@@ -121,12 +121,12 @@ def test_rank_and_head_come_from_the_operator(
 
 def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "exp-worker-12")
-    assert pod.rank_of({}, 13) == 12
+    assert pod.node_rank({}, 13) == 12
     monkeypatch.setattr(platform, "node", lambda: "laptop")
     with pytest.raises(UsageError, match="laptop"):
-        pod.rank_of({}, 13)
+        pod.node_rank({}, 13)
     with pytest.raises(UsageError, match="where the head is"):
-        pod.head_of({"PET_RDZV_ENDPOINT": ""})
+        pod.head_address({"PET_RDZV_ENDPOINT": ""})
 
 
 def test_hyperpod_and_one_node_run_what_is_theirs() -> None:
@@ -170,7 +170,7 @@ def test_exit_codes_as_kubernetes_should_see_them(script: str, code: int) -> Non
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     }
     try:
-        assert pod.follow(["bash", "-c", script]) == code
+        assert pod.run_with_signals(["bash", "-c", script]) == code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -316,4 +316,4 @@ def test_a_time_to_wait_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setenv("WAIT_SECONDS", value)
     with pytest.raises(UsageError, match="WAIT_SECONDS in the environment"):
-        pod.wait_for("localhost")
+        pod.wait_for_address("localhost")

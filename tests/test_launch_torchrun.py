@@ -80,9 +80,9 @@ def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     words = ["--nproc-per-node", "2", "--shutdown-timeout", "240", "04_train_fsdp.py", "-e", "x"]
-    assert torchrun.understood(words, elastic.get_args_parser()) == words
+    assert torchrun.apply_shutdown_timeout(words, elastic.get_args_parser()) == words
     monkeypatch.setattr(PContext.close, "__defaults__", PContext.close.__defaults__)
-    assert torchrun.understood(words, ArgumentParser()) == words[:2] + words[4:]
+    assert torchrun.apply_shutdown_timeout(words, ArgumentParser()) == words[:2] + words[4:]
     assert inspect.signature(PContext.close).parameters["timeout"].default == 240
 
 
@@ -111,7 +111,7 @@ def ended(code: int, when: int = 0) -> SimpleNamespace:
 def test_the_code_is_that_of_the_rank_that_failed_first(
     failures: dict, code: int, says: str, capsys: pytest.CaptureFixture
 ) -> None:
-    assert torchrun.report(failures) == code
+    assert torchrun.report_failures(failures) == code
     said = capsys.readouterr().err
     assert says in said and bool(said) == bool(says)
 

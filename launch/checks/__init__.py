@@ -1,1 +1,1 @@
-"""Measures and judges machines, networks and checkouts for check.py."""
+"""Check machines, networks and checkouts, for launch/check.py."""

@@ -1,8 +1,8 @@
-"""Measures how fast ranks talk: all together, those of each node, those of each pair of nodes.
+"""Measure the bandwidth between all ranks, the ranks of each node, and each pair of nodes.
 
-Bus bandwidth as nccl-tests defines it (doc/PERFORMANCE.md): bytes / time, times 2(n-1)/n for an
-all-reduce and (n-1)/n for an all-gather of n ranks; whatever n is, it is the speed
-of the slowest link.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): bytes / time, times 2(n-1)/n for an
+all-reduce and (n-1)/n for an all-gather over n ranks. For any n it is the speed of the slowest
+link.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _GPU_BYTES = 256 << 20
 _CPU_BYTES = 4 << 20
 _GPU_REPEATS = 10
 _CPU_REPEATS = 6
-# torch 2.13 renamed it.
+# torch 2.13 renamed this function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Result = dict[str, Any]
 
 
-def compute_speed(launch: AllRanks) -> float:
+def measure_compute(launch: AllRanks) -> float:
     """Return the TFLOP/s of this rank's matrix products (bf16 on a GPU, fp32 on a CPU)."""
     width, dtype = (8192, torch.bfloat16) if launch.on_gpu else (384, torch.float32)
     left = torch.ones(width, width, dtype=dtype, device=launch.device)
@@ -34,12 +34,12 @@ def compute_speed(launch: AllRanks) -> float:
     return 2 * width**3 / min(seconds[2:]) / 1e12
 
 
-def measure(launch: AllRanks, deadline: float) -> Result:
-    """Return what all ranks, each node and each pair of nodes reach; all ranks must call this.
+def measure_speeds(launch: AllRanks, deadline: float) -> Result:
+    """Return the speeds of all ranks, each node and each pair of nodes; all ranks must call this.
 
     deadline: `time.monotonic()` of rank 0 after which no further round of pairs begins.
-    `world` and `nodes[node]`: `all_reduce`, `all_gather` in GB/s, `latency_us`, or `error`;
-    `pairs["a-b"]` likewise. On other ranks than 0 the result is empty.
+    The result has the keys `world`, `nodes[node]` and `pairs["a-b"]`, each with `all_reduce` and
+    `all_gather` in GB/s and `latency_us`, or with `error`. It is empty on ranks other than 0.
     """
     pairs, left_out = _pairs(launch, deadline)
     inner = {
@@ -63,13 +63,13 @@ def measure(launch: AllRanks, deadline: float) -> Result:
     world = (
         _result(launch, "world", everyone)
         if do_talk
-        else {"error": "not tried, since some nodes do not talk"}
+        else {"error": "not measured, since some nodes cannot reach each other"}
     )
     return {"world": world, "nodes": nodes, "pairs": pairs, "rounds_left_out": left_out}
 
 
-def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
-    """Return all pairs in rounds in which each node is in one pair at most (a round robin)."""
+def pair_rounds(nodes: list[int]) -> list[list[tuple[int, int]]]:
+    """Return all pairs of nodes in rounds with at most one pair per node (a round robin)."""
     circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -83,9 +83,9 @@ def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
 
 
 def _pairs(launch: AllRanks, deadline: float) -> tuple[dict[str, Result], int]:
-    """Measure pairs round by round; return on rank 0 the results, and the rounds left out."""
+    """Measure pairs round by round; return the results (on rank 0) and the skipped rounds."""
     results: dict[str, Result] = {}
-    rounds = rounds_of(sorted(launch.ranks_of))
+    rounds = pair_rounds(sorted(launch.ranks_of))
     for number, pairs in enumerate(rounds):
         if not launch.decide(f"round-{number}", time.monotonic() < deadline):
             return results, len(rounds) - number
@@ -104,7 +104,7 @@ def _pairs(launch: AllRanks, deadline: float) -> tuple[dict[str, Result], int]:
 
 
 def _try(launch: AllRanks, name: str, ranks: list[int], timeout_s: float) -> None:
-    """Measure a group and publish what came out, be it a failure."""
+    """Measure a group of ranks and share the result or the error."""
     try:
         with process_group(launch, name, ranks, timeout_s):
             result = _group_speed(launch, len(ranks))
@@ -116,10 +116,10 @@ def _try(launch: AllRanks, name: str, ranks: list[int], timeout_s: float) -> Non
 
 
 def _result(launch: AllRanks, name: str, ranks: list[int]) -> Result:
-    """Return a group's result: the slowest rank's view, or the first failure."""
+    """Return the result of a group: that of its first rank, or the first error."""
     views = launch.gather(name, ranks)
     if len(views) < len(ranks):
-        return {"error": f"no answer of ranks {sorted(set(ranks) - set(views))}"}
+        return {"error": f"no answer from ranks {sorted(set(ranks) - set(views))}"}
     failed = [view for view in views.values() if "error" in view]
     return failed[0] if failed else views[ranks[0]]
 
@@ -132,7 +132,7 @@ def _group_speed(launch: AllRanks, ranks: int) -> Result:
     tiny = torch.ones(1, device=launch.device)
 
     def slowest(operation: Callable[[], Any], times: int) -> float:
-        """Return the least seconds that it takes, on the slowest rank; warmed up by one more."""
+        """Return the least seconds of an operation on the slowest rank, after a warm-up."""
         _timed(operation, launch)
         dist.barrier()
         least = min(_timed(operation, launch) for _ in range(times))

@@ -1,4 +1,4 @@
-"""Tells what a check of a machine or a cluster found: what, how bad, what to do about it."""
+"""Report the findings of a check: the problem, its severity and a remedy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXIT_ERROR = 6
 
 @dataclass(frozen=True)
 class Finding:
-    """Holds one thing that a check has to say.
+    """One result of a check.
 
     severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
-    or `info`. check: what was looked at. remedy: what to do, as a command where there is one.
-    node: the only one that it is about, if there is one.
+    or `info`. check: what was checked. remedy: advice, as a command if there is one. node: the
+    number of the node, if the finding is about a single node.
     """
 
     severity: str
@@ -34,7 +34,7 @@ class Finding:
 
 
 class NotReady(StageError):
-    """Says that a check found something as severe as the caller does not tolerate."""
+    """A check found a problem that is too severe for --fail-on."""
 
     def __init__(self, problem: str, code: int) -> None:
         super().__init__(problem)
@@ -42,17 +42,17 @@ class NotReady(StageError):
 
 
 def not_checked(check: str, why: str) -> Finding:
-    """Return the finding of a check that could not be made here."""
+    """Return the finding of a check that is impossible here. why: the reason."""
     return Finding(INFO, check, f"not checked: {why}")
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in order of severity; equal ones keep theirs."""
+    """Return findings in order of severity; those of equal severity keep their order."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def show(findings: Iterable[Finding]) -> None:
-    """Print findings, the worst first, each with its remedy below."""
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print findings, the most severe first, each with its remedy below."""
     for found in worst_first(findings):
         log.info(f"{found.severity:<8} {found.check}: {found.text}")
         for line in found.remedy.splitlines():
@@ -60,7 +60,7 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that ends in findings."""
+    """Add the options of every command that reports findings."""
     parser.add_argument(
         "--fail-on",
         choices=(ERROR, WARNING),
@@ -72,12 +72,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=output_file,
         metavar="FILE",
-        help="also write everything that was found to a file (default: none)",
+        help="also write all findings to a file (default: none)",
     )
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file that rank 0 will write, as far as can be seen before the work."""
+    """Parse the path of a file that rank 0 will write.
+
+    Raises ArgumentTypeError if it is a directory or cannot be written.
+    """
     path = Path(text)
     if log.rank() > 0:
         return path
@@ -92,7 +95,7 @@ def output_file(text: str) -> Path:
 
 
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
-    """Write findings, the worst first, and whatever else was measured."""
+    """Write findings, the most severe first, and more values under their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {key: value for key, value in asdict(finding).items() if key != "node"}
@@ -102,15 +105,18 @@ def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
 
 
 def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None:
-    """Show and write what was found, and conclude, as the options of `add_options` say."""
-    show(findings)
+    """Print findings, write them if --json is given, and conclude. what: the subject of the check.
+
+    Raises NotReady as `conclude` does.
+    """
+    print_findings(findings)
     if opts.json:
         write_json(opts.json, findings)
     conclude(findings, opts.fail_on, what)
 
 
 def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
-    """Say whether `what` is ready; NotReady when something is at least as severe as `fail_on`."""
+    """Print that `what` is ready. Raises NotReady for a finding of severity `fail_on` or worse."""
     counted = Counter(finding.severity for finding in findings)
     counts = ", ".join(
         units.counted(counted[name], name) for name in (ERROR, WARNING) if counted[name]

@@ -1,4 +1,4 @@
-"""Asks a node about itself: GPUs, RDMA, /dev/shm, disk, versions, settings, artifacts."""
+"""Collect the facts of a node: GPUs, RDMA, /dev/shm, disk, versions, settings, artifacts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH
 _OWN_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
 
 _IDENTITY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu"
-# Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that mean trouble.
+# Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that indicate a problem.
 _THROTTLES = {
     0x8: "hardware slowdown",
     0x20: "heat (software)",
@@ -37,26 +37,29 @@ _THROTTLES = {
 }
 
 
-def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
-    """Return what this node says of itself. named: artifacts to look at; root: of the code."""
+def collect_facts(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
+    """Return the facts of this node.
+
+    named: artifacts to compare, all prepared ones if empty. root: the directory of the code.
+    """
     found = unusable()
     why = {"unusable": [found.problem, found.found, found.hint]} if found else {}
     return {
-        "gpu": gpus() | why,
-        "efa": efa(),
-        "shm": shm(),
-        "disk": disk(save_dir),
-        "versions": versions(root),
-        "settings": settings(),
-        "locked_memory": locked_memory(),
-        "artifacts": artifacts(named, cache_dir),
+        "gpu": query_gpus() | why,
+        "efa": query_rdma(),
+        "shm": measure_shm(),
+        "disk": measure_disk(save_dir),
+        "versions": list_versions(root),
+        "settings": list_settings(),
+        "locked_memory": read_memlock_limit(),
+        "artifacts": digest_artifacts(named, cache_dir),
     }
 
 
-def gpus() -> dict[str, Any]:
-    """Return `{"gpus": [one dict each]}`, and under `not_checked` why something is missing.
+def query_gpus() -> dict[str, Any]:
+    """Return `{"gpus": [one dict each]}`, and under `not_checked` the reasons for missing facts.
 
-    A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and where known
+    A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and if known also
     `throttled` (reasons), `ecc_errors`, `remap_pending`, `remap_failed`, `nvlinks`, `nvlinks_down`.
     """
     not_checked: dict[str, str] = {}
@@ -64,7 +67,7 @@ def gpus() -> dict[str, Any]:
         found = [_identity(*row) for row in query(_IDENTITY)]
     except Missing as missing:
         return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
-    # Asked for one group at a time: nvidia-smi refuses a whole query for one field that it lacks.
+    # One query per group, since nvidia-smi refuses a whole query because of one unknown field.
     for check, look in (
         ("GPU clocks", lambda: [{"throttled": why} for why in _slowdowns().values()]),
         ("GPU ECC", _ecc),
@@ -79,18 +82,19 @@ def gpus() -> dict[str, Any]:
     return {"gpus": found, "not_checked": not_checked}
 
 
-def throttled() -> dict[str, str]:
-    """Return why each GPU (by index) is slowed down right now; empty when none is, or unknown."""
+def query_throttled() -> dict[str, str]:
+    """Return why GPUs (by index) are slowed down now; empty if none is, or if it is unknown."""
     try:
         return {index: why for index, why in _slowdowns().items() if why}
     except Missing:
         return {}
 
 
-def efa(root: Path = INFINIBAND) -> dict[str, Any]:
-    """Return `devices`: the RDMA devices with `name efa active`; `not_checked` when there is none.
+def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
+    """Return the RDMA `devices`, each with `name efa active`; `not_checked` if there is none.
 
-    libfabric: whether `fi_info` sees the EFA provider, or why that is not known.
+    With EFA devices, `libfabric` is whether `fi_info` lists the EFA provider, unless `not_checked`
+    gives the reason why this is unknown.
     """
     devices = []
     for path in sorted(root.glob("*")) if root.is_dir() else []:
@@ -135,7 +139,7 @@ def _identity(
 
 
 def _slowdowns() -> dict[str, str]:
-    """Return for each GPU, by index, the reasons for which it is slowed down."""
+    """Return the reasons why each GPU (by index) is slowed down; empty if it is not."""
     found = {}
     for index, mask in query("index,clocks_throttle_reasons.active"):
         try:
@@ -165,41 +169,40 @@ def _remapped_rows() -> list[dict[str, Any]]:
 
 
 def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Count links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
-    told = answer("nvidia-smi", "nvlink", "--status")
-    blocks = re.split(r"^GPU (\d+):", told, flags=re.MULTILINE)
+    """Count the links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
+    status = answer("nvidia-smi", "nvlink", "--status")
+    blocks = re.split(r"^GPU (\d+):", status, flags=re.MULTILINE)
     by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
     if not any("Link " in block for block in by_gpu.values()):
         raise Missing("these GPUs have no NVLink")
-    each = [by_gpu.get(gpu["index"], "") for gpu in found]
     return [
         {
             "nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),
             "nvlinks_down": len(re.findall(r"Link \d+: <inactive>", block)),
         }
-        for block in each
+        for block in (by_gpu.get(gpu["index"], "") for gpu in found)
     ]
 
 
-def existing(directory: Path) -> Path:
-    """Return the nearest directory that is there, of one that a run would make."""
+def nearest_existing(directory: Path) -> Path:
+    """Return the nearest existing directory on the path to a directory."""
     directory = directory.absolute()
     while not directory.is_dir():
         directory = directory.parent
     return directory
 
 
-def shm() -> dict[str, Any]:
-    """Return size and free space of /dev/shm in bytes; `not_checked` without one."""
+def measure_shm() -> dict[str, Any]:
+    """Return size and free space of /dev/shm in bytes; `not_checked` if it does not exist."""
     if not SHM.is_dir():
         return {"not_checked": {"/dev/shm": "this machine has none"}}
     usage = shutil.disk_usage(SHM)
     return {"total": usage.total, "free": usage.free}
 
 
-def disk(directory: Path) -> dict[str, Any]:
-    """Return free bytes of a directory and its bytes/s written (with fsync) and read again."""
-    there = existing(directory)
+def measure_disk(directory: Path) -> dict[str, Any]:
+    """Return the free bytes of a directory, and the bytes/s to write (with fsync) and to read."""
+    there = nearest_existing(directory)
     facts: dict[str, Any] = {"directory": str(there), "free": shutil.disk_usage(there).free}
     probe = there / f".check-{platform.node()}-{os.getpid()}"
     try:
@@ -214,7 +217,7 @@ def disk(directory: Path) -> dict[str, Any]:
 
 
 def _write(probe: Path, most: int) -> tuple[int, float]:
-    """Write incompressible bytes for a while; return how many, and the seconds with the fsync."""
+    """Write incompressible bytes for a while; return their number and the seconds with fsync."""
     block = os.urandom(_BLOCK)
     written = 0
     began = time.perf_counter()
@@ -235,8 +238,8 @@ def _read_time(probe: Path) -> float:
     return time.perf_counter() - began
 
 
-def versions(root: Path) -> dict[str, str]:
-    """Return the versions that must not differ between nodes; `code` is a digest of the stages."""
+def list_versions(root: Path) -> dict[str, str]:
+    """Return the versions that must be equal on all nodes; `code` is a digest of the stages."""
     sources = [*sorted(root.glob("*.py")), *sorted((root / "lib").rglob("*.py"))]
     digests = {
         path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256") for path in sources
@@ -251,8 +254,8 @@ def versions(root: Path) -> dict[str, str]:
     return found
 
 
-def settings() -> dict[str, str]:
-    """Return the environment that steers communication, without what is each node's own."""
+def list_settings() -> dict[str, str]:
+    """Return the environment variables for communication that must be equal on all nodes."""
     return {
         key: value
         for key, value in sorted(os.environ.items())
@@ -260,16 +263,16 @@ def settings() -> dict[str, str]:
     }
 
 
-def locked_memory() -> int:
-    """Return the bytes that a process may pin; -1 without a limit (RDMA needs that)."""
+def read_memlock_limit() -> int:
+    """Return the bytes that a process may pin; -1 without a limit, which RDMA needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
-def artifacts(named: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return a digest and the damages (sizes only) of each artifact, by path.
+def digest_artifacts(named: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the digest and the damage (sizes only) of each artifact, by path.
 
-    named: directories to look at; without any, all finished ones of stages 02, 03 and 04.
+    named: the directories; if empty, all finished artifacts of stages 02, 03 and 04.
     """
     roots = (Path("hf_datasets"), models_root(cache_dir), tokens_root(cache_dir))
     found = named or [

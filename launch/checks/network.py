@@ -1,4 +1,4 @@
-"""Check a cluster before a run: do all ranks talk, how fast, and is one node unlike the others?
+"""Check machines before a run: can all ranks communicate, how fast, and does a node differ?
 
   torchrun --nproc-per-node 8 launch/check.py network                      # one node
   torchrun --nnodes 4 --node-rank R --master-addr ADDR --nproc-per-node 8 \\
@@ -6,10 +6,10 @@
   srun torchrun … launch/check.py network --min-bandwidth 300 --json network.json
   python launch/check.py machine                                           # this machine alone
 
-Start it as the run will be started: same nodes, same ranks per node, same image, same directory.
-It takes under a minute, writes nothing but a probe that it removes, and opens no connection but
-those among its ranks. What a node's tools do not tell is listed as not checked. Exit code: 0 ready,
-5 a warning (with --fail-on warning), 6 an error; torchrun itself returns 1 for either.
+Start the check as you will start the run: the same nodes, ranks per node, image and directory. It
+takes less than a minute, writes only a probe file that it deletes, and connects only its ranks with
+each other. Findings that a node's tools cannot give are listed as not checked. Exit codes: 0 ready,
+5 a warning (with --fail-on warning), 6 an error. torchrun itself returns 1 for either.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def parse(argv: list[str]) -> Options:
         type=Path,
         default=Path("outputs"),
         metavar="DIR",
-        help="where experiments lie: its disk is measured, and must be shared",
+        help="directory of the experiments, whose disk is measured and must be shared",
     )
     parser.add_argument(
         "--cache-dir",
         type=Path,
         default=Path(".cache"),
         metavar="DIR",
-        help="where prepared models and token stores lie",
+        help="directory of prepared models and token stores",
     )
     parser.add_argument(
         "--artifact",
@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> Options:
         default=[],
         metavar="DIR",
         help="directory that must be equal on all nodes; may be repeated (default: "
-        "all that stages 02 to 04 prepared)",
+        "all artifacts of stages 02 to 04)",
     )
     parser.add_argument(
         "--min-bandwidth",
@@ -70,14 +70,14 @@ def parse(argv: list[str]) -> Options:
         type=options.positive,
         default=30.0,
         metavar="S",
-        help="time after which no further pair of nodes is measured",
+        help="seconds after which no further pair of nodes is measured",
     )
     parser.add_argument(
         "--timeout",
         type=options.positive,
         default=30.0,
         metavar="S",
-        help="time after which a rank counts as dead; a pair of nodes after half",
+        help="seconds after which a rank counts as dead; a pair of nodes after half of them",
     )
     findings.add_options(parser)
     options.add_config(parser, "print what would be checked and touch nothing")
@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Meet, look at every machine, measure between them, judge, and agree on the verdict.
+    """Connect the ranks, examine each machine, measure the network, and agree on the findings.
 
     argv: `machine` or `network`, then its options.
     """
@@ -96,8 +96,8 @@ def main(argv: list[str]) -> None:
         return
     if argv[0] == "network" and "RANK" not in os.environ:
         raise UsageError(
-            "torchrun has not started this, so there are no ranks to measure a network between",
-            expected="torchrun on every node, as the run will be started",
+            "torchrun has not started this check, so there are no ranks to measure",
+            expected="torchrun on every node, as for the run",
             hint="`launch/check.py machine` checks this machine alone",
         )
     from launch.checks import bandwidth, node_findings, table
@@ -110,13 +110,13 @@ def main(argv: list[str]) -> None:
         f"{'GPUs' if launch.on_gpu else 'CPUs'}"
     )
     facts = examine(launch, opts)
-    speed = bandwidth.measure(launch, began + opts.seconds)
+    speed = bandwidth.measure_speeds(launch, began + opts.seconds)
     found: list[Finding] = []
     if launch.rank == 0:
         found = node_findings.find_problems(facts, speed, launch.name, opts.min_bandwidth)
-        table.show(facts, speed, launch.host_of, found)
+        table.print_tables(facts, speed, launch.host_of, found)
         log.info("")
-        findings.show(found)
+        findings.print_findings(found)
         log.info(f"took {time.monotonic() - began:.0f} s")
         if opts.json:
             findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
@@ -130,24 +130,24 @@ def main(argv: list[str]) -> None:
 
 
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
-    """Return on rank 0 what each node says of itself; all ranks must call this."""
+    """Return the facts of each node on rank 0; all ranks must call this."""
     from launch.checks import bandwidth, machine
     from launch.checks.ranks import clock_offset
 
     facts: dict[str, Any] = {}
-    with _probe(launch, machine.existing(opts.save_dir)) as probe:
-        if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
+    with _probe(launch, machine.nearest_existing(opts.save_dir)) as probe:
+        if launch.leads_node:  # before a rank of the node uses memory or time of its GPUs
             facts = {
-                **machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
+                **machine.collect_facts(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
                 "ranks": len(launch.ranks_of[launch.node]),
                 "shared": probe is None or probe.exists(),
                 "clock": clock_offset(launch),
             }
         launch.barrier("examined")
-    launch.share("compute", bandwidth.compute_speed(launch))
+    launch.share("compute", bandwidth.measure_compute(launch))
     if launch.leads_node:
         facts["compute"] = launch.gather("compute", launch.ranks_of[launch.node])
-        facts["throttled"] = machine.throttled()
+        facts["throttled"] = machine.query_throttled()
         launch.share("facts", facts)
     launch.barrier("computed")
     if launch.rank != 0:
@@ -160,7 +160,7 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
 
 @contextmanager
 def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
-    """Yield a file that rank 0 has put into its directory; None where rank 0 may not write."""
+    """Yield a file that rank 0 has created in a directory; None if rank 0 may not write there."""
     name = f".check-{time.time_ns()}"
     if launch.rank == 0:
         try:
@@ -178,11 +178,11 @@ def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
 def _plan(opts: Options) -> None:
     log.table(
         {
-            "ranks and nodes": "as torchrun says",
+            "ranks and nodes": "as torchrun starts them",
             "network": f"all ranks, each node, each pair of nodes for {opts.seconds:.0f} s",
-            "GPUs": "nvidia-smi: clocks, ECC, memory rows, NVLink, heat; matrix products",
+            "GPUs": "nvidia-smi: clocks, ECC, memory rows, NVLink, temperature; matrix products",
             "EFA": "/sys/class/infiniband, fi_info",
-            "disk": f"{opts.save_dir}: up to 512 MB for 2 s, removed again",
+            "disk": f"{opts.save_dir}: up to 512 MB for 2 s, deleted again",
             "equal on all nodes": "versions, code, NCCL settings, "
             f"{', '.join(map(str, opts.artifact)) or 'all artifacts'}",
         }

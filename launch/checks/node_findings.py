@@ -1,6 +1,6 @@
-"""Judges what all nodes say: what is bad on a node, and which node is unlike the others.
+"""Find problems in the facts of all nodes: faults of a node, and nodes that differ from the others.
 
-facts[node]: what machine.py says of a node. speed: what bandwidth.py measured.
+facts[node]: the facts of a node, from machine.py. speed: the result of bandwidth.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
 from lib.core import units
 
-# Shares of what the other nodes reach, under which a node is called slow, and a failure.
+# A node below these shares of the other nodes' speed is slow (warning), or failing (error).
 _SLOW = 0.75
 _FAILING = 0.5
 _SLOW_COMPUTE = 0.85
@@ -34,6 +34,11 @@ Name = Callable[[int], str]
 def find_problems(
     facts: Facts, speed: dict[str, Any], name: Name, min_bandwidth: float | None
 ) -> list[Finding]:
+    """Return all findings about nodes and the network between them.
+
+    name: returns the name of a node in messages. min_bandwidth: GB/s of an all-reduce over all
+    ranks, None for any.
+    """
     found = [
         *_nodes(facts, name),
         *_differences(facts, name),
@@ -45,13 +50,13 @@ def find_problems(
 
 
 def _nodes(facts: Facts, name: Name) -> Iterable[Finding]:
-    """Judge each node by itself; what was not checked is told once for all nodes."""
+    """Yield the findings about each node alone, and once for all nodes what was not checked."""
     gaps: dict[tuple[str, str], list[str]] = {}
     for node, own in facts.items():
         for part in own.values():
             for check, why in part.get("not_checked", {}).items() if isinstance(part, dict) else ():
                 gaps.setdefault((check, why), []).append(name(node))
-        is_same_disk = own["shared"] and node != min(facts)  # told once
+        is_same_disk = own["shared"] and node != min(facts)  # a full disk is reported once
         yield from (replace(found, node=node) for found in _node(own, name(node), is_same_disk))
     for (check, why), where in gaps.items():
         everywhere = len(where) == len(facts)
@@ -81,8 +86,8 @@ def _gpu(gpu: dict[str, Any], where: str) -> Iterable[Finding]:
             ERROR,
             "GPU ECC",
             f"{where}: {gpu['ecc_errors']:.0f} uncorrected errors",
-            "take the node out, reset the GPU (nvidia-smi --gpu-reset) or reboot; "
-            "replace it when they come back",
+            "take the node out, and reset the GPU (nvidia-smi --gpu-reset) or reboot; "
+            "have the GPU replaced if the errors come back",
         )
     if gpu.get("remap_failed"):
         yield Finding(
@@ -95,7 +100,7 @@ def _gpu(gpu: dict[str, Any], where: str) -> Iterable[Finding]:
         yield Finding(
             WARNING,
             "GPU memory rows",
-            f"{where}: a row is to be remapped",
+            f"{where}: a row waits to be remapped",
             "reset the GPU: nvidia-smi --gpu-reset",
         )
     if gpu.get("throttled"):
@@ -103,28 +108,28 @@ def _gpu(gpu: dict[str, Any], where: str) -> Iterable[Finding]:
             WARNING,
             "GPU clocks",
             f"{where} is slowed down: {gpu['throttled']}",
-            "check cooling and power of that node",
+            "check the cooling and power of that node",
         )
     if (gpu["temperature_c"] or 0) >= _HOT_C:
         yield Finding(
             WARNING,
             "GPU temperature",
             f"{where}: {gpu['temperature_c']:.0f} °C",
-            "check cooling of that node",
+            "check the cooling of that node",
         )
     if gpu["used_gib"] > _USED_GIB:
         yield Finding(
             WARNING,
             "GPU memory",
             f"{where}: {gpu['used_gib']:.1f} GiB are in use",
-            "find the process that has it: nvidia-smi",
+            "find the process that uses it: nvidia-smi",
         )
     if gpu.get("nvlinks_down") and gpu.get("nvlinks"):
         yield Finding(
             ERROR,
             "NVLink",
             f"{where}: {gpu['nvlinks_down']} links are down",
-            "reset the GPUs or reboot; have the node replaced when they stay down",
+            "reset the GPUs or reboot; have the node replaced if they stay down",
         )
 
 
@@ -149,7 +154,7 @@ def _efa(rdma: dict[str, Any], locked_memory: int, where: str) -> Iterable[Findi
         yield Finding(
             ERROR,
             "locked memory",
-            f"{where}: {units.size(locked_memory)} at most, which RDMA does not work with",
+            f"{where}: at most {units.size(locked_memory)}, which is too little for RDMA",
             "ulimit -l unlimited",
         )
 
@@ -171,14 +176,14 @@ def _disk(disk: dict[str, Any], where: str, is_same_disk: bool) -> Iterable[Find
             ERROR,
             "disk",
             f"{where}: {disk['error']}",
-            "give that user the directory, or choose another --save-dir",
+            "make that user the owner of the directory, or choose another --save-dir",
         )
     elif disk["free"] < _FREE_WARNING and not is_same_disk:
         yield Finding(
             WARNING,
             "disk",
             f"{where}: {units.size(disk['free'])} free in {disk['directory']}",
-            "make room, or choose another --save-dir",
+            "free space, or choose another --save-dir",
         )
 
 
@@ -189,12 +194,12 @@ def _clock(clock: dict[str, float], where: str) -> Iterable[Finding]:
             ERROR if skew > _SKEW_ERROR_S else WARNING,
             "clock",
             f"{where}: {clock['offset_s']:+.1f} s from node 0",
-            "chronyc makestep, and see that chronyd or ntpd runs there",
+            "chronyc makestep; check that chronyd or ntpd runs there",
         )
 
 
 def _differences(facts: Facts, name: Name) -> Iterable[Finding]:
-    """Tell in what nodes differ that should be equal, and which is the odd one out."""
+    """Yield a finding for each fact that should be equal on all nodes and is not."""
     for prefix, severity, pick, remedy in (
         (
             "version of ",
@@ -202,14 +207,14 @@ def _differences(facts: Facts, name: Name) -> Iterable[Finding]:
             lambda own: own["versions"],
             "use the same image, or the same requirements.txt and checkout, everywhere",
         ),
-        ("", ERROR, _devices, "take the odd node out, or repair it"),
+        ("", ERROR, _devices, "take the node that differs out, or repair it"),
         ("", WARNING, _gpu_kind, "use nodes of one kind: the slowest sets the pace"),
         ("setting ", WARNING, lambda own: own["settings"], "set it equally on all nodes"),
         (
             "artifact ",
             ERROR,
             lambda own: {path: artifact["digest"] for path, artifact in own["artifacts"].items()},
-            "copy it to the odd node again, or put it on a shared file system",
+            "copy it to the node that differs again, or put it on a shared file system",
         ),
     ):
         values = {node: pick(own) for node, own in facts.items()}
@@ -220,8 +225,8 @@ def _differences(facts: Facts, name: Name) -> Iterable[Finding]:
         yield Finding(
             ERROR,
             "shared directory",
-            "what node 0 writes to the experiments' "
-            f"directory is not seen by {', '.join(map(name, lacking))}",
+            f"{', '.join(map(name, lacking))} cannot see what node 0 writes to the experiments' "
+            "directory",
             "mount one file system everywhere and give it as --save-dir",
             _only(lacking),
         )
@@ -262,7 +267,7 @@ def _unlike(
         if not others:
             continue
         odd = [node for node, value in shown.items() if value != usual]
-        if times == others[0][1]:  # no majority, so nobody is odd
+        if times == others[0][1]:  # no majority, so no node is blamed
             odd = []
             text = "; ".join(f"{value} on {name(node)}" for node, value in shown.items())
         else:
@@ -278,14 +283,14 @@ def _only(nodes: list[int]) -> int | None:
 def network_findings(
     speed: dict[str, Any], name: Name, min_bandwidth: float | None
 ) -> Iterable[Finding]:
-    """Judge bandwidths: what failed, what is below the minimum, and which node is the odd one."""
+    """Yield findings about the network: failures, bandwidth below the minimum, and slow nodes."""
     world = speed["world"]
     if "error" in world:
         yield Finding(
             ERROR,
             "network",
             f"all ranks together: {world['error']}",
-            "see the pairs of nodes below; set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME "
+            "look at the pairs of nodes below; set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, "
             "and check the firewall between nodes",
         )
     elif min_bandwidth and world["all_reduce"] < min_bandwidth:
@@ -294,7 +299,7 @@ def network_findings(
             "network",
             f"all-reduce over all ranks: {world['all_reduce']:.3g} "
             f"GB/s, expected {min_bandwidth:g}",
-            "NCCL_DEBUG=INFO tells which transport is used",
+            "NCCL_DEBUG=INFO shows which transport is used",
         )
     for node, result in speed["nodes"].items():
         if "error" in result:
@@ -311,17 +316,17 @@ def network_findings(
         yield Finding(
             ERROR,
             "network",
-            f"{name(a)} and {name(b)} do not talk: {result['error']}",
-            "check routes, firewall and security group between these two",
+            f"{name(a)} and {name(b)} cannot communicate: {result['error']}",
+            "check routes, firewall and security group between these two nodes",
         )
     yield from _odd_nodes(speed, name)
     if left_out := speed["rounds_left_out"]:
-        yield not_checked("network", f"{left_out} rounds of pairs, for want of time (--seconds)")
+        yield not_checked("network", f"{left_out} rounds of pairs, since time was up (--seconds)")
 
 
 def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
-    """Compare each node's best pair with the pairs it has no part in, and nodes' inner speeds."""
-    remedy = "take the node out, or look at its link, cables and switch port"
+    """Compare each node's best pair with the pairs without it, and the speeds within nodes."""
+    remedy = "take the node out, or check its link, cables and switch port"
     whole = {
         tuple(map(int, pair.split("-"))): result
         for pair, result in speed["pairs"].items()
@@ -350,7 +355,7 @@ def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
                     "network",
                     f"{name(a)} to {name(b)}: {label} at "
                     f"{result[kind]:.3g} GB/s, {usual:.3g} is usual",
-                    "look at the path between these two nodes",
+                    "check the path between these two nodes",
                 )
     inner = {
         int(node): result["all_reduce"]
@@ -369,7 +374,7 @@ def _slow_compute(facts: Facts, name: Name) -> Iterable[Finding]:
         name,
         _SLOW_COMPUTE if on_gpu else _FAILING,
         "TFLOP/s of its slowest rank",
-        "look at clocks and heat of that node: every step waits for it",
+        "check clocks and temperatures of that node: every step waits for it",
     )
     for node, own in facts.items():
         for gpu, why in own["throttled"].items():
@@ -377,7 +382,7 @@ def _slow_compute(facts: Facts, name: Name) -> Iterable[Finding]:
                 WARNING,
                 "GPU clocks",
                 f"{name(node)}, GPU {gpu} slows down under load: {why}",
-                "check cooling and power of that node",
+                "check the cooling and power of that node",
                 node,
             )
 
@@ -387,7 +392,7 @@ def _slow_disk(facts: Facts, name: Name) -> Iterable[Finding]:
         node: own["disk"]["write"] / 1e9 for node, own in facts.items() if "write" in own["disk"]
     }
     for found in _slow_nodes(
-        "disk", rates, name, _FAILING, "GB/s written", "look at that node's disk or mount"
+        "disk", rates, name, _FAILING, "GB/s written", "check that node's disk or mount"
     ):
         yield replace(found, severity=WARNING)
 

@@ -1,4 +1,4 @@
-"""Lets the ranks of a launch talk over a store, which works before any collective does."""
+"""Let ranks exchange values over a store, which works before any collective does."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lib.core.errors import UsageError
 from lib.parallel import gpus
 
 _PINGS = 5
-_GLOO_TRIES = 5  # gloo waits for a connection that many times its timeout (torch 2.13)
+_GLOO_TRIES = 5  # gloo waits five times its timeout for a connection (torch 2.13)
 
 
 class AllRanks:
-    """Holds what a rank knows of all ranks of its launch, and their store.
+    """All ranks of a launch, and the store that they share.
 
-    rank, world_size: of the launch; node: number of this rank's node; local_rank: on it.
-    ranks_of: the ranks of each node; host_of: its host name.
+    rank, world_size: of the launch. node: the number of this rank's node; local_rank: on that node.
+    ranks_of: the ranks of each node. host_of: the host name of each node.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class AllRanks:
 
     @property
     def leads_node(self) -> bool:
-        """Tell whether this rank speaks for its node."""
+        """Return whether this rank reports for its node."""
         return self.local_rank == 0
 
     def leader(self, node: int) -> int:
@@ -68,7 +68,7 @@ class AllRanks:
         self.store.set(f"{what}/{self.rank}", json.dumps(value))
 
     def gather(self, what: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the values of ranks; those that publish none in time are left out."""
+        """Return the values that ranks have shared, without ranks that are too late."""
         keys = {rank: f"{what}/{rank}" for rank in ranks}
         try:
             self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
@@ -80,9 +80,9 @@ class AllRanks:
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here; all ranks must call this.
+        """Wait until all ranks have called this; all ranks must call it.
 
-        Raises UsageError when one is missing for long, twice the time that a rank has to appear.
+        Raises UsageError if one is missing after twice `timeout_s`.
         """
         if self.store.add(f"{name}/arrived", 1) == self.world_size:
             self.store.set(f"{name}/all", "1")
@@ -90,13 +90,13 @@ class AllRanks:
             self.store.wait([f"{name}/all"], timedelta(seconds=2 * self.timeout_s))
         except dist.DistError:
             raise UsageError(
-                "not all ranks came this far",
+                "some ranks did not get this far",
                 expected=f"{self.world_size} ranks at `{name}` within {2 * self.timeout_s:.0f} s",
                 found=f"{self.store.add(f'{name}/arrived', 0)}",
             ) from None
 
     def decide(self, name: str, value: Any = None) -> Any:
-        """Return what rank 0 says; all ranks must call this, rank 0 with the value."""
+        """Return the value of rank 0 on all ranks; all ranks must call this."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
             return value
@@ -116,7 +116,7 @@ class AllRanks:
                 found=str(error).splitlines()[0],
                 hint="check name resolution, firewall and --head",
             ) from None
-        # A launcher may start this twice under one agent, whose store then still holds the first.
+        # torchrun may start the ranks twice, and its store keeps the keys of the first attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"check/{attempt}", store)
 
@@ -126,7 +126,7 @@ class AllRanks:
         if missing := sorted(set(range(self.world_size)) - set(places)):
             raise UsageError(
                 f"{len(missing)} of {self.world_size} ranks did not appear",
-                found=f"no sign of ranks {missing[:20]}",
+                found=f"nothing from ranks {missing[:20]}",
                 hint="look at the launcher's output on their nodes",
             )
         for rank in sorted(places):
@@ -141,11 +141,11 @@ def process_group(
 ) -> Iterator[None]:
     """Make some ranks the default process group for a while; all of them must call this.
 
-    Raises RuntimeError or DistError when they cannot connect within timeout_s.
+    Raises RuntimeError or DistError if they cannot connect within timeout_s.
     """
-    if launch.on_gpu:  # a stuck collective raises in the thread that waits, and kills nothing
+    if launch.on_gpu:  # a collective that hangs then raises an error instead of ending the process
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    # An attempt that failed stays counted, and the count is in the names that ranks meet under.
+    # Failed attempts stay counted, and the count is part of the keys through which ranks meet.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "nccl" if launch.on_gpu else "gloo",
@@ -162,10 +162,10 @@ def process_group(
 
 
 def clock_offset(launch: AllRanks) -> dict[str, float]:
-    """Return how far this node's clock is ahead of rank 0's, in seconds, and how sure that is.
+    """Return how many seconds this node's clock is ahead of rank 0's, and the uncertainty.
 
-    As NTP does: of a few questions and answers the quickest counts. Every node's leader calls
-    this, rank 0 as well, which answers them in turn.
+    The method is that of NTP: the quickest of a few round trips counts. The leaders of all nodes
+    must call this; rank 0 answers one node after the other.
     """
     if launch.rank == 0:
         for node in launch.ranks_of:
@@ -180,7 +180,7 @@ def clock_offset(launch: AllRanks) -> dict[str, float]:
         launch.store.set(f"{key}/ask", "1")
         theirs = float(launch.store.get(f"{key}/answer"))
         answered = time.time()
-        # The first question also waits for rank 0's turn, so its answer is not taken.
+        # The first round trip includes the wait for rank 0, so it does not count.
         if ping:
             best = min(best, (answered - asked, (asked + answered) / 2 - theirs))
     return {"offset_s": best[1], "uncertainty_s": best[0] / 2}

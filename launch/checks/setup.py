@@ -1,11 +1,11 @@
-"""Is this checkout sound (framework), and is what stages 02 to 04 prepared whole (setup)?
+"""Check that this checkout works (framework), and that prepared artifacts are complete (setup).
 
   python launch/check.py framework           Python, packages, imports, offline guard, a small step
-  python launch/check.py setup               datasets, models and token stores: what there is
-  python launch/check.py setup --deep        … and every byte against its digest
+  python launch/check.py setup               datasets, models and token stores in this directory
+  python launch/check.py setup --deep        … and the digest of every file
 
-What the machine itself can do is told by `launch/check.py machine`. Exit code: 0 ready, 5 a warning
-(with --fail-on warning), 6 an error.
+`launch/check.py machine` checks the hardware. Exit codes: 0 ready, 5 a warning (with --fail-on
+warning), 6 an error.
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ os._exit(0)
 
 
 def main(argv: list[str]) -> None:
-    """Check what the command line asks for, and tell all that was found.
-
-    argv: `framework` or `setup`, then the options.
-    """
+    """Run the check and report its findings. argv: `framework` or `setup`, then the options."""
     what = argv[0]
     parser = options.Parser(__doc__)
     parser.prog = f"check.py {what}"
@@ -89,26 +86,28 @@ def main(argv: list[str]) -> None:
         type=Path,
         default=Path(".cache"),
         metavar="DIR",
-        help="where models and token stores lie",
+        help="directory of models and token stores",
     )
     findings.add_options(parser)
     parser.add_common(workers="hash", overwrite=False)
     opts = parser.parse(argv[1:])
     if opts.dry_run:
-        log.info(f"would check the {what}, and write nothing")
+        log.info(f"would check the {what} and write nothing")
         return
-    findings.report([*(framework() if what == "framework" else setup(opts))], opts, f"the {what}")
+    findings.report(
+        [*(check_framework() if what == "framework" else check_setup(opts))], opts, f"the {what}"
+    )
 
 
-def framework() -> Iterator[Finding]:
-    """Yield what is to be said of Python, its packages and the code."""
+def check_framework() -> Iterator[Finding]:
+    """Yield findings about Python, its packages and the code."""
     here = sys.version_info[:2]
     fits = _OLDEST <= here <= _NEWEST
     yield Finding(
         INFO if fits else WARNING,
         "python",
         f"{here[0]}.{here[1]} ({sys.executable})",
-        "" if fits else "3.10 to 3.12 are tested",
+        "" if fits else "use Python 3.10 to 3.12",
     )
     yield from _packages()
     yield from _code()
@@ -119,7 +118,7 @@ def framework() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare what is installed with requirements.txt, or with that of a bundle's wheelhouse."""
+    """Compare the installed packages with requirements.txt, or with the list of a wheelhouse."""
     same = 0
     bundled = ROOT / "wheelhouse" / "requirements.txt"
     pins = bundled if bundled.exists() else ROOT / "requirements.txt"
@@ -132,7 +131,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(
                 WARNING if name in _OPTIONAL else ERROR,
                 name,
-                f"not installed, {wanted} is wanted",
+                f"not installed; requirements.txt names {wanted}",
                 "pip install -r requirements.txt",
             )
             continue
@@ -148,11 +147,11 @@ def _packages() -> Iterator[Finding]:
             yield Finding(
                 WARNING, name, f"{there} instead of {wanted}", "pip install -r requirements.txt"
             )
-    yield Finding(INFO, "packages", f"{same} as requirements.txt names them")
+    yield Finding(INFO, "packages", f"{same} have the version of requirements.txt")
 
 
 def _code() -> Iterator[Finding]:
-    """Tell which code this is: a commit, or a bundle whose files are hashed."""
+    """Yield which code this is: a commit, or an unpacked bundle, whose files are hashed."""
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
         from lib.train.journal import find_git_commit
@@ -161,7 +160,7 @@ def _code() -> Iterator[Finding]:
         yield Finding(
             INFO,
             "code",
-            f"commit {commit}" if commit else "no git here: which commit this is, is not known",
+            f"commit {commit}" if commit else "the commit is unknown, since there is no git here",
         )
         return
     content = json.loads(stamp.read_text(encoding="utf-8"))
@@ -171,7 +170,7 @@ def _code() -> Iterator[Finding]:
         for name, parts in files.items()
         if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))
     }
-    # A file of code is in several parts with tiny volumes only.
+    # Only with tiny volumes does a file of code consist of several parts.
     changed = [
         name
         for name, parts in code.items()
@@ -186,14 +185,14 @@ def _code() -> Iterator[Finding]:
         + (
             f"; changed since: {', '.join(changed[:5])}"
             if changed
-            else f", {len(code)} files whole"
+            else f", {len(code)} files intact"
         ),
-        "unpack the bundle again, unless you changed them" if changed else "",
+        "unpack the bundle again, unless you have changed them" if changed else "",
     )
 
 
 def _python(check: str, *arguments: str) -> Finding:
-    """Run this Python on something and tell how it went."""
+    """Run this Python with arguments and return whether that works."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(
@@ -213,8 +212,8 @@ def _python(check: str, *arguments: str) -> Finding:
     return Finding(INFO, check, last if check == "self-test" else "works")
 
 
-def setup(opts: options.Options) -> Iterator[Finding]:
-    """Yield what is to be said of the GPUs here, and of all that is prepared in this directory."""
+def check_setup(opts: options.Options) -> Iterator[Finding]:
+    """Yield findings about the GPUs, and about all artifacts prepared in this directory."""
     yield from _gpus()
     for path in sorted(Path("hf_datasets").glob("*")):
         if path.is_dir() and not path.name.endswith(".parts") and ".partial-" not in path.name:
@@ -248,7 +247,7 @@ def setup(opts: options.Options) -> Iterator[Finding]:
             Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy)
             if wrong
             else Finding(
-                INFO, str(artifact.place), "every byte as written" if opts.deep else "whole"
+                INFO, str(artifact.place), "every byte is intact" if opts.deep else "complete"
             )
         )
     for path in verify.find_unfinished(opts.cache_dir):
@@ -256,7 +255,7 @@ def setup(opts: options.Options) -> Iterator[Finding]:
 
 
 def _gpus() -> Iterator[Finding]:
-    """Tell whether torch can use the GPUs of this machine: a bundle's, and the one that runs."""
+    """Yield whether the torch of the bundle and the installed torch can use the GPUs here."""
     stamp = ROOT / unpacking.UNPACKED
     driver = nvidia.driver()
     summary = json.loads(stamp.read_text(encoding="utf-8"))["summary"] if stamp.exists() else {}
@@ -270,7 +269,7 @@ def _gpus() -> Iterator[Finding]:
                 f"update the driver, or pack again with --driver-version {driver}",
             )
             return
-        yield Finding(INFO, "driver", f"{driver} does for torch {torch} of this bundle")
+        yield Finding(INFO, "driver", f"{driver} is new enough for torch {torch} of this bundle")
     if not (nvidia.names() or nvidia.device_files() or nvidia.known_to_kernel()):
         return  # torch takes two seconds to import
     from lib.parallel import gpus
@@ -290,4 +289,4 @@ def _dataset(path: Path, deep: bool) -> Finding:
             found.check_content()
     except StageError as error:
         return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
-    return Finding(INFO, str(path), f"whole: {', '.join(found.splits)}")
+    return Finding(INFO, str(path), f"complete: {', '.join(found.splits)}")

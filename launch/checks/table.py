@@ -1,4 +1,4 @@
-"""Prints the tables of check.py network: a row for each node, and the bandwidth of each pair."""
+"""Print the tables of check.py network: a row for each node, and the bandwidth of each pair."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MATRIX_NODES = 16
 _SLOWEST = 10
 
 
-def show(
+def print_tables(
     facts: dict[int, dict[str, Any]],
     speed: dict[str, Any],
     hosts: dict[int, str],
     findings: list[Finding],
 ) -> None:
-    """Print both tables; a node that an error or a warning names is marked."""
+    """Print both tables, and mark nodes with an error or a warning."""
     heads = [
         "node",
         "host",
@@ -49,7 +49,7 @@ def show(
 
 
 def _cells(node: int, own: dict[str, Any], speed: dict[str, Any]) -> list[str]:
-    """Return a node's figures; network is its best pair (one node: its ranks)."""
+    """Return the cells of a node. Its network speed is that of its best pair, or of its ranks."""
     pairs = [
         pair
         for key, pair in speed["pairs"].items()
@@ -75,13 +75,13 @@ def _cells(node: int, own: dict[str, Any], speed: dict[str, Any]) -> list[str]:
 
 
 def _mark(node: int, findings: list[Finding]) -> str:
-    """Return which checks say something bad of a node alone."""
+    """Return the checks with an error or a warning about this node alone."""
     checks = [found.check for found in findings if found.node == node and found.severity != INFO]
     return f"← {', '.join(dict.fromkeys(checks))}" if checks else ""
 
 
 def _pairs(nodes: list[int], pairs: dict[str, dict[str, Any]]) -> None:
-    """Print a matrix, or of many nodes the slowest pairs."""
+    """Print the matrix of pairs, or the slowest pairs if there are many nodes."""
     if len(nodes) > _MATRIX_NODES:
         log.info(f"\nthe {_SLOWEST} slowest pairs of {len(pairs)} (GB/s: all-reduce, all-gather)")
         slowest = sorted(pairs.items(), key=lambda item: item[1].get("all_reduce", 0))[:_SLOWEST]

@@ -153,7 +153,7 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
     """Print nodes with their devices, storage, quotas and kinds of job."""
     gaps = [cluster_checks.server(kube)]
     if gaps[0].severity == findings.ERROR:
-        findings.show(gaps)
+        findings.print_findings(gaps)
         findings.conclude(gaps, fail_on, "this cluster")
     nodes = _nodes(kube, gaps)
     log.info(f"{len(nodes)} nodes")
@@ -191,7 +191,7 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
             lines = [f"not known: {error.last_line}"]
         for text in lines or ["none"]:
             log.info(f"  {text}")
-    findings.show([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])
+    findings.print_findings([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])
 
 
 def manage_eks_cluster(
@@ -219,7 +219,7 @@ def manage_eks_cluster(
     aws.connect(name, region)
     kube = Kubectl(asked.namespace)
     found = _judge(kube, asked, eks_of(kube, name, region), validate_components, auto_fix)
-    findings.show(found)
+    findings.print_findings(found)
     return found
 
 

@@ -1,1 +1,1 @@
-"""Keeps a run going on one node or many: in rounds, by their causes, with no process left."""
+"""Supervise a run on one node or many: judge failures, restart, and leave no process behind."""

@@ -1,7 +1,7 @@
-"""Runs torchrun on this node once: starts, watches and stops it, and leaves nothing of it.
+"""Run torchrun once on this node: start, watch and stop it, and leave no process behind.
 
-torchrun gives each rank a session of its own, and dies without its ranks when it is killed. So this
-process is made the one that orphans fall back to, and what descends from it is found in /proc.
+torchrun starts each rank in its own session, and its ranks survive if it is killed. So this process
+adopts orphaned descendants (as a subreaper) and finds them in /proc.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from lib.core.retry import poll
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
-_ENDS_BY_ITSELF_S = 20.0  # once a rank, or another node's part, has ended
-_LEFT_OVER_S = 5.0  # for what outlives torchrun
+_ENDS_BY_ITSELF_S = 20.0  # after a rank, or torchrun on another node, has ended
+_LEFT_OVER_S = 5.0  # for processes that outlive torchrun
 _AFTER_THE_SAVE_S = 30.0
-_KILLED_WITHIN_S = 30.0  # beyond it, a process is stuck in the kernel, on a device or a mount
+_KILLED_WITHIN_S = 30.0  # after that, a process hangs in the kernel, on a device or a mount
 _MEMORY_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """Says what to run on this node.
+    """The command to run on this node.
 
-    environment: what is set beside what is there. save_seconds: how long a save may take.
+    environment: variables to set in addition to the current ones. save_seconds: how long a save
+    may take.
     """
 
     words: list[str]
@@ -46,7 +47,7 @@ class NodeCommand:
 class Attempt:
     """Runs a command with its descendants: call `tick` until it returns True, then `outcome`.
 
-    The command is asked to stop (SIGTERM) when this process is killed.
+    If this process is killed, the command receives SIGTERM.
     """
 
     def __init__(self, command: NodeCommand, node: int) -> None:
@@ -58,7 +59,7 @@ class Attempt:
         self._deadline = float("inf")
         self._stopping = False
         self._ended_at = 0.0
-        # torchrun has each rank write an error file below the directory; this one is its own.
+        # Each rank writes an error file below PET_LOG_DIR; torchrun's own is named here.
         torchrun = {
             "PET_LOG_DIR": self._logs.name,
             "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE),
@@ -72,40 +73,40 @@ class Attempt:
         )
 
     def tick(self) -> bool:
-        """Look at the processes, kill them when their time is over; True once all have ended."""
+        """Kill the processes if their deadline is over, and return whether all have ended."""
         if (kills := _kills_for_memory()) > self._kills:
             self._kills = kills
             self._killed_at = time.monotonic()
         if any(Path(self._logs.name).rglob(outcome.ERROR_FILE)):
-            self.abandon()  # a rank that waits in a collective for the one that failed does not end
+            self.abandon()  # the other ranks may wait in a collective for the one that failed
         deadline = self._deadline
         if self._process.poll() is not None:
             if not self._running():
                 return True
             self._ended_at = self._ended_at or time.monotonic()
-            if not self._stopping:  # else ranks that save may outlive a torchrun that did not
+            if not self._stopping:  # ranks that are saving may outlive torchrun
                 deadline = min(deadline, self._ended_at + _LEFT_OVER_S)
         if time.monotonic() < deadline:
             return False
         if stuck := self._kill_all():
-            print(f"launcher: processes that cannot be killed are left: {stuck}", flush=True)
+            print(f"launcher: these processes cannot be killed: {stuck}", flush=True)
         return True
 
     def stop(self, signal_name: str) -> None:
-        """Have all ranks save and end, with time for it; nothing the second time."""
+        """Ask all ranks to save and end, and give them time for it; later calls change nothing."""
         if self._stopping:
             return
         self._stopping = True
-        if self._process.poll() is None:  # the command alone, which passes it on
+        if self._process.poll() is None:  # torchrun passes the signal on to its ranks
             self._process.send_signal(signal.Signals[signal_name])
         self.abandon(self._save_seconds + _AFTER_THE_SAVE_S)
 
     def abandon(self, seconds: float = _ENDS_BY_ITSELF_S) -> None:
-        """Let it end by itself for a while, since another rank or node has ended or is lost."""
+        """Kill the command after some seconds, since another rank or node has ended or is lost."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def outcome(self) -> NodeOutcome:
-        """Return how it ended; called once."""
+        """Return how the command ended; call this once."""
         failures = outcome.read_failures(Path(self._logs.name), self._node)
         self._logs.cleanup()
         return NodeOutcome(
@@ -116,13 +117,13 @@ class Attempt:
         )
 
     def _kill_all(self) -> list[int]:
-        """Kill all of it; return what would not die."""
+        """Kill all descendants; return the processes that survive."""
         left: list[int] = []
 
         def have_ended() -> bool:
             nonlocal left
             left = self._running()
-            for pid in left:  # again and again: one of them may just have started another
+            for pid in left:  # in each look, since one of them may just have started another
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             return not left
@@ -131,7 +132,7 @@ class Attempt:
         return left
 
     def _running(self) -> list[int]:
-        """Return what descends from this process and has not ended, and reap orphans that have."""
+        """Return the descendants that are running, and reap orphans that have ended."""
         self._process.poll()
         descendants = liveness.list_descendants(os.getpid())
         for process in descendants:
@@ -143,9 +144,9 @@ class Attempt:
 
 
 def _kills_for_memory() -> int:
-    """Return how many processes the kernel has killed here for want of memory.
+    """Return how many processes the kernel has killed because memory ran out.
 
-    Of this container or job where control groups tell, else of the whole machine.
+    Counts those of this container or job if its control group does, otherwise of the machine.
     """
     counters = [Path("/proc/vmstat")]
     with suppress(OSError, ValueError):

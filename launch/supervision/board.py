@@ -1,7 +1,7 @@
-"""Keeps notes that the launchers of all nodes leave for each other, in a directory they share.
+"""Exchange notes between the launchers of all nodes, in a directory that they share.
 
-Each node writes one small file of its own, again and again, and reads the head's; the head reads
-them all. A file that no longer changes is that of a node that is gone: no clock is compared.
+Each node keeps rewriting one small file and reads the head's file; the head reads them all. A node
+whose file no longer changes counts as lost. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lib.core.liveness import SilenceClock
 
 HEAD = 0
 SILENT_S = 90.0  # network file systems may show a change a minute late
-_MOST_PAUSE_S = 5.0
+_LONGEST_GAP_S = 5.0  # time between two looks that counts as silence
 _OF_PHASES: dict[str, dict[str, type]] = {
     "run": {"members": dict, "found": str},
     "ended": {"outcome": dict},
@@ -30,8 +30,8 @@ _OF_PHASES: dict[str, dict[str, type]] = {
 class NoteBoard:
     """Writes this node's note and reads those of others.
 
-    directory: None when this is the only node, and there is nobody to tell anything. me: names
-    this launcher, so that a node that returns is told from the one it was.
+    directory: None if this is the only node. me: identifies this launcher, so that the others
+    notice when a node comes back as a new process.
     """
 
     def __init__(self, directory: Path | None, node: int) -> None:
@@ -39,11 +39,11 @@ class NoteBoard:
         self.node = node
         self.me = uuid.uuid4().hex
         self._beat = 0
-        self._clock = SilenceClock(_MOST_PAUSE_S)
+        self._clock = SilenceClock(_LONGEST_GAP_S)
         self._last: dict[int, dict[str, Any]] = {}
 
     def post(self, **facts: Any) -> None:
-        """Replace this node's note; a file system that refuses it now may take the next one."""
+        """Replace this node's note. Errors are ignored, since the next note may succeed."""
         if self.directory is None:
             return
         self._beat += 1
@@ -52,35 +52,35 @@ class NoteBoard:
             path.replace(self.directory / _note(self.node))
 
     def require_writable(self) -> None:
-        """Raise an error unless this node can leave notes: the others would wait for it in vain."""
+        """Raise UsageError if this node cannot write notes, since the others would wait for it."""
         if self.directory is None:
             return
         try:
-            with suppress(FileNotFoundError):  # an earlier launch takes the board down
+            with suppress(FileNotFoundError):  # an earlier launch may just delete the directory
                 self._write({}).unlink()
         except OSError as error:
             known = from_os_error(error)
             raise (UsageError if known is None else type(known))(
-                f"{self.directory}, where the launchers of all nodes leave notes for each other, "
-                "cannot be written",
+                f"the launchers of all nodes exchange notes in {self.directory}, which cannot be "
+                "written",
                 found=os.strerror(error.errno or 0),
-                hint="--save-dir DIR names another place, which all nodes have to share",
+                hint="choose another --save-dir, on a file system that all nodes share",
             ) from None
 
     def _write(self, note: dict[str, Any]) -> Path:
-        """Write a note beside its place; return where it lies."""
-        assert self.directory is not None  # or there is nobody to tell
+        """Write a note to a temporary file and return its path."""
+        assert self.directory is not None  # the callers check this
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = (self.directory / _note(self.node)).with_suffix(".tmp")
         temporary.write_text(json.dumps(note))
         return temporary
 
     def look(self) -> None:
-        """Note that a new look at the others begins: only time spent looking counts as silence."""
+        """Begin a new look at the other nodes; only time between looks counts as silence."""
         self._clock.look()
 
     def read(self, node: int) -> dict[str, Any]:
-        """Return a node's note, empty when there is none; keeps account of when it last changed."""
+        """Return a node's note, empty if there is none, and record whether it has changed."""
         note = self._read(node)
         self._clock.note(node, (note["me"], note["beat"]) if note else None)
         return note
@@ -93,22 +93,22 @@ class NoteBoard:
             self._last[node] = note if _is_sound(note) else {}
         except FileNotFoundError:
             self._last[node] = {}
-        except (OSError, ValueError):  # a network file system has its moments: as it was before
+        except (OSError, ValueError):  # a network file system may fail briefly: keep the last note
             pass
         return self._last.get(node, {})
 
     def is_silent(self, node: int) -> bool:
-        """Tell whether a node's note has not changed for long."""
+        """Return whether a node's note has not changed for SILENT_S seconds."""
         return self._clock.silence(node) > SILENT_S
 
     def is_alive(self, node: int) -> bool:
-        """Tell whether a node's note has been seen to change, and not long ago."""
+        """Return whether a node's note has changed within the last SILENT_S seconds."""
         return self._clock.has_changed(node) and not self.is_silent(node)
 
-    def take_down(self, everyone: bool = False) -> None:
-        """Delete this node's note, or everyone's, and the board when it was the last one."""
+    def delete_notes(self, everyone: bool = False) -> None:
+        """Delete this node's note, or everyone's, and the directory if it is empty then."""
         if self.directory is not None:
-            with suppress(OSError):  # others may have theirs beside it
+            with suppress(OSError):  # the directory may still contain notes of others
                 for path in self.directory.glob("node_*" if everyone else _note(self.node)):
                     path.unlink()
                 self.directory.rmdir()
@@ -116,7 +116,7 @@ class NoteBoard:
 
 
 def _is_sound(note: Any) -> bool:
-    """Return whether a note has the fields that launchers read, with values they can work with."""
+    """Return whether a note has the fields that launchers read, with values of the right types."""
     if not isinstance(note, dict):
         return False
     kinds: dict[str, type] = {

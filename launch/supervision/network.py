@@ -1,6 +1,6 @@
-"""Finds the network interface of this machine that reaches the other nodes.
+"""Find the network interface of this machine that reaches the other nodes.
 
-Left alone, gloo takes the address of the machine's own name, which on many is 127.0.1.1.
+By default gloo uses the address of the machine's own name, which is 127.0.1.1 on many machines.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from pathlib import Path
 _UP = 1  # flag of a route
 
 
-def environment(head: str, interface: str) -> dict[str, str]:
-    """Return the variables that gloo and NCCL take their interface from.
+def interface_variables(head: str, interface: str) -> dict[str, str]:
+    """Return the environment variables that choose the interface of gloo and NCCL.
 
-    interface: as a person named it, for both. Without it, gloo gets the one on the way to the head,
-    and NCCL, which knows several and faster ones, chooses itself. What is set already stays.
+    interface: for both, as given by --interface. Without it, gloo uses the interface of the route
+    to the head, unless its variable is set already. NCCL chooses itself, since it knows faster
+    devices than the route does.
     """
     if interface:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    found = "" if "GLOO_SOCKET_IFNAME" in os.environ else towards(head)
+    found = "" if "GLOO_SOCKET_IFNAME" in os.environ else find_interface(head)
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
-def towards(host: str) -> str:
-    """Return the interface whose route leads to a host, itself included; empty when none does."""
+def find_interface(host: str) -> str:
+    """Return the interface whose route leads to a host (or to itself); empty if there is none."""
     address = _address(host)
-    if address is None or address.is_loopback:  # the head's own name, on the head
-        address = ipaddress.IPv4Address("0.0.0.0")  # which only a default route leads to
+    if address is None or address.is_loopback:  # on the head, its own name
+        address = ipaddress.IPv4Address("0.0.0.0")  # only a default route matches
     best = (-1, 0)
     interface = ""
     with suppress(OSError, ValueError):
         for line in Path("/proc/net/route").read_text().splitlines()[1:]:
             name, target, _, flags, _, _, metric, mask, *_ = line.split()
-            network = ipaddress.IPv4Network((_of_route(target), str(_of_route(mask))))
+            network = ipaddress.IPv4Network((_route_address(target), str(_route_address(mask))))
             quality = network.prefixlen, -int(metric)
             if int(flags, 16) & _UP and address in network and quality > best:
                 best = quality
@@ -44,7 +45,7 @@ def towards(host: str) -> str:
     return interface
 
 
-def _of_route(digits: str) -> ipaddress.IPv4Address:
+def _route_address(digits: str) -> ipaddress.IPv4Address:
     return ipaddress.IPv4Address(bytes.fromhex(digits)[::-1])
 
 

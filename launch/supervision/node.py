@@ -1,8 +1,8 @@
-"""Launches on a node: what all nodes share, and what any of them but the head does.
+"""Supervise the run on one node: the part that all nodes share, and the part of the followers.
 
-They work in rounds of torchrun, which node 0, the head, begins and judges. A round begins when
-every node is ready: whatever was left of the round before is gone by then, so no process of one
-round meets one of another. It ends everywhere once it has ended anywhere.
+The launchers work in rounds. Node 0, the head, begins a round of torchrun when every node is ready.
+A node is ready once no process of its previous round is left, so processes of two rounds never
+meet. A round ends on all nodes once it has ended on one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lib.core import units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, visible
 from lib.core.retry import poll
 
-TELL_AFTER_S = 10.0
+ANNOUNCE_AFTER_S = 10.0
 OTHERS_LEAVE_WITHIN_S = 30.0
 _TICK_S = 1.0
 _TICK_ALONE_S = 0.2
 _LOOKS = 4
-# Phases: of the head, and of the other nodes.
+# The phases of the head, and of the other nodes.
 _TRAINING = ("run", "running")
 _ENDING = ("end", "ended")
 
 
 class NodeLauncher(ABC):
-    """Launches on a node. stop: name of the signal that it got. gave_up: whether the ranks are
-    killed without a save.
+    """The launcher of one node.
 
-    patience: seconds to wait for a node that is not there.
+    patience: seconds to wait for a missing node. stop: name of the first signal that was received.
+    gave_up: whether the ranks were killed without a save.
     """
 
     def __init__(self, command: NodeCommand, board: NoteBoard, patience: float) -> None:
@@ -43,67 +43,68 @@ class NodeLauncher(ABC):
         self.stop = ""
         self.gave_up = False
         self._interrupts = 0
-        self._has_told_stop = False
+        self._has_announced_stop = False
         self.notes: dict[int, dict[str, Any]] = {}
         self.attempt: Attempt | None = None
 
     @abstractmethod
     def run(self) -> int:
-        """Keep the command of this node running; return the run's exit code."""
+        """Supervise the command of this node and return the run's exit code."""
 
-    def signalled(self, name: str) -> None:
-        """Note a signal; the first one stops the run, and only a second SIGINT gives up its save.
+    def note_signal(self, name: str) -> None:
+        """Record a signal, on which `turn` acts: the first one stops the run.
 
-        Schedulers send several kinds of signals for one stop. `turn` acts on what is noted here.
+        Schedulers send several kinds of signals for one stop, so only a second SIGINT makes the
+        launcher kill the ranks without a save.
         """
         if name == "SIGINT":
             self._interrupts += 1
         self.stop = self.stop or name
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
         print(visible(f"{who}: {text}"), flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
-        """Wait a moment, read the notes of others and write one's own."""
+        """Wait a moment, read the notes of other nodes and post this node's."""
         time.sleep(_TICK_ALONE_S if self.board.directory is None else _TICK_S)
         self.board.look()
         self.notes = {node: self.board.read(node) for node in others}
         if phase in (*_TRAINING, *_ENDING):
-            self._heed_signals(phase)
+            self._act_on_signals(phase)
         self.post(phase, **facts)
 
     def give_up(self, why: str) -> None:
-        """Kill the ranks of this node; the other nodes read the note and kill theirs."""
+        """Kill the ranks of this node; the other nodes read it in the note and kill theirs."""
         if not self.gave_up:
             self.gave_up = True
-            self.say(
-                f"{why}: the ranks are killed without a save, and what was trained "
+            self.announce(
+                f"{why}: the ranks are killed without a save; all training "
                 f"{self.since_save()} is lost"
             )
         if self.attempt:
             self.attempt.abandon(0)
 
     def since_save(self) -> str:
-        """Return the checkpoint from which a restart trains again."""
+        """Return the words that name the checkpoint from which a restart continues."""
         return "since the newest checkpoint"
 
-    def _heed_signals(self, phase: str) -> None:
-        if self.stop and phase in _TRAINING and not self._has_told_stop:
-            self._has_told_stop = True
-            self.say(
-                f"stopped by {self.stop}: the ranks save and end, within "
+    def _act_on_signals(self, phase: str) -> None:
+        if self.stop and phase in _TRAINING and not self._has_announced_stop:
+            self._has_announced_stop = True
+            self.announce(
+                f"stopped by {self.stop}: the ranks save and end within "
                 f"{units.duration(self.command.save_seconds)}; a second SIGINT would kill "
-                f"them, and lose what was trained {self.since_save()}"
+                f"them, and all training {self.since_save()} would be lost"
             )
         if self._interrupts > 1:
             self.give_up("a second SIGINT")
         for node, note in self.notes.items():
             if note.get("gave_up") and self.board.is_alive(node):
-                self.give_up(f"node {node} gives up")
+                self.give_up(f"node {node} received a second SIGINT")
 
     def require_alone(self) -> None:
-        """Raise UsageError when another launcher writes the notes of this node."""
+        """Raise UsageError if another launcher writes the notes of this node."""
         first = self.board.read(self.board.node)
 
         def has_changed() -> bool:
@@ -124,7 +125,7 @@ class NodeLauncher(ABC):
 
 
 class Follower(NodeLauncher):
-    """Launches on any node but the head: does what the head says, and reports."""
+    """The launcher of any node but the head: follows the head and reports to it."""
 
     def __init__(self, command: NodeCommand, board: NoteBoard, patience: float) -> None:
         super().__init__(command, board, patience)
@@ -132,9 +133,9 @@ class Follower(NodeLauncher):
         self._trained = ("", 0)  # head and number of the last round
 
     def run(self) -> int:
-        """Return the exit code that the head tells."""
+        """Supervise the command of this node and return the exit code that the head posts."""
         self.require_alone()
-        known: set[str] = set()  # heads that were at work since this launcher began
+        known: set[str] = set()  # heads that were active since this launcher began
         alone_since = time.monotonic()
         is_announced = False
         while True:
@@ -142,7 +143,7 @@ class Follower(NodeLauncher):
             head = self.notes[HEAD]
             if head.get("phase") == "leave":
                 if head["me"] in known:
-                    return self._leave(head["code"], "as node 0 says")
+                    return self._leave(head["code"], "as node 0 reports")
             elif head:
                 known.add(head["me"])
             if self.board.is_alive(HEAD):
@@ -157,16 +158,16 @@ class Follower(NodeLauncher):
             if (self.stop and not self.board.is_alive(HEAD)) or alone > (
                 OTHERS_LEAVE_WITHIN_S if self._is_over() else self.patience
             ):
-                return self._leave(self._code_without_head(), "node 0 is not there any more")
-            if alone > TELL_AFTER_S and not is_announced:
+                return self._leave(self._code_without_head(), "node 0 is gone")
+            if alone > ANNOUNCE_AFTER_S and not is_announced:
                 is_announced = True
-                self.say(
-                    "waiting for node 0: the same command there, with a --save-dir that all "
+                self.announce(
+                    "waiting for node 0: run the same command there, with a --save-dir that all "
                     f"nodes share ({self.board.directory})"
                 )
 
     def _train(self, head: dict[str, Any]) -> None:
-        """Take part in a round, and report how it ended here until the head goes on."""
+        """Take part in a round, and report how it ended on this node until the head goes on."""
         me = head["me"]
         self.round = head["round"]
         self._trained = (me, self.round)
@@ -184,19 +185,19 @@ class Follower(NodeLauncher):
             self.turn(range(1), "ended", outcome=self._last.note())
 
     def _head_moved(self, me: str) -> bool:
-        """Tell whether the head is gone, is back as another launcher, or in a later round."""
+        """Return whether the head is silent, has been replaced, or is in another round."""
         head = self.notes[HEAD]
         return self.board.is_silent(HEAD) or (
             bool(head) and (head["me"], head["round"]) != (me, self.round)
         )
 
     def _leave(self, code: int, why: str) -> int:
-        self.say(f"exit code {code}, {why}")
-        self.board.take_down()
+        self.announce(f"exit code {code}, {why}")
+        self.board.delete_notes()
         return code
 
     def _is_over(self) -> bool:
-        """Tell whether a head that is gone need not come back."""
+        """Return whether the run is done, so that a missing head need not come back."""
         return self._last is not None and self._last.code == EXIT_DONE
 
     def _code_without_head(self) -> int:

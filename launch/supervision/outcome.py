@@ -1,4 +1,4 @@
-"""Judges how a round ended, why, and whether to try again."""
+"""Judge how a round ended, why, and whether to restart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERROR_FILE = "error.json"  # as torchrun names it
 _FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
 _STATUS_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
-# What ranks say whose peer is gone, beside errors that stage 04 has put in words.
+# Errors of ranks that have lost a peer, apart from stage 04's own errors about it.
 _OF_THE_NETWORK = re.compile(
     r"^torch\.distributed\.Dist|/gloo/|Connection (?:closed|reset|refused)|Broken pipe|NCCL|"
     r"[Tt]imed? ?out|client socket has failed",
@@ -36,7 +36,10 @@ _OF_THE_NETWORK = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Says how a rank ended. kind: class of its error. time: in seconds, by its node's clock."""
+    """The error with which a rank ended.
+
+    kind: the class of the error. time: seconds by the clock of its node.
+    """
 
     node: int
     rank: int
@@ -49,15 +52,15 @@ class Failure:
         return self.kind in _OUT_OF_MEMORY
 
     def is_of_the_network(self) -> bool:
-        """Tell whether this rank failed because of another one, or of what lies between them."""
+        """Return whether this rank failed because of another rank or of the network."""
         return self.code == EXIT_BUG and (
             self.kind in ("StageError", "Watchdog") or bool(_OF_THE_NETWORK.search(self.text))
         )
 
     def is_final(self, has_begun: bool) -> bool:
-        """Tell whether its code ends the run; has_begun: as for `judge`.
+        """Return whether this failure ends the run. has_begun: see `judge`.
 
-        After a restart, a node that was cut off may still hold the experiment for a while.
+        After a restart, a node that was cut off may still hold the experiment's lock for a while.
         """
         return self.code in _FINAL and not (has_begun and self.kind == ExperimentHeld.__name__)
 
@@ -72,10 +75,10 @@ class Failure:
 
 @dataclass
 class NodeOutcome:
-    """Says how a round ended on one node.
+    """How a round ended on one node.
 
-    code: torchrun's, None when it was killed or is not known. killed_for_memory: whether the
-    kernel killed a process near the end.
+    code: torchrun's exit code, None if it is unknown. killed_for_memory: whether the kernel killed
+    a process near the end because memory ran out.
     """
 
     node: int
@@ -84,18 +87,18 @@ class NodeOutcome:
     killed_for_memory: bool = False
 
     def note(self) -> dict[str, Any]:
-        """Return it as it is posted on the board."""
+        """Return the outcome as values for a note on the board."""
         return asdict(self)
 
     @classmethod
-    def of_note(cls, note: dict[str, Any]) -> NodeOutcome:
+    def from_note(cls, note: dict[str, Any]) -> NodeOutcome:
         failures = [Failure(**failure) for failure in note["failures"]]
         return cls(note["node"], note["code"], failures, note["killed_for_memory"])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what comes next. code: the run's, with which all launchers end; None to try again."""
+    """What happens next. code: the exit code of the run and of all launchers; None to restart."""
 
     code: int | None
     why: str
@@ -103,9 +106,10 @@ class Verdict:
 
 @dataclass
 class History:
-    """Keeps what earlier rounds of this launch say about the next one.
+    """What earlier rounds of this launch mean for the next one.
 
-    restarts: since the newest checkpoint. bug_at: step of the last bug, -1 before there was one.
+    restarts: since the newest checkpoint. bug_at: step of the bug that ended the last round, -1 if
+    none did.
     """
 
     max_restarts: int
@@ -113,15 +117,15 @@ class History:
     newest: int = -1
     bug_at: int | None = -1
 
-    def progressed(self, newest: int) -> None:
-        """Count anew once there is a newer checkpoint than at the last restart."""
+    def note_newest(self, newest: int) -> None:
+        """Reset the count of restarts if a checkpoint is newer than at the last restart."""
         if newest > self.newest:
             self.newest = newest
             self.restarts = 0
 
 
 def read_failures(logs: Path, node: int) -> list[Failure]:
-    """Return what the ranks of this node left in torchrun's directory of logs."""
+    """Return the failures that the ranks of this node recorded in torchrun's log directory."""
     failures = []
     for path in logs.rglob(ERROR_FILE):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -147,17 +151,17 @@ def judge(
     has_begun: bool,
     history: History,
 ) -> Verdict:
-    """Return whether to try again, or the code to end with.
+    """Return whether to restart, or the exit code of the run.
 
-    lost: nodes that are gone, or did not tell. state: of state.json, empty when this round did not
-    write it. stop: the signal that a launcher got. has_begun: whether this launch has trained
-    before this round.
+    lost: nodes that are gone or did not report. state: the content of state.json, empty if this
+    round did not write it. stop: name of the signal that a launcher received, if any. has_begun:
+    whether this launch has trained before this round.
     """
     failures = sorted((f for node in nodes for f in node.failures), key=lambda f: f.time)
     if not lost and all(node.code == EXIT_DONE for node in nodes):
         return Verdict(EXIT_DONE, "done")
     status = state.get("status", "")
-    # Ranks whose torchrun was killed save and end, though nobody has asked the run to stop.
+    # Ranks save and end if their torchrun is killed, although nobody has stopped the run.
     killed = [] if stop else [node.node for node in nodes if node.code == -signal.SIGKILL]
     if status in _STATUS_CODES and not (killed and status == "preempted"):
         return Verdict(_STATUS_CODES[status], f"the run is {status.replace('_', ' ')}")
@@ -169,7 +173,7 @@ def judge(
     if hungry := [node.node for node in nodes if node.killed_for_memory]:
         return Verdict(
             EXIT_USAGE,
-            f"out of memory: the kernel killed a process on node {hungry[0]} (`dmesg` tells which)",
+            f"out of memory: the kernel killed a process on node {hungry[0]} (`dmesg` shows which)",
         )
     if killed:
         failures = [f for f in failures if f.code != EXIT_PREEMPTED]
@@ -179,14 +183,14 @@ def judge(
 
 
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
-    """Return the end of a run whose ranks were killed; None if it had ended by itself before.
+    """Return the verdict on a run whose ranks were killed; None if it had ended by itself before.
 
-    state: as for `judge`. since: the checkpoint from which a restart trains again.
+    state: see `judge`. since: the words that name the checkpoint from which a restart continues.
     """
     has_saved = any(failure.code == EXIT_PREEMPTED for node in nodes for failure in node.failures)
     if has_saved or state.get("status", "") in _STATUS_CODES:
         return None
-    return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: what was trained {since} is lost")
+    return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: all training {since} is lost")
 
 
 def _retry(
@@ -198,7 +202,7 @@ def _retry(
 ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
-    why = "a rank ended without a word (what is known stands above)"
+    why = "a rank ended without an error message (see the lines above)"
     if lost:
         why = f"node {lost[0]} is lost"
     elif first:

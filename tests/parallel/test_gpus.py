@@ -209,7 +209,7 @@ def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
 ) -> None:
     node(version="2.13.0+cu130", cuda="13.0")
     monkeypatch.setattr(machine, "disk", lambda directory: {"directory": "/", "free": 10**12})
-    facts = machine.describe(tmp_path, tmp_path, [], tmp_path)
+    facts = machine.collect_facts(tmp_path, tmp_path, [], tmp_path)
     told = [
         found
         for found in node_findings._node(
