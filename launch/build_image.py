@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Build the image of a training job, after a check that torch, CUDA and the nodes' driver agree.
+"""Build the image of a training job, after checking that torch and CUDA fit the nodes' driver.
 
   python launch/build_image.py                                   # llm-training:<commit>-…
   python launch/build_image.py --efa --driver-version 570.86 --auto-fix
   python launch/build_image.py --context unpacked-bundle         # offline, from its wheelhouse
   python launch/build_image.py --push 1234.dkr.ecr.us-west-2.amazonaws.com/llm --create-repository
 
-lib/parallel/torch_builds.py holds what is checked before the build. When docker or pip fails, the
-cause is named with its remedy; --auto-fix applies those that cost nothing and tries again: an older
-CUDA build of the same torch for an old driver, docker's build cache pruned when its disk is full, a
-mirror of the base image, another try when the network failed. The image is run once at the end.
+lib/core/torch_builds.py contains the table for the checks. If docker or pip fails, the error names
+the cause and its remedy. --auto-fix applies remedies that cost nothing and retries: it takes an
+older CUDA build of the same torch for an old driver, prunes docker's build cache if its disk is
+full, takes a mirror of the base image, or retries after a network failure. At the end it runs the
+image once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BACKOFF_S = float(os.environ.get("BUILD_IMAGE_BACKOFF_S", "10"))
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     declared.add_options(parser, ImageOptions)
-    options.add_config(parser, "check, print the commands of docker and run none")
+    options.add_config(parser, "check, and print the docker commands without running them")
     return parser.parse(argv)
 
 
@@ -52,26 +53,26 @@ def main(argv: list[str]) -> None:
     build_and_push(declared.read_options(ImageOptions, opts), opts.dry_run)
 
 
-def build_docker_image(*, dry_run: bool = False, **asked: Any) -> str:
+def build_docker_image(*, dry_run: bool = False, **wanted: Any) -> str:
     """Build the image as the command line does, and return its name.
 
-    asked: the options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
-    Raises UsageError or DiskFullError, with the cause and its remedy.
+    wanted: options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
+    Raises UsageError or DiskFullError with the cause and its remedy.
     """
     log.setup_unless_heard()
-    return build_and_push(declared.from_values(ImageOptions, **asked), dry_run)
+    return build_and_push(declared.from_values(ImageOptions, **wanted), dry_run)
 
 
-def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
-    """Do what the options say and return the name of the image."""
-    build = versions.planned(asked)
+def build_and_push(wanted: ImageOptions, dry_run: bool) -> str:
+    """Build and push the image as the options say, and return its name."""
+    build = versions.planned(wanted)
     log.table(
         {
             "image": build.tag,
             "base": build.base_image,
             "variant": "efa" if build.efa else "plain",
             "torch": str(build.torch),
-            "driver": build.driver_version or "not known (--driver-version): not checked",
+            "driver": build.driver_version or "unknown (--driver-version), so not checked",
             "packages": "wheelhouse/"
             if (build.context / "wheelhouse").is_dir()
             else "from pip's index",
@@ -91,16 +92,18 @@ def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
         image_docker.BuiltImage(target or build.tag, is_pushed=bool(target))
     )
     log.info(f"built {target or build.tag}")
-    log.info(f"launch/kubernetes.py takes it from here, or as --image {target or build.tag}")
+    log.info(
+        f"launch/kubernetes.py uses it here by default; elsewhere: --image {target or build.tag}"
+    )
     return target or build.tag
 
 
 def _build(build: ImageBuild) -> ImageBuild:
-    """Build and run once; with --auto-fix, mend what can be and try again."""
+    """Build and run the image once; with --auto-fix, apply remedies and retry."""
     attempts = build.max_attempts if build.auto_fix else 1
     for attempt in range(1, attempts + 1):
         try:
-            image_docker.docker("version", quiet=True)  # is the daemon there?
+            image_docker.docker("version", quiet=True)  # fails if the daemon does not answer
             image_docker.docker(*build.command())
             _check_result(build, image_docker.docker(*build.try_out()))
             return build
@@ -114,7 +117,7 @@ def _build(build: ImageBuild) -> ImageBuild:
 
 
 def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | None:
-    """Return what to build after a remedy was applied, None when there is none to apply."""
+    """Apply the remedy of an error and return the next build; None if there is no remedy."""
     cause = error.cause
     if cause is None:
         return None
@@ -132,20 +135,20 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
         if not driver or not torch_builds.driver_problem(build.named_torch, driver):
             mended = replace(build, torch=build.named_torch)
     if mended:
-        log.info(f"fixed: {cause.problem} ({cause.fix}); trying again")
+        log.info(f"fixed: {cause.problem} ({cause.fix}); retrying")
     return mended
 
 
 def _check_result(build: ImageBuild, said: str) -> None:
-    """Raise UsageError when the image holds another torch or CUDA than was asked for."""
+    """Raise UsageError if the image contains another torch or CUDA than the options say."""
     printed = re.search(r"^torch (\S+) CUDA (\S+)$", said, re.MULTILINE)
     cuda = build.torch.cuda or "none"
     if not printed or printed[1].partition("+")[0] != build.torch.version or printed[2] != cuda:
         raise UsageError(
-            "the image does not hold the torch that was asked for",
+            "the image contains another torch than the options say",
             expected=f"torch {build.torch.version}, CUDA {cuda}",
             found=printed[0] if printed else said.strip()[-300:],
-            hint="check what the index or the wheelhouse has: --pip-conf, --context",
+            hint="check the contents of the index or the wheelhouse: --pip-conf, --context",
         )
 
 
@@ -155,8 +158,8 @@ def _push(tag: str, target: str, create: bool) -> None:
         raise UsageError("--create-repository is for ECR", found=target)
     if is_ecr:
         if create:
-            made = image_docker.create_repository(target.rpartition(":")[0])
-            log.info("the repository was made" if made else "the repository is there already")
+            created = image_docker.create_repository(target.rpartition(":")[0])
+            log.info("created the repository" if created else "the repository exists already")
         image_docker.log_in(target)
     try:
         image_docker.docker("tag", tag, target)
@@ -173,7 +176,7 @@ def _push(tag: str, target: str, create: bool) -> None:
 
 
 def _target(registry: str, tag: str) -> str:
-    """Return the full name that is pushed; the local image's name and tag fill in what is left."""
+    """Return the full name to push, with the name and tag of the local image as defaults."""
     registry = registry.rstrip("/")
     _, slash, repository = registry.rpartition("/")
     if not registry or (slash and ":" in repository):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train on Kubernetes: make a job's manifest, submit it, follow it, and find out why it fails.
+"""Train on Kubernetes: render a job's manifest, submit it, follow it, and explain its failures.
 
   python launch/kubernetes.py prepare --cluster-name eks --job-name exp
   python launch/kubernetes.py deploy --cluster-name eks --num-nodes 4 --job-name exp
@@ -12,15 +12,18 @@
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
-prepare makes data, model and tokens on the volume of --pvc, which holds hf_datasets, .cache and
-outputs; validate asks whether the cluster is ready for the job, as `launch/check.py cluster` does,
-and exits with 6 where it is not; render prints or writes the manifest; apply submits it; deploy
-checks the cluster, makes the secret of HF_TOKEN, submits, shows the log, and on a failure finds the
-cause, applies or names the cure and tries again. What stands behind `--` are options of
-04_train_fsdp.py; -e is the job's name unless it is given, and what --config names is read here.
-Where nothing says what to train, it is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The
-image is the last that was built here, and the cluster is asked for the instance type, unless they
-are given.
+prepare   makes dataset, model and tokens on the volume of --pvc (hf_datasets, .cache, outputs)
+validate  checks whether the cluster is ready for the job, as `launch/check.py cluster` does; exit
+          code 6 if it is not
+render    prints the manifest, or writes it to a file
+apply     submits the job
+deploy    checks the cluster, creates the secret of HF_TOKEN, submits the job and shows its log; on
+          a failure finds the cause, applies or names the remedy, and retries
+
+The options behind `--` are those of 04_train_fsdp.py. The job's name is the default of -e, and a
+--config file is read here. The default run trains a 1B model from scratch on c4
+(recipes/scratch-1b-g5.yaml). By default, the image is the last one that was built here, and the
+instance type is that of the cluster's nodes.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ from launch.build_image import build_docker_image  # noqa: E402
 from launch.checks import findings  # noqa: E402
 from launch.images import docker as image_docker  # noqa: E402
 from launch.kube import aws, cluster_state, deploy, nodes, preparation  # noqa: E402
-from launch.kube.cluster import eks_of, manage_eks_cluster, validate  # noqa: E402
+from launch.kube.cluster import check_cluster, eks_of, manage_eks_cluster  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
-from launch.kube.job import Job, planned, text  # noqa: E402
+from launch.kube.job import Job, plan_job, render_manifests  # noqa: E402
 from launch.kube.job_options import JobOptions, instances  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
@@ -61,7 +64,7 @@ _STARTING = ("prepare", "render", "apply", "deploy")
 _SCRIPT = "launch/kubernetes.py"
 
 
-def parser() -> options.Parser:
+def build_parser() -> options.Parser:
     parser = options.Parser(__doc__, "COMMAND --job-name J [options] -- TRAINING OPTIONS")
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     declared.add_options(parser, JobOptions)
@@ -72,15 +75,15 @@ def parser() -> options.Parser:
         "--cluster-name",
         default="",
         metavar="NAME",
-        help="cluster of EKS; its context is fetched where the kubeconfig has none "
+        help="EKS cluster; its context is fetched if the kubeconfig lacks it "
         "(default: that of --context)",
     )
     one.add_argument(
         "--token",
         default=os.environ.get("HF_TOKEN", ""),
         metavar="TOKEN",
-        help="deploy, prepare: token of the Hub, for a secret of the cluster; rather "
-        "not on a command line (default: HF_TOKEN)",
+        help="deploy, prepare: token for the Hub, stored in a secret of the cluster; better "
+        "not typed on a command line (default: HF_TOKEN)",
     )
     one.add_argument(
         "--out",
@@ -89,14 +92,14 @@ def parser() -> options.Parser:
         help="render: file to write (default: print it)",
     )
     one.add_argument(
-        "--node-rank", type=options.count, default=0, metavar="R", help="logs: of which node"
+        "--node-rank", type=options.count, default=0, metavar="R", help="logs: number of the node"
     )
     one.add_argument(
         "--follow",
         type=options.on_off,
         default=True,
         metavar="on|off",
-        help="logs: go on until the pod ends",
+        help="logs: continue until the pod ends",
     )
     one.add_argument(
         "--monitor",
@@ -110,134 +113,136 @@ def parser() -> options.Parser:
     one.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would be submitted, or the kubectl command, and do nothing",
+        help="print the manifest or the kubectl command and do nothing",
     )
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """Return our options, and those of stage 04: words after `--`, or options only it knows."""
-    own, train = command_line.split_at_dashes(argv)
-    asking = parser()
-    own, more = command_line.take_stage_options(own, asking._option_string_actions)
-    return asking.parse(own), [*more, *train]
+    own, train = stage_04.divided(argv)
+    parser = build_parser()
+    own, more = stage_04.taken_out(own, parser._option_string_actions)
+    return parser.parse(own), [*more, *train]
 
 
 def main(argv: list[str]) -> None:
     opts, train = parse(argv)
     if opts.dry_run or (opts.command == "render" and not opts.out):
         log.setup(sys.stderr)  # the standard output is the manifest alone
-    # Through `finally`, where a kubectl that follows a log is ended too.
+    # By an exception, so that `finally` also ends a kubectl that follows a log.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    asked = connected(
+    wanted = with_context(
         declared.read_options(JobOptions, opts),
         opts.cluster_name,
         opts.dry_run,
         only_plans=opts.dry_run and opts.command in _STARTING,
     )
-    kubectl = Kubectl(asked.namespace, asked.context)
+    kubectl = Kubectl(wanted.namespace, wanted.context)
     typed = f"python {_SCRIPT} {commands.shell(*argv)}"
     if opts.command == "validate":
-        judge(asked, kubectl, opts)
+        validate_cluster(wanted, kubectl, opts)
         return
     if opts.command == "prepare":
-        start(
-            preparation.planned(
-                with_image(asked), declared.read_options(RawText, opts), train, typed
+        start_job(
+            preparation.plan_preparation(
+                with_image(wanted), declared.read_options(RawText, opts), train, typed
             ),
             kubectl,
             opts,
         )
         if not opts.dry_run:
-            log.info(f"next: {commands.script(_SCRIPT, *deploying(argv))}")
+            log.info(f"next: {commands.script(_SCRIPT, *deploy_words(argv))}")
         return
     if opts.command in _STARTING:
         asks = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))
-        start(planned(completed(asked, kubectl, asks), train, typed), kubectl, opts)
+        start_job(plan_job(fill_open_options(wanted, kubectl, asks), train, typed), kubectl, opts)
         return
     problems = Problems()
-    asked.check_names(problems)
+    wanted.check_names(problems)
     problems.raise_if_any()
-    {"status": status, "logs": logs, "stop": stop}[opts.command](asked, kubectl, opts)
+    {"status": print_status, "logs": print_logs, "stop": stop_job}[opts.command](
+        wanted, kubectl, opts
+    )
 
 
-def deploying(argv: list[str]) -> list[str]:
-    """Return the words of a `prepare` for the `deploy` that follows it."""
-    own, train = command_line.split_at_dashes(argv)
-    # The command may stand behind options, and one of these may have the same word as its value.
+def deploy_words(argv: list[str]) -> list[str]:
+    """Return the words of the `deploy` that follows a `prepare`."""
+    own, train = stage_04.divided(argv)
+    # The command may follow options, one of which may have the same word as its value.
     at = 0 if own[0] == "prepare" else len(own) - 1 - own[::-1].index("prepare")
     return [*own[:at], "deploy", *own[at + 1 :], *(["--", *train] if train else [])]
 
 
-def connected(
-    asked: JobOptions, cluster_name: str, dry_run: bool = False, only_plans: bool = False
+def with_context(
+    wanted: JobOptions, cluster_name: str, dry_run: bool = False, only_plans: bool = False
 ) -> JobOptions:
-    """Return it with the context of the cluster; UsageError when there is none.
+    """Return the options with the context of the cluster. Raises UsageError if there is none.
 
-    only_plans: print the name of a cluster that cannot be found, since no command needs it.
+    only_plans: accept a cluster without a context, since no call needs it.
     """
-    if cluster_name and asked.context:
+    if cluster_name and wanted.context:
         raise UsageError(
-            f"--cluster-name {cluster_name} and --context {asked.context} both name a cluster",
+            f"--cluster-name {cluster_name} and --context {wanted.context} both name a cluster",
             expected="one of them",
         )
     if not cluster_name:
-        return asked
+        return wanted
     try:
-        return replace(asked, context=aws.context_of(cluster_name, fetch=not dry_run))
+        return replace(wanted, context=aws.context_of(cluster_name, fetch=not dry_run))
     except UsageError as error:
         if not only_plans:
             raise
-        log.info(f"cluster: {cluster_name}, for which there is no context yet: {error.problem}")
-        return asked
+        log.info(f"cluster: {cluster_name}, which has no context yet: {error.problem}")
+        return wanted
 
 
-def with_image(asked: JobOptions) -> JobOptions:
-    """Return it with the image that was built last, unless one is given."""
-    if asked.image or not (built := image_docker.last_built_image()):
-        return asked
-    log.info(f"image: {built.image}, the last that was built in this directory")
+def with_image(wanted: JobOptions) -> JobOptions:
+    """Return the options with the last built image, unless they have an image."""
+    if wanted.image or not (built := image_docker.last_built_image()):
+        return wanted
+    log.info(f"image: {built.image}, the last one built in this directory")
     if not built.is_pushed:
         log.warn(
-            "it was not pushed to a registry, so that only nodes which hold it can start it: "
+            "it was not pushed to a registry, so only nodes that contain it can start it: "
             + commands.script("launch/build_image.py", "--push", "REGISTRY/llm-training")
         )
-    return replace(asked, image=built.image)
+    return replace(wanted, image=built.image)
 
 
-def completed(asked: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOptions:
-    """Return it with what is not given: the image of the last build, and what the nodes are.
+def fill_open_options(wanted: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOptions:
+    """Return the options with the image of the last build and the devices of the nodes filled in.
 
-    asks: whether to ask the cluster. UsageError where that leaves a choice.
+    asks: whether to query the cluster. Raises UsageError if several instance types are possible.
     """
-    asked = with_image(asked)
-    if not asks or asked.gpus_per_node == 0:
-        return asked
+    wanted = with_image(wanted)
+    if not asks or wanted.gpus_per_node == 0:
+        return wanted
     try:
-        found = nodes.read(kubectl.items("nodes"), [])
+        found = nodes.parse_nodes(kubectl.items("nodes"), [])
     except KubectlError:
-        if asked.instance_type and (asked.node or asked.gpus_per_node is not None):
-            return asked  # nothing is open
+        if wanted.instance_type and (wanted.node or wanted.gpus_per_node is not None):
+            return wanted  # the instance type is known without the cluster
         raise
-    if not asked.instance_type and not any(node.gpus for node in found):
-        asked = replace(asked, instance_type=_of_node_groups(kubectl))
-    return nodes.completed(asked, found)
+    if not wanted.instance_type and not any(node.gpus for node in found):
+        wanted = replace(wanted, instance_type=_of_node_groups(kubectl))
+    return nodes.fill_from_nodes(wanted, found)
 
 
 def _of_node_groups(kubectl: Kubectl) -> str:
-    """Return the only type with GPUs that an EKS cluster could start nodes of; empty if unknown."""
+    """Return the only instance type with GPUs of an EKS cluster's node groups; empty if unknown."""
     cluster, region = eks_of(kubectl, "", "")
     found = (
         [name for name in aws.node_types(cluster, region) if name in instances()] if cluster else []
     )
     if len(found) == 1:
-        log.info(f"asked of EKS: its node groups start {found[0]}")
+        log.info(f"from EKS: its node groups start {found[0]}")
     return found[0] if len(found) == 1 else ""
 
 
-def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
-    """Write, print or submit a job, and follow it when that is asked for."""
-    manifest = text(job.manifests(), f"made by: {job.launched_as}".replace("\n", " "))
+def start_job(job: Job, kubectl: Kubectl, opts: Options) -> None:
+    """Write, print or submit a job, and follow it if the command is `deploy` or `prepare`."""
+    manifest = render_manifests(job.manifests(), f"made by: {job.launched_as}".replace("\n", " "))
     if opts.command == "render" and opts.out and not opts.dry_run:
         opts.out.parent.mkdir(parents=True, exist_ok=True)
         opts.out.write_text(manifest, encoding="utf-8")
@@ -248,7 +253,7 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
     elif opts.command == "render" or opts.dry_run:
         print(manifest, end="")
     elif opts.command == "apply":
-        deploy.submit(job, kubectl)
+        deploy.submit_job(job, kubectl)
         log.info(f"next: {_command('logs', job)}")
     else:
         try:
@@ -260,7 +265,7 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
                 patience=declared.read_options(Patience, opts),
             )
         except KeyboardInterrupt:
-            log.info(f"\nthe job goes on; end it: {_ending(job, kubectl)}")
+            log.info(f"\nthe job continues; to end it: {_ending(job, kubectl)}")
             raise
 
 
@@ -273,53 +278,55 @@ def _ending(job: Job, kubectl: Kubectl) -> str:
 
 
 def _command(command: str, job: JobOptions) -> str:
-    """Return a command of this script about the same job."""
+    """Return another command of this script for the same job."""
     names = {name: getattr(job, name) for name in ("kind", "namespace", "job_name", "context")}
     return commands.script(_SCRIPT, command, *commands.as_words(names))
 
 
-def judge(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
-    """Say whether the cluster is ready for the job; findings.NotReady when it is not."""
+def validate_cluster(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+    """Print whether the cluster is ready for the job. Raises NotReady if it is not."""
     if opts.dry_run:
         print(*kubectl.command("get", "…", "-o", "json"))
         return
     problems = Problems()
-    asked.check_names(problems)
-    if asked.instance_type:
-        asked.check_type(problems)
+    wanted.check_names(problems)
+    if wanted.instance_type:
+        wanted.check_type(problems)
     problems.raise_if_any()
-    found = validate(kubectl, asked, eks_of(kubectl, opts.cluster_name, ""))
+    found = check_cluster(kubectl, wanted, eks_of(kubectl, opts.cluster_name, ""))
     findings.print_findings(found)
     findings.conclude(found, findings.ERROR, "this cluster")
 
 
-def status(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
-    """Print the job's state, its pods, and what is wrong with them."""
+def print_status(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+    """Print the state of the job, its pods, and the cause of a failure."""
     if opts.dry_run:
-        print(*kubectl.command("get", asked.resource, asked.job_name, "-o", "json"))
+        print(*kubectl.command("get", wanted.resource, wanted.job_name, "-o", "json"))
         return
-    state = cluster_state.of_job(cluster_state.require(kubectl, asked.resource, asked.job_name))
-    log.info(f"{asked.job_name} is {state.state}: {state.words}")
-    pods = cluster_state.pods(kubectl, asked.selector)
-    cluster_state.show_pods(pods)
+    state = cluster_state.job_state(
+        cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
+    )
+    log.info(f"{wanted.job_name} is {state.state}: {state.words}")
+    pods = cluster_state.list_pods(kubectl, wanted.selector)
+    cluster_state.print_pods(pods)
     if state.state != cluster_state.SUCCEEDED and (
-        cause := cluster_state.find_cause(kubectl, asked.job_name, pods)
+        cause := cluster_state.find_cause(kubectl, wanted.job_name, pods)
     ):
-        cluster_state.show_cause(cause)
+        cluster_state.print_cause(cause)
 
 
-def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
-    """Print what a node's pod prints; UsageError when there is no such pod."""
+def print_logs(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+    """Print the log of a node's pod. Raises UsageError if there is no such pod."""
     follow = ["--follow"] if opts.follow else []
     if opts.dry_run:
         print(*kubectl.command("logs", *follow, f"POD of node {opts.node_rank}"))
         return
-    cluster_state.require(kubectl, asked.resource, asked.job_name)
-    pods = cluster_state.pods(kubectl, asked.selector)
+    cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
+    pods = cluster_state.list_pods(kubectl, wanted.selector)
     if opts.node_rank >= len(pods):
         raise UsageError(
             f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
-            run=_command("status", asked),
+            run=_command("status", wanted),
         )
     name = pods[opts.node_rank]["metadata"]["name"]
     stream = kubectl.stream("logs", *follow, name)
@@ -329,24 +336,26 @@ def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
         stream.terminate()
     if code:
         raise UsageError(
-            f"no log of {name} (kubectl exit code {code})", run=_command("status", asked)
+            f"no log of {name} (kubectl exit code {code})", run=_command("status", wanted)
         )
 
 
-def stop(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
-    """Delete the job; its pods finish their step and save."""
-    delete = kubectl.command("delete", asked.resource, asked.job_name)
+def stop_job(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+    """Delete the job, whose pods finish their step, save and end."""
+    delete = kubectl.command("delete", wanted.resource, wanted.job_name)
     if opts.dry_run:
         print(*delete)
         return
-    state = cluster_state.of_job(cluster_state.require(kubectl, asked.resource, asked.job_name))
+    state = cluster_state.job_state(
+        cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
+    )
     if state.state != cluster_state.ACTIVE:
-        log.info(f"nothing to stop: {asked.job_name} is not running ({state.words})")
-        log.info(f"its pods and logs stay until it is deleted: {shlex.join(delete)}")
+        log.info(f"nothing to stop: {wanted.job_name} is not running ({state.words})")
+        log.info(f"its pods and logs remain until you delete it: {shlex.join(delete)}")
         return
-    log.info(f"{asked.job_name}: its pods finish their step, save and end")
-    deploy.stop(asked, kubectl)
-    log.info("stopped; the same job goes on from the checkpoint")
+    log.info(f"{wanted.job_name}: its pods finish their step, save and end")
+    deploy.stop_job(wanted, kubectl)
+    log.info("stopped; the same job continues from the checkpoint")
 
 
 def deploy_training_job(
@@ -357,29 +366,31 @@ def deploy_training_job(
     auto_retry: bool = True,
     train: Sequence[str] = (),
     patience: Patience | None = None,
-    **asked: Any,
+    **wanted: Any,
 ) -> None:
-    """Do what `deploy` does; raises a StageError (launch.kube.deploy.JobFailed) with the last word.
+    """Run a job to its end as `deploy` does. Raises launch.kube.deploy.JobFailed if it fails.
 
     cluster_name: of EKS, or a context of the kubeconfig (default: the current one). hf_token: for a
-    secret of the cluster (default: HF_TOKEN). auto_retry: submit again what may go well the next
-    time. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how
-    often and how long to try. asked: options of `deploy` or of stage 04 by their names, such as
+    secret of the cluster (default: HF_TOKEN). auto_retry: submit again after failures that may
+    pass. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how
+    often and how long to try. wanted: options of `deploy` or of stage 04 by their names, such as
     job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
     """
     log.setup_unless_heard()
     ours = declared.fields_by_spelling(JobOptions)
     theirs = declared.fields_by_spelling(Config)
-    declared.require_known(asked, [*ours, *theirs])
-    job = declared.from_values(JobOptions, **{name: asked[name] for name in asked if name in ours})
-    given = declared.merge_spellings(
-        Config, {name: asked[name] for name in asked if name not in ours}
+    declared.require_known(wanted, [*ours, *theirs])
+    job = declared.from_values(
+        JobOptions, **{name: wanted[name] for name in wanted if name in ours}
     )
-    job = connected(job, cluster_name)
+    given = declared.merge_spellings(
+        Config, {name: wanted[name] for name in wanted if name not in ours}
+    )
+    job = with_context(job, cluster_name)
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
     deploy.deploy(
-        planned(completed(job, kubectl), [*train, *command_line.to_words(given)]),
+        plan_job(fill_open_options(job, kubectl), [*train, *stage_04.words_of(given)]),
         kubectl,
         token=token,
         monitor=monitor,

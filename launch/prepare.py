@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch import pod  # noqa: E402
-from launch.kube.raw_text import RawText, steps  # noqa: E402
+from launch.kube.raw_text import RawText, preparation_steps  # noqa: E402
 from lib.core import declared, log, options, stage  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.train import command_line  # noqa: E402
@@ -43,7 +43,9 @@ def main(argv: list[str]) -> None:
     config = command_line.parse_options(train)
     if not config.experiment_name:
         train = [*train, "--experiment-name=prepare"]
-    for script, *words in list(steps(declared.read_options(RawText, opts), config, train)):
+    for script, *words in list(
+        preparation_steps(declared.read_options(RawText, opts), config, train)
+    ):
         log.info(f"$ python {script} {shlex.join(words)}")
         command = [sys.executable, str(ROOT / script), *words]
         if not opts.dry_run and (code := pod.run_with_signals(command)):

@@ -328,7 +328,8 @@ def test_two_nodes_that_do_not_reach_each_other_are_named(
     assert "all_reduce" in content["speed"]["pairs"]["0-1"]
     assert "all_reduce" in content["speed"]["pairs"]["0-2"]
     assert any(
-        "node 1 (box-2) and node 2 (box-3) do not talk" in text for text in told(found, "network")
+        "node 1 (box-2) and node 2 (box-3) cannot communicate" in text
+        for text in told(found, "network")
     )
 
 

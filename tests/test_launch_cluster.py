@@ -329,7 +329,9 @@ def test_everything_that_is_missing_is_told_at_once(there: There, tmp_path: Path
 def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     """Return what is said of nodes for a job on two p5 nodes."""
     wanted = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
-    return list(cluster_nodes.judge(cluster_nodes.read([*nodes], []), wanted, grows))
+    return list(
+        cluster_nodes.check_capacity(cluster_nodes.parse_nodes([*nodes], []), wanted, grows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -598,7 +600,7 @@ def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pyt
     [("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)],
 )
 def test_quantities(text: str, number: int):
-    assert cluster_nodes.quantity(text) == number
+    assert cluster_nodes.parse_quantity(text) == number
 
 
 def test_names_that_no_cluster_has_are_refused_before_it_is_asked() -> None:

@@ -136,7 +136,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         "the last that was built",
         "was not pushed",
         "recipes/scratch-1b-g5.yaml",
-        "asked of the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node",
+        "from the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node",
     ):
         assert words in caplog.text
 
@@ -309,7 +309,7 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         ({"image_uri": None}, "no image was built in this directory"),
         ({"bucket_pvc": "none"}, "--bucket-pvc: no claim none"),
         ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
-        ({"model_name": "org/model"}, "no dataset is named"),
+        ({"model_name": "org/model"}, "no dataset is given"),
     ],
 )
 def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -> None:
@@ -333,7 +333,7 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(
 
     assert completed() == ("ml.g5.8xlarge", 1, 1)
     eks.add("nodes", gpu_node("large", "ml.p4d.24xlarge", 8, 4))
-    with pytest.raises(UsageError, match="which instance type") as caught:
+    with pytest.raises(UsageError, match="several instance types") as caught:
         completed()
     assert caught.value.found == "ml.p4d.24xlarge, ml.g5.8xlarge"
     assert completed(instance_type="p4d.24xlarge") == ("ml.p4d.24xlarge", None, None)
@@ -447,12 +447,12 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
     )
     (tmp_path / "hf_datasets" / "c4").mkdir(parents=True)
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
-    with pytest.raises(UsageError, match="hf_datasets/mine is not there, and no --data says"):
+    with pytest.raises(UsageError, match="hf_datasets/mine does not exist"):
         steps("--", "-d", "mine", "-m", "org/model")
     for data in ("org/text", "allenai/c4"):  # all of it, unasked, may be terabytes
         with pytest.raises(UsageError, match=f"--data {data} needs --include GLOB"):
             steps("--data", data, "--", "-d", "mine", "-m", "org/model")
-    with pytest.raises(UsageError, match="2 datasets are not there"):
+    with pytest.raises(UsageError, match="2 datasets are missing"):
         steps("--", "-d", "a", "-d", "b", "-m", "org/model")
 
 

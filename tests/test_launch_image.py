@@ -147,7 +147,7 @@ def test_builds_runs_once_and_pushes(machine: Machine):
 def test_an_existing_repository_is_taken(machine: Machine):
     machine.fail("repository", "An error occurred (RepositoryAlreadyExistsException)")
     done = machine.build("--push", ECR, "--create-repository", "--tag", "mine:1")
-    assert "there already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
+    assert "exists already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_base_image_with_another_cuda_is_refused(machine: Machine):
     done = machine.build(
         "--base-image", "nvidia/cuda:12.4.1-base-ubuntu22.04", "--dry-run", expect=2
     )
-    assert "brings CUDA 12.4" in done.stderr
+    assert "has CUDA 12.4" in done.stderr
     machine.build("--base-image", "nvidia/cuda:13.0.1-base-ubuntu22.04", "--dry-run")
 
 
@@ -236,7 +236,7 @@ def test_it_gives_up_after_some_attempts(machine: Machine):
 
 def test_a_missing_base_image_comes_from_the_mirror(machine: Machine):
     machine.fail("build-1", NO_BASE)
-    assert "base image is not there" in machine.build(expect=2).stderr
+    assert "base image does not exist" in machine.build(expect=2).stderr
     machine.log.unlink()
     machine.build("--auto-fix")
     bases = [build_arguments(call)["BASE_IMAGE"] for call in machine.calls("build")]

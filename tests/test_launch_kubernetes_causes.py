@@ -71,7 +71,7 @@ def find(
     if log is not None:
         cluster.logs[HEAD] = log.splitlines()
     kubectl = Kubectl("default")
-    found = cluster_state.pods(kubectl, JobOptions(job_name="exp").selector)
+    found = cluster_state.list_pods(kubectl, JobOptions(job_name="exp").selector)
     assert len(found) == len(pods)
     return cluster_state.find_cause(kubectl, "exp", found)
 
@@ -240,7 +240,7 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
         item["metadata"]["creationTimestamp"] = f"2026-01-0{day}T00:00:00Z"
         kube.add("pods", item)
-    [found] = cluster_state.pods(Kubectl("default"), JobOptions(job_name="exp").selector)
+    [found] = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert found["metadata"]["name"] == "exp-node-0-0-bbbbb"
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
 def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):
     for name in ("exp-worker-10", "exp-worker-2", "exp-worker-0"):
         kube.add("pods", pod("exp", name))
-    found = cluster_state.pods(Kubectl("default"), JobOptions(job_name="exp").selector)
+    found = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert [item["metadata"]["name"] for item in found] == [
         "exp-worker-0",
         "exp-worker-2",

@@ -127,7 +127,7 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
     assert "no job exp" in launch("status", *how, expect=2).stderr
     assert "created" in launch("apply", "--kind", kind, *ASKED, *TRAIN).stdout
     [item] = jobs(kube, kind)
-    assert "has not said anything" in launch("status", *how).stdout
+    assert "has not reported" in launch("status", *how).stdout
     with kube.lock:
         names = add_pods(kube, item, state=RUNNING, log=("step 1",))
         kube.logs[names[1]] = ["of the other"]
@@ -343,7 +343,7 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert said.count("waits: no capacity") == 1 and "is complete" in said
-    assert said.count("has not said anything") == 1
+    assert said.count("has not reported") == 1
     assert submissions(kube) == 1
 
 
@@ -448,10 +448,10 @@ def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) ->
     kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
     launch("apply", *ASKED, *TRAIN)
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
-    assert "runs already" in said and "is complete" in said and submissions(kube) == 1
+    assert "is running" in said and "is complete" in said and submissions(kube) == 1
     kube.on_create = complete
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
-    assert "makes room" in said and "is complete" in said and submissions(kube) == 2
+    assert "deleting the finished job" in said and "is complete" in said and submissions(kube) == 2
 
 
 @pytest.mark.long
@@ -475,7 +475,7 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
     process.send_signal(number)
     said += process.communicate(timeout=60)[0]  # not before a kubectl that writes here has ended
     assert process.returncode == code and "Traceback" not in said
-    assert "the job goes on" in said or number != signal.SIGINT
+    assert "the job continues" in said or number != signal.SIGINT
     assert len(jobs(kube)) == 1
 
 

@@ -54,12 +54,12 @@ TEMPLATE_OF = {
 def asked(*arguments: object) -> Job:
     """Return the job of a command line."""
     opts, train = kubernetes.parse([str(argument) for argument in arguments])
-    return job.planned(declared.read_options(JobOptions, opts), train)
+    return job.plan_job(declared.read_options(JobOptions, opts), train)
 
 
 def manifests(*arguments: object) -> list[dict[str, Any]]:
     """Return what would be submitted, read back from its YAML."""
-    return list(yaml.safe_load_all(job.text(asked(*arguments).manifests(), "test")))
+    return list(yaml.safe_load_all(job.render_manifests(asked(*arguments).manifests(), "test")))
 
 
 def at(value: Any, path: str) -> Any:
@@ -225,18 +225,18 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
     asked_of = JobOptions(kind=kind if kind in KINDS else "pytorchjob", **options)
     made = (
         Job(
-            **vars(asked_of.settled()),
+            **vars(asked_of.with_defaults()),
             train=tuple(train),
             launched_as="run $(HF_TOKEN) $$",
             env={"A": "1e3", "B": "$(HF_TOKEN)"},
         )
         if kind in KINDS
         else Preparation(
-            **vars(asked_of.settled()), train=tuple(train), launched_as="", raw_text=WORDS
+            **vars(asked_of.with_defaults()), train=tuple(train), launched_as="", raw_text=WORDS
         )
     )
     documents = made.manifests()
-    text = job.text(documents, "made by: a\x85b\x07\x1b[31m\x00")
+    text = job.render_manifests(documents, "made by: a\x85b\x07\x1b[31m\x00")
     assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
     spec = (at(documents[0], "spec.template") if kind == "prepare" else pod_of(documents))["spec"]
     [container] = spec["containers"]
@@ -513,7 +513,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
         (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
         (("render", *ASKED, "--image_urii", "i", *TRAIN), "the nearest is --image-uri"),
         (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
-        (("render", *ASKED, "--", "-m", "org/model"), "no dataset is named"),
+        (("render", *ASKED, "--", "-m", "org/model"), "no dataset is given"),
         (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
         (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
         (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
@@ -553,7 +553,7 @@ def test_what_is_wrong_is_told(
         (("--gpus-per-node", "16"), "a node of type p5.48xlarge has 8 GPUs"),
         (("--efa-per-node", "33"), "has 32 EFA adapters"),
         (("--instance-type", "p5.4xlarge", "--gpus-per-node", "2"), "has 1 GPU"),
-        (("--instance-type", "my type", "--gpus-per-node", "2"), "cannot be the type of a node"),
+        (("--instance-type", "my type", "--gpus-per-node", "2"), "cannot be an instance type"),
         (("--job-name", "9exp"), "cannot name a job"),
         (("--job-name", "exp-"), "cannot name a job"),
         (("--job-name", "e" * 46), "at most 45"),
@@ -603,7 +603,7 @@ def test_without_a_cluster_it_is_told_in_words(verb: str, tmp_path: Path) -> Non
     assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
     if shutil.which("kubectl"):
         done = launch(verb, "--job-name", "exp", env=nowhere, expect=2)
-        assert "no cluster is set up here" in done.stderr and len(done.stderr.splitlines()) == 2
+        assert "no cluster is configured" in done.stderr and len(done.stderr.splitlines()) == 2
         done = launch(verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2)
         assert "the kubeconfig has no context there" in done.stderr
 

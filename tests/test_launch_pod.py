@@ -125,7 +125,7 @@ def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(platform, "node", lambda: "laptop")
     with pytest.raises(UsageError, match="laptop"):
         pod.node_rank({}, 13)
-    with pytest.raises(UsageError, match="where the head is"):
+    with pytest.raises(UsageError, match="address of node 0"):
         pod.head_address({"PET_RDZV_ENDPOINT": ""})
 
 

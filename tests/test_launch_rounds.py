@@ -117,7 +117,7 @@ def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, nod
     codes, output = ends(*nodes)
     assert codes == [130] * 3 and time.monotonic() - began < 25, output
     assert "a second SIGINT: the ranks are killed without a save" in output
-    assert f"node {node} gives up" in output
+    assert f"node {node} received a second SIGINT" in output
     assert not processes(str(tmp_path / "04_train")) and "exit code 75" not in output
 
 
@@ -137,7 +137,7 @@ def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
     codes, output = ends(launch(tmp_path, 0, COMPLETE, wait=2))
     assert codes == [1] and "nodes [1] did not come within 2.0 s" in output
     codes, output = ends(launch(tmp_path, 1, COMPLETE, wait=2))
-    assert codes == [1] and "node 0 is not there" in output
+    assert codes == [1] and "node 0 is gone" in output
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_shared_directory_that_cannot_be_written_is_told_at_once(tmp_path: Pat
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/.launch").touch()
     codes, output = ends(launch(tmp_path, node, COMPLETE, wait=600))
-    assert codes == [2] and "outputs/.launch/run, where the launchers" in output, output
+    assert codes == [2] and "outputs/.launch/run, which cannot be written" in output, output
     assert "Not a directory" in output and "--save-dir" in output
 
 

@@ -184,8 +184,8 @@ def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--nnodes", 2, "--node-rank", 2, "--head", "h"), "--node-rank 2: there are 2 nodes"),
-        (("--nnodes", 2), "--head is needed"),
+        (("--nnodes", 2, "--node-rank", 2, "--head", "h"), "--node-rank 2: the run has 2 nodes"),
+        (("--nnodes", 2), "--head is missing"),
         (("--nnodes", ""), "--nnodes: expected a whole number above 0"),
         (("--node-rang", 1), "the nearest is --node-rank"),
     ],

@@ -69,7 +69,7 @@ def test_a_machine_whose_loopback_is_down_is_told_at_once(tmp_path: Path) -> Non
     done = subprocess.run(
         [*apart, *program], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 2 and "do not reach each other at 127.0.0.1" in done.stderr
+    assert done.returncode == 2 and "cannot reach each other at 127.0.0.1" in done.stderr
     assert "ip link set lo up" in done.stderr and "Traceback" not in done.stderr
 
 

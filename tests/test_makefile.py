@@ -257,7 +257,7 @@ def test_what_is_prepared_is_looked_at(project: Path):
     )
     said = setup(project, "--deep", expect=0)
     assert "hf_datasets/corpus: whole: train, validation" in said
-    assert ".cache/models/small: every byte as written" in said
+    assert ".cache/models/small: every byte is intact" in said
     config = project / ".cache" / "models" / "small" / "config.json"
     config.write_text(config.read_text().replace("0", "1", 1))
     setup(project, expect=0)  # the sizes are the same

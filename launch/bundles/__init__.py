@@ -1,1 +1,4 @@
-"""Makes the bundle of an air-gapped site."""
+"""Pack and unpack bundles for an air-gapped site, for launch/airgap.py.
+
+The package has another name than its front door, since launch/airgap.py is a module of that name.
+"""

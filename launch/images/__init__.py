@@ -1,1 +1,1 @@
-"""Holds what build_image.py is made of."""
+"""Plan, build and check the image of a training job, for launch/build_image.py."""

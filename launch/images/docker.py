@@ -1,4 +1,4 @@
-"""Calls docker and AWS's registry; shows, keeps and explains what they print."""
+"""Call docker and AWS's registry, and explain their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.kube import aws
 from lib.core import commands, log, manifest, records
 from lib.core.errors import DiskFullError, UsageError
 
-# What --auto-fix does about a cause, carried out by build_image.
+# The remedies that --auto-fix applies, in launch/build_image.py.
 PRUNE = "prune"
 MIRROR = "mirror"
 RETRY = "retry"
@@ -26,10 +26,10 @@ _RECORD = Path(".cache") / "image.json"  # of the image that was last built here
 
 @dataclass(frozen=True)
 class Fault:
-    """Explains why an image could not be built or run.
+    """A cause why an image cannot be built or run.
 
-    pattern: what docker prints of it. fix: what can be done without asking, empty when nothing
-    can. is_disk: the exit code is 4.
+    pattern: matches docker's output. fix: the remedy of --auto-fix, empty if there is none.
+    is_disk: whether the exit code is 4.
     """
 
     pattern: str
@@ -39,7 +39,7 @@ class Fault:
     is_disk: bool = False
 
 
-# The first that matches counts, so what explains more stands further up.
+# The first match counts, so more specific causes come first.
 _CAUSES = (
     Fault(
         r"Cannot connect to the Docker daemon|Is the docker daemon running",
@@ -48,19 +48,19 @@ _CAUSES = (
     ),
     Fault(
         r"permission denied while trying to connect to the [Dd]ocker",
-        "you may not use the docker daemon",
+        "you have no permission to use the docker daemon",
         "sudo usermod -aG docker $USER, then log in again",
     ),
     Fault(
         r"--mount option requires BuildKit|unknown flag: --progress|unknown flag: --secret|"
         r"buildx component is missing|BuildKit is enabled but the buildx",
-        "this docker builds without BuildKit",
+        "this docker has no BuildKit",
         "install the package docker-buildx-plugin (docker 23 or newer has it)",
     ),
     Fault(
         r"no space left on device|disk quota exceeded",
         "docker's disk is full",
-        "docker builder prune --force; docker image prune; docker system df tells what is there",
+        "docker builder prune --force; docker image prune; docker system df shows what uses space",
         PRUNE,
         is_disk=True,
     ),
@@ -74,36 +74,36 @@ _CAUSES = (
         r"unsatisfied condition: cuda|driver on your system is too old|"
         r"CUDA driver version is insufficient",
         "the driver is too old for the CUDA of torch",
-        "update the driver, or give its version by --driver-version, with --auto-fix",
+        "update the driver, or use --driver-version with its version, and --auto-fix",
     ),
     Fault(
         r"No matching distribution found for torch\b|"
         r"Could not find a version that satisfies the requirement torch\b",
         "pip finds no such torch for this Python and platform",
-        "a build with another CUDA is not on the default index: name one that has it by "
-        "--pip-conf FILE, or give a wheelhouse for this Python",
+        "the default index lacks builds for another CUDA: name an index that has them with "
+        "--pip-conf FILE, or provide a wheelhouse for this Python",
         DEFAULT_TORCH,
     ),
     Fault(
         r"No matching distribution found for|Could not find a version that satisfies",
         "pip finds no such package for this Python and platform",
-        "pack the wheelhouse again for the Python of the image, or name an index by --pip-conf",
+        "pack the wheelhouse again for the Python of the image, or name an index with --pip-conf",
     ),
     Fault(
         r"ResolutionImpossible|conflicting dependencies",
         "two requirements exclude each other",
-        "restore requirements.txt: its versions were tried together",
+        "restore requirements.txt, whose versions are tested together",
     ),
     Fault(
         r"DO NOT MATCH THE HASHES|BadZipFile|has an invalid wheel",
         "a wheel is damaged",
-        "python launch/airgap.py verify on the bundle, then copy it again",
+        "run `python launch/airgap.py verify` on the bundle, then copy it again",
     ),
     Fault(
         r"manifest unknown|manifest for \S+ not found|pull access denied|"
         r"failed to resolve source metadata.*not found",
-        "the base image is not there",
-        "--base-image with one that this machine can pull; in an air gap, docker load it first",
+        "the base image does not exist",
+        "use a --base-image that this machine can pull; in an air gap, docker load it first",
         MIRROR,
     ),
     Fault(
@@ -116,14 +116,14 @@ _CAUSES = (
         r"TLS handshake timeout|[Cc]onnection (refused|reset|timed out)|Read timed out|"
         r"Network is unreachable",
         "the network failed",
-        "in an air gap, build in an unpacked bundle: it has a wheelhouse",
+        "in an air gap, build from an unpacked bundle, which has a wheelhouse",
         RETRY,
     ),
 )
 
 
 class DockerError(Exception):
-    """Says how docker failed. said: the end of what it printed. cause: None if not known."""
+    """Docker failed. said: the end of its output. cause: None if it is unknown."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
@@ -133,29 +133,29 @@ class DockerError(Exception):
         )
 
     def evidence(self, of_cause: bool = True) -> str:
-        """Return the lines to show: those that its cause was told by, or the last ones."""
+        """Return the lines of the output that match the cause, or the last lines."""
         lines = [line.rstrip() for line in self.said.splitlines() if line.strip()]
         if self.cause and of_cause:
             lines = [line for line in lines if re.search(self.cause.pattern, line)] or lines
         return "\n".join(line[:300] for line in lines[-5:])
 
     def explained(self, attempt: int) -> UsageError | DiskFullError:
-        """Return the error in words, after so many attempts."""
+        """Return the error for the user, after so many attempts."""
         after = f" after {attempt} attempts" if attempt > 1 else ""
         if self.cause is None:
             return UsageError(
                 f"the image could not be built{after}",
                 found=self.evidence(),
-                hint="see what docker printed above",
+                hint="see docker's output above",
             )
         kind = DiskFullError if self.cause.is_disk else UsageError
         return kind(f"{self.cause.problem}{after}", found=self.evidence(), hint=self.cause.remedy)
 
 
 def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
-    """Run docker, show what it prints as it comes, and return it.
+    """Run docker, print its output as it comes, and return it.
 
-    given: its input. Raises DockerError when it fails, UsageError without docker.
+    given: its input. Raises DockerError if it fails, and UsageError if it is not installed.
     """
     try:
         process = subprocess.Popen(
@@ -170,7 +170,7 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
         raise UsageError(
             "docker is not installed",
             expected="docker with BuildKit on the PATH",
-            hint="this prints the commands for another machine:",
+            hint="to print the commands for another machine:",
             run=commands.as_typed("--dry-run"),
         ) from None
     with process:
@@ -179,7 +179,7 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
             process.stdin.write(given)
             process.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended already, and its output tells why
+            pass  # it has ended already, and its output shows why
         said = ""
         for line in process.stdout:
             said = (said + line)[-_KEPT:]
@@ -200,7 +200,7 @@ def region_of(registry: str) -> str:
 def log_in(registry: str) -> None:
     """Log in to an Amazon registry with the credentials of the AWS command line."""
     region = region_of(registry)
-    password = aws.text("ecr", "get-login-password", region=region)
+    password = aws.call("ecr", "get-login-password", region=region)
     try:
         docker(
             "login",
@@ -220,10 +220,12 @@ def log_in(registry: str) -> None:
 
 
 def create_repository(repository: str) -> bool:
-    """Make a repository in an Amazon registry; False when it is there already."""
+    """Create a repository in an Amazon registry. Return False if it exists already."""
     name = repository.partition("/")[2]
     try:
-        aws.aws("ecr", "create-repository", "--repository-name", name, region=region_of(repository))
+        aws.query(
+            "ecr", "create-repository", "--repository-name", name, region=region_of(repository)
+        )
     except aws.AwsError as error:
         if "RepositoryAlreadyExistsException" in error.found:
             return False

@@ -1,4 +1,4 @@
-"""Decides which image is built: torch, its CUDA and the driver must agree."""
+"""Plan the image: choose torch, its CUDA and Python so that they fit the driver."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ NAME = "llm-training"
 # The image of each Python that the code supports.
 PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
 _CODE = "/opt/pipeline"
-_LISTS = "wheelhouse/requirements.txt", "requirements.txt"  # a bundle may hold another torch
+_LISTS = "wheelhouse/requirements.txt", "requirements.txt"  # a bundle may contain another torch
 
 
 def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
-    """Return the torch that a file of requirements names, or its build for another CUDA."""
+    """Return the torch that a requirements file names, or its build for another CUDA."""
     return torch_builds.pinned(requirements.read_text(encoding="utf-8"), cuda)
 
 
 def base_problem(torch: Torch, base_image: str) -> str:
-    """Return why a base image with a CUDA of its own does not do; empty when it has none.
+    """Return why the CUDA of a base image conflicts with torch's; empty if it does not.
 
-    A second CUDA of another major version shadows the libraries that the wheel brings along.
+    A CUDA of another major version shadows the libraries inside the wheel of torch.
     """
     match = re.search(r"cuda[:-]?v?(\d+)\.(\d+)", base_image)
     if not match or not torch.cuda or match[1] == torch.cuda.partition(".")[0]:
         return ""
     return (
-        f"{base_image} brings CUDA {match[1]}.{match[2]}, torch {torch.version} CUDA {torch.cuda}"
+        f"{base_image} has CUDA {match[1]}.{match[2]}, torch {torch.version} has CUDA {torch.cuda}"
     )
 
 
 def _like(pattern: str, wanted: str) -> Callable[[str], str]:
-    """Return what reads an option of a certain form; an empty one means its default."""
+    """Return a parser of an option that must match a pattern; an empty value means its default."""
 
     def read(text: str) -> str:
         if text and not re.fullmatch(pattern, text):
@@ -59,7 +59,7 @@ _PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Says which image is wanted."""
+    """The options of launch/build_image.py."""
 
     tag: str = option(
         "",
@@ -67,32 +67,32 @@ class ImageOptions:
         metavar="NAME",
         help=f"name of the image (default: auto, {NAME}:<commit>-torch…)",
     )
-    efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
+    efa: bool = option(False, help="add libfabric and the NCCL plugin for AWS's network")
     context: Path = option(
         ROOT,
         parse=Path,
-        help="checkout or unpacked bundle to build from; its wheelhouse/ is "
-        "used when there is one (default: this checkout)",
+        help="checkout or unpacked bundle to build from, with its wheelhouse/ "
+        "if there is one (default: this checkout)",
     )
     dockerfile: Path = option(
         DOCKERFILE,
         parse=Path,
         metavar="FILE",
-        help="file to build by, or its name in launch/; it gets the same "
+        help="another Dockerfile, or its name in launch/; it gets the same "
         "build arguments (default: launch/Dockerfile)",
     )
     requirements: str = option(
         "",
         metavar="FILE",
         help="requirements*.txt of the context to install (default: that of "
-        "wheelhouse/, or else requirements.txt)",
+        "wheelhouse/, otherwise requirements.txt)",
     )
     python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
     base_image: str = option(
         "",
         parse=_IMAGE,
         metavar="IMAGE",
-        help="image to start from (default: the official one of that Python)",
+        help="image to start from (default: the official image of --python)",
     )
     platform: str = option(
         "linux/amd64", parse=_PLATFORM, metavar="OS/ARCH", help="platform of the nodes"
@@ -120,23 +120,22 @@ class ImageOptions:
         parse=options.on_off,
         nargs="?",
         const=True,
-        help="apply remedies that cost nothing, and try again",
+        help="apply remedies that cost nothing, and retry",
     )
     max_attempts: int = option(3, parse=options.positive_int, help="builds to try with --auto-fix")
     push: str = option(
         "",
         parse=_IMAGE,
         metavar="REGISTRY",
-        help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR (default: not pushed)",
+        help="push to REGISTRY/NAME or to the root of a registry, after a login for ECR "
+        "(default: no push)",
     )
-    create_repository: bool = option(
-        False, help="with --push to ECR: make the repository if it is missing"
-    )
+    create_repository: bool = option(False, help="with --push to ECR: create a missing repository")
 
 
 @dataclass(frozen=True)
 class ImageBuild(ImageOptions):
-    """Holds options with nothing left open. named_torch: that of the requirements."""
+    """Options that are all settled. named_torch: the torch of the requirements."""
 
     torch: Torch = field(kw_only=True)
     named_torch: Torch = field(kw_only=True)
@@ -173,7 +172,7 @@ class ImageBuild(ImageOptions):
     def try_out(self) -> list[str]:
         """Return the arguments of docker that run the image once, without network or GPU.
 
-        The driver of this machine may be older than that of the nodes, so it is not asked.
+        The driver of this machine may be older than that of the nodes, so it is not checked.
         """
         program = (
             "import torch; print('torch', torch.__version__, 'CUDA', torch.version.cuda or 'none')"
@@ -195,14 +194,18 @@ class ImageBuild(ImageOptions):
 
 
 def planned(opts: ImageOptions) -> ImageBuild:
-    """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
+    """Return the build for options; --auto-fix settles conflicts that it can.
+
+    Raises UsageError with all remaining conflicts at once.
+    """
     name = opts.requirements or next(
         (name for name in _LISTS if (opts.context / name).is_file()), _LISTS[-1]
     )
     requirements = opts.context / name
     if not requirements.is_file():
         raise UsageError(
-            f"{opts.context} is not a checkout and no unpacked bundle", expected=f"{name} in it"
+            f"{opts.context} is neither a checkout nor an unpacked bundle",
+            expected=f"{name} in it",
         )
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
@@ -212,15 +215,15 @@ def planned(opts: ImageOptions) -> ImageBuild:
     if not dockerfile.is_file():
         raise UsageError(
             f"--dockerfile: no such file: {opts.dockerfile}",
-            hint="without the option it is launch/Dockerfile, which needs no change "
-            "for another base image or CUDA: --base-image, --cuda",
+            hint="the default, launch/Dockerfile, also suits other base images and CUDA versions: "
+            "--base-image, --cuda",
         )
     named = torch_pin(requirements)
     problems = Problems()
     driver = opts.driver_version or nvidia.driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
     if problem := base_problem(torch, opts.base_image):
-        problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
+        problems.add(problem, hint="choose a base image without CUDA, or with the CUDA of torch")
     python = _python_for(opts, torch, named, problems)
     problems.raise_if_any()
     made_up = (
@@ -243,12 +246,12 @@ def planned(opts: ImageOptions) -> ImageBuild:
 
 
 def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) -> Torch:
-    """Return the torch, with auto_fix that of a CUDA for the driver; note where neither does."""
+    """Return the torch, or with auto_fix a build for the driver; add a problem if neither fits."""
     if not driver or not (problem := driver_problem(torch, driver)):
         return torch
     fitting = build_for(torch, driver)
     if auto_fix and fitting:
-        log.info(f"fixed: {problem}; torch {fitting} is taken")
+        log.info(f"fixed: {problem}; using torch {fitting}")
         return fitting
     problems.add(
         problem,
@@ -259,9 +262,9 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
 
 
 def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Problems) -> str:
-    """Return the Python of the image, with --auto-fix one that the wheelhouse is for.
+    """Return the Python of the image, or with --auto-fix one that the wheelhouse supports.
 
-    Note where neither is. named: the torch of the requirements.
+    Add a problem if neither fits. named: the torch of the requirements.
     """
     wheelhouse = opts.context / "wheelhouse"
     wheels = sorted(path.name for path in wheelhouse.glob("torch-*.whl"))
@@ -278,7 +281,7 @@ def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Proble
     )
     other = next(iter(fitting), "")
     if opts.auto_fix and other and not opts.base_image:
-        log.info(f"fixed: {problem}; Python {other} is taken")
+        log.info(f"fixed: {problem}; using Python {other}")
         return other
     problems.add(
         problem,
@@ -289,7 +292,7 @@ def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Proble
 
 
 def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
-    """Tell whether a wheel is of a torch; one without local version is the default build."""
+    """Return whether a wheel is of a torch; without a local version, of the named torch."""
     full, _, rest = name.removeprefix("torch-").partition("-")
     version, _, local = full.partition("+")
     return (

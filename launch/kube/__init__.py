@@ -1,1 +1,1 @@
-"""Runs training jobs on Kubernetes, from their options to what became of them."""
+"""Run training jobs on Kubernetes: options, manifests, submission and the causes of failures."""

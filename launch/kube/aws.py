@@ -1,4 +1,4 @@
-"""Asks AWS about EKS and HyperPod clusters, where its command line is installed."""
+"""Query AWS about EKS and HyperPod clusters, if its command line is installed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ADDONS = {
 
 
 class AwsError(UsageError):
-    """Says which call AWS refused or did not answer."""
+    """AWS refused a call or did not answer."""
 
 
-def text(*arguments: str, region: str = "") -> str:
-    """Return what a call of the AWS command line says; AwsError when it fails."""
+def call(*arguments: str, region: str = "") -> str:
+    """Return the output of a call of the AWS command line. Raises AwsError if it fails."""
     where = ["--region", region] if region else []
-    call = f"aws {' '.join(arguments[:2])}"
+    shown = f"aws {' '.join(arguments[:2])}"
     try:
         done = subprocess.run(
             ["aws", *arguments, *where], capture_output=True, text=True, timeout=_TIMEOUT_S
@@ -40,39 +40,39 @@ def text(*arguments: str, region: str = "") -> str:
             expected="aws on the PATH, and credentials",
         ) from None
     except subprocess.TimeoutExpired:
-        raise AwsError(f"no answer of `{call}` in {_TIMEOUT_S} s") from None
+        raise AwsError(f"`{shown}` did not answer within {_TIMEOUT_S} s") from None
     if done.returncode:
         raise AwsError(
-            f"`{call}` failed",
+            f"`{shown}` failed",
             found=(done.stderr or done.stdout).strip()[-500:],
             hint="`aws sts get-caller-identity` shows who you are",
         )
     return done.stdout
 
 
-def aws(*arguments: str, region: str = "") -> Any:
-    """Return what a call says, read as JSON; AwsError when it fails."""
-    said = text(*arguments, "--output", "json", region=region)
-    return json.loads(said) if said.strip() else {}
+def query(*arguments: str, region: str = "") -> Any:
+    """Return the output of a call, parsed as JSON. Raises AwsError if it fails."""
+    output = call(*arguments, "--output", "json", region=region)
+    return json.loads(output) if output.strip() else {}
 
 
 def cluster_of(context: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster that a kubectl context names, else empty ones."""
+    """Return name and region of the EKS cluster in the ARN of a context; empty without an ARN."""
     match = _ARN.search(context)
     return (match["name"], match["region"]) if match else ("", "")
 
 
 def connect(cluster: str, region: str = "") -> None:
-    """Write a kubectl context for a cluster and make it the current one; AwsError when refused."""
-    aws("eks", "update-kubeconfig", "--name", cluster, region=region)
+    """Write a kubectl context for a cluster and make it the current one. Raises AwsError."""
+    query("eks", "update-kubeconfig", "--name", cluster, region=region)
 
 
 def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
     """Return the context of a cluster.
 
     fetch: whether to run `aws eks update-kubeconfig` if the kubeconfig lacks the cluster; that also
-    switches the current context.
-    Raises UsageError where there is none, or where clusters of several regions bear the name.
+    switches the current context. Raises UsageError if there is no context, or if clusters of
+    several regions have this name.
     """
     if not (found := _contexts_of(cluster, region)) and fetch and shutil.which("aws"):
         connect(cluster, region)
@@ -88,26 +88,26 @@ def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
         raise UsageError(
             f"the kubeconfig has several clusters called {cluster}",
             found="\n".join(found),
-            expected="--context, one of them",
+            expected="--context with one of them",
         )
     return next(iter(found))
 
 
 def require_same_cluster(context: str, cluster: str) -> None:
-    """Raise UsageError for a context that names another EKS cluster."""
+    """Raise UsageError if a context belongs to another EKS cluster."""
     of_context = cluster_of(context)[0] or cluster_of(_clusters().get(context, ""))[0]
     if cluster and of_context and of_context != cluster:
         raise UsageError(
-            f"--cluster-name {cluster}, but --context {context} is of the cluster {of_context}",
-            expected="one of the two, or both of the same cluster",
+            f"--cluster-name {cluster}, but --context {context} belongs to {of_context}",
+            expected="one of the two, or both for the same cluster",
         )
 
 
 def _contexts_of(cluster: str, region: str) -> dict[str, str]:
-    """Return the contexts of a cluster, each with what the kubeconfig calls that cluster."""
+    """Return the contexts of a cluster, each with the cluster's name in the kubeconfig."""
     every = _clusters()
     if cluster in every and not cluster_of(every[cluster])[0]:
-        return {cluster: every[cluster]}  # a context of that very name, which AWS did not write
+        return {cluster: every[cluster]}  # a context of this name that AWS did not write
     return {
         context: named
         for context, named in every.items()
@@ -117,12 +117,12 @@ def _contexts_of(cluster: str, region: str) -> dict[str, str]:
 
 
 def _named(context: str, named: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster of a context; its alias may hide them."""
+    """Return name and region of the EKS cluster of a context, which may have an alias."""
     return cluster_of(named) if cluster_of(named)[0] else cluster_of(context)
 
 
 def _clusters() -> dict[str, str]:
-    """Return the contexts of the kubeconfig, and what it calls the cluster of each.
+    """Return the contexts of the kubeconfig, each with the name of its cluster.
 
     Raises UsageError without kubectl.
     """
@@ -138,25 +138,25 @@ def _clusters() -> dict[str, str]:
         return {}
 
 
-def discover(region: str) -> str:
-    """Return the only EKS cluster of the account and region; UsageError when there is not one."""
-    found = aws("eks", "list-clusters", region=region).get("clusters", [])
+def find_only_cluster(region: str) -> str:
+    """Return the only EKS cluster of the account and region. Raises UsageError if none or many."""
+    found = query("eks", "list-clusters", region=region).get("clusters", [])
     if len(found) != 1:
         raise UsageError(
-            "which cluster?" if found else "there is no EKS cluster here",
+            "there are several EKS clusters" if found else "there is no EKS cluster",
             expected="--cluster-name",
             found=", ".join(found) or "none in this region",
-            hint="" if found else _creation("NAME", region),
+            hint="" if found else _creation_hint("NAME", region),
         )
     return found[0]
 
 
 def node_types(cluster: str, region: str) -> list[str]:
-    """Return the instance types of an EKS cluster's node groups, also of those without nodes.
+    """Return the instance types of an EKS cluster's node groups, including empty ones.
 
-    Empty where AWS cannot be asked.
+    The result is empty if AWS does not answer.
     """
-    ask = partial(aws, "eks", region=region)
+    ask = partial(query, "eks", region=region)
     types = set[str]()
     try:
         for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
@@ -171,18 +171,18 @@ def node_types(cluster: str, region: str) -> list[str]:
 
 
 def require_cluster(cluster: str, region: str) -> None:
-    """Raise UsageError that says how a cluster is made where there is none of that name."""
-    there = aws("eks", "list-clusters", region=region).get("clusters", [])
+    """Raise UsageError, with the command that creates it, if a cluster does not exist."""
+    there = query("eks", "list-clusters", region=region).get("clusters", [])
     if cluster not in there:
         raise UsageError(
             f"there is no EKS cluster {cluster}",
             found=", ".join(there) or "none in this region",
-            hint=_creation(cluster, region),
+            hint=_creation_hint(cluster, region),
         )
 
 
-def _creation(cluster: str, region: str) -> str:
-    """Return how a cluster is made, as a hint: it costs money, and its nodes are a choice."""
+def _creation_hint(cluster: str, region: str) -> str:
+    """Return a hint how to create a cluster. It is no `run:` line, since a cluster costs money."""
     command = commands.shell(
         "eksctl",
         "create",
@@ -195,15 +195,15 @@ def _creation(cluster: str, region: str) -> str:
         "--nodes",
         4,
     )
-    return f"a cluster costs money, so nothing here makes one; for example: {command}"
+    return f"a cluster costs money, so create it yourself; for example: {command}"
 
 
-def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
-    """Return what AWS says of a cluster, or why it was not asked."""
+def check_eks(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
+    """Return the findings of AWS about a cluster, or why it was not checked."""
     if not shutil.which("aws"):
         return [not_checked("EKS", "the AWS command line is not installed")]
     if not cluster:
-        return [not_checked("EKS", "the context names no EKS cluster (--cluster-name does)")]
+        return [not_checked("EKS", "the context names no EKS cluster; --cluster-name can name it")]
     try:
         return [*_eks(cluster, region), *(_hyperpod(cluster, region) if on_hyperpod else ())]
     except AwsError as error:
@@ -218,7 +218,7 @@ def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
 
 
 def _eks(cluster: str, region: str) -> Iterable[Finding]:
-    ask = partial(aws, "eks", region=region)
+    ask = partial(query, "eks", region=region)
     info = ask("describe-cluster", "--name", cluster)["cluster"]
     status = info.get("status")
     yield Finding(
@@ -236,7 +236,7 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
                 WARNING,
                 "EKS node group",
                 f"{group}: {issue.get('code')}: {issue.get('message')}",
-                "see the node group in the EKS console",
+                "look at the node group in the EKS console",
             )
     there = ask("list-addons", "--cluster-name", cluster).get("addons", [])
     for addon, purpose in _ADDONS.items():
@@ -250,8 +250,8 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
 
 
 def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
-    """Find the HyperPod cluster that an EKS cluster orchestrates, and judge its instance groups."""
-    ask = partial(aws, "sagemaker", region=region)
+    """Yield findings about the HyperPod cluster that an EKS cluster orchestrates."""
+    ask = partial(query, "sagemaker", region=region)
     for summary in ask("list-clusters").get("ClusterSummaries", []):
         info = ask("describe-cluster", "--cluster-name", summary["ClusterName"])
         arn = info.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")

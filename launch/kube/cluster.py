@@ -1,12 +1,12 @@
-"""Look at a Kubernetes cluster before a job goes there: will it run, and if not, what is missing?
+"""Check a Kubernetes cluster for a job before you submit it.
 
   python launch/check.py cluster --kind pytorchjob --nodes 4 --instance-type p5.48xlarge
   python launch/check.py cluster --kind hyperpod --cluster-name my-eks --pvc fsx-claim
   python launch/check.py cluster describe             # nodes, devices, storage, quotas, operators
 
-Asks kubectl, in its current context or that of --cluster-name, and changes nothing. If the AWS
-command line is installed, EKS and HyperPod are asked too. Every finding has a severity and a
-remedy. Exit code: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
+The check calls kubectl, in its current context or that of --cluster-name, and changes nothing. If
+the AWS command line is installed, it also checks EKS and HyperPod. Every finding has a severity and
+a remedy. Exit codes: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> Options:
         nargs="?",
         choices=("validate", "describe"),
         default="validate",
-        help="judge the cluster for a job, or show what it has (default: validate)",
+        help="check the cluster for a job, or print its nodes and storage (default: validate)",
     )
     where = parser.add_argument_group("the cluster")
     where.add_argument(
@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> Options:
         nargs="?",
         const=True,
         metavar="on|off",
-        help="validate: ask the cluster; off: AWS alone",
+        help="validate: check the cluster; off: AWS only",
     )
     where.add_argument(
         "--auto-fix",
@@ -69,93 +69,95 @@ def parse(argv: list[str]) -> Options:
         nargs="?",
         const=True,
         metavar="on|off",
-        help="validate: make the namespace where it is missing",
+        help="validate: create a missing namespace",
     )
     declared.add_options(
         parser,
         JobNeeds,
         instance_type="instance type of the nodes (default: any with GPUs)",
-        gpus_per_node="GPUs per node (default: those of the instance type, else 1)",
+        gpus_per_node="GPUs per node (default: those of the instance type, otherwise 1)",
         image="image of the job (default: not checked)",
     )
     findings.add_options(parser)
-    options.add_config(parser, "print what would be asked and ask nothing")
+    options.add_config(parser, "print the queries and send none")
     return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
     opts = parse(argv)
-    asked = declared.read_options(JobNeeds, opts)
+    needs = declared.read_options(JobNeeds, opts)
     problems = Problems()
-    asked.check_names(problems)
-    if asked.instance_type:
-        asked.check_type(problems)
+    needs.check_names(problems)
+    if needs.instance_type:
+        needs.check_type(problems)
     problems.raise_if_any()
-    kube = Kubectl(asked.namespace, _context(asked, opts))
+    kube = Kubectl(needs.namespace, _context(needs, opts))
     if opts.dry_run:
-        _plan(asked, kube)
+        _print_plan(needs, kube)
         return
     eks = eks_of(kube, opts.cluster_name, opts.region)
     if opts.action == "describe":
-        describe(kube, asked, eks, opts.fail_on)
+        print_cluster(kube, needs, eks, opts.fail_on)
         return
     findings.report(
-        _judge(kube, asked, eks, opts.validate_components, opts.auto_fix), opts, "this cluster"
+        _check_after_fix(kube, needs, eks, opts.validate_components, opts.auto_fix),
+        opts,
+        "this cluster",
     )
 
 
-def _context(asked: JobNeeds, opts: Options) -> str:
-    """Return the context of the cluster that is asked about, empty for the current one."""
+def _context(needs: JobNeeds, opts: Options) -> str:
+    """Return the context of the cluster, empty for the current one."""
     if not opts.cluster_name or not (opts.validate_components or opts.action == "describe"):
-        return asked.context
-    if asked.context:
-        aws.require_same_cluster(asked.context, opts.cluster_name)
-        return asked.context
+        return needs.context
+    if needs.context:
+        aws.require_same_cluster(needs.context, opts.cluster_name)
+        return needs.context
     return aws.context_of(opts.cluster_name, opts.region, fetch=False)
 
 
-def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
-    """Return everything that can be said of the cluster for this job.
+def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
+    """Return all findings about the cluster for a job.
 
-    eks: name and region of the EKS cluster, empty where they are not known.
+    eks: name and region of the EKS cluster, empty if they are unknown.
     """
-    wanted = asked.settled()
-    on_hyperpod = KINDS[asked.kind].on_hyperpod
-    found = [cluster_checks.server(kube)]
+    wanted = needs.with_defaults()
+    on_hyperpod = KINDS[needs.kind].on_hyperpod
+    found = [cluster_checks.check_server(kube)]
     if found[0].severity == findings.ERROR:
-        return [*found, *aws.check(*eks, on_hyperpod)]
+        return [*found, *aws.check_eks(*eks, on_hyperpod)]
     nodes: list[ClusterNode] = []
 
-    def look_at_nodes(kube: Kubectl, wanted: JobNeeds) -> list[Finding]:
+    def check_nodes(kube: Kubectl, wanted: JobNeeds) -> list[Finding]:
         gaps: list[Finding] = []
-        nodes.extend(_nodes(kube, gaps))
-        return [*gaps, *cluster_nodes.judge(nodes, wanted, _grows(kube))]
+        nodes.extend(_list_nodes(kube, gaps))
+        return [*gaps, *cluster_nodes.check_capacity(nodes, wanted, _has_autoscaler(kube))]
 
     each: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
-        "namespace": cluster_checks.namespace,
-        "rights": cluster_checks.rights,
-        "operator": cluster_checks.operator,
-        "nodes": look_at_nodes,
-        "storage": cluster_checks.storage,
-        "quota": cluster_checks.quota,
-        "image pull secret": cluster_checks.pull_secret,
-        "EKS": lambda kube, wanted: aws.check(*eks, on_hyperpod),
+        "namespace": cluster_checks.check_namespace,
+        "rights": cluster_checks.check_rights,
+        "operator": cluster_checks.check_operator,
+        "nodes": check_nodes,
+        "storage": cluster_checks.check_storage,
+        "quota": cluster_checks.check_quota,
+        "image pull secret": cluster_checks.check_pull_secret,
+        "EKS": lambda kube, wanted: aws.check_eks(*eks, on_hyperpod),
     }
     with ThreadPoolExecutor() as pool:
         for part in pool.map(
-            lambda name: cluster_checks.guarded(name, lambda: each[name](kube, wanted)), each
+            lambda name: cluster_checks.run_check(name, lambda: each[name](kube, wanted)), each
         ):
             found += part
-    return [*found, *(cluster_checks.drivers(nodes) if wanted.gpus_per_node else ())]
+    return [*found, *(cluster_checks.check_drivers(nodes) if wanted.gpus_per_node else ())]
 
 
-def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str) -> None:
-    """Print nodes with their devices, storage, quotas and kinds of job."""
-    gaps = [cluster_checks.server(kube)]
+def print_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], fail_on: str) -> None:
+    """Print the nodes with their devices, storage, quotas and kinds of job."""
+    gaps = [cluster_checks.check_server(kube)]
     if gaps[0].severity == findings.ERROR:
         findings.print_findings(gaps)
         findings.conclude(gaps, fail_on, "this cluster")
-    nodes = _nodes(kube, gaps)
+    nodes = _list_nodes(kube, gaps)
     log.info(f"{len(nodes)} nodes")
     for kind in sorted({node.instance_type for node in nodes}):
         own = [node for node in nodes if node.instance_type == kind]
@@ -175,23 +177,23 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
             lambda item: f"{item['metadata']['name']}: {item['provisioner']}",
         ),
         (
-            f"claims in {asked.namespace}",
+            f"claims in {needs.namespace}",
             "persistentvolumeclaims",
             lambda item: (
                 f"{item['metadata']['name']}: {item.get('status', {}).get('phase')}, "
                 f"{', '.join(item['spec'].get('accessModes', []))}"
             ),
         ),
-        (f"quotas in {asked.namespace}", "resourcequotas", _quota_line),
+        (f"quotas in {needs.namespace}", "resourcequotas", _quota_line),
     ):
         log.info(title)
         try:
             lines = [text for item in kube.items(resource) if (text := line(item))]
         except KubectlError as error:
-            lines = [f"not known: {error.last_line}"]
+            lines = [f"unknown: {error.last_line}"]
         for text in lines or ["none"]:
             log.info(f"  {text}")
-    findings.print_findings([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])
+    findings.print_findings([*gaps, *aws.check_eks(*eks, KINDS[needs.kind].on_hyperpod)])
 
 
 def manage_eks_cluster(
@@ -203,42 +205,42 @@ def manage_eks_cluster(
     create_if_missing: bool = False,
     **wanted: Any,
 ) -> list[Finding]:
-    """Connect kubectl to an EKS cluster, judge it for a job, and return what was found.
+    """Connect kubectl to an EKS cluster, check it for a job, and return the findings.
 
-    cluster_name: None for the only one of the account and region. auto_fix: make the namespace
-    when it is missing; whatever else is wrong costs money or rights, and is only told with its
-    remedy, as is a missing cluster (create_if_missing changes nothing about that). wanted: what a
-    job needs, by the names of `check.py cluster`, such as num_nodes=4. Raises UsageError without
-    kubectl or the AWS command line, or when AWS refuses.
+    cluster_name: None for the only cluster of the account and region. auto_fix: create a missing
+    namespace. Other remedies cost money or need rights, so they are only named. create_if_missing:
+    raise an error with the command that creates a missing cluster; nothing is created. wanted:
+    options of `check.py cluster` by their names, such as num_nodes=4. Raises UsageError without
+    kubectl or the AWS command line, and if AWS refuses a call.
     """
     log.setup_unless_heard()
-    asked = declared.from_values(JobNeeds, **wanted)
-    name = cluster_name or aws.discover(region)
+    needs = declared.from_values(JobNeeds, **wanted)
+    name = cluster_name or aws.find_only_cluster(region)
     if create_if_missing:
         aws.require_cluster(name, region)
     aws.connect(name, region)
-    kube = Kubectl(asked.namespace)
-    found = _judge(kube, asked, eks_of(kube, name, region), validate_components, auto_fix)
+    kube = Kubectl(needs.namespace)
+    found = _check_after_fix(kube, needs, eks_of(kube, name, region), validate_components, auto_fix)
     findings.print_findings(found)
     return found
 
 
-def _judge(
-    kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], asks_cluster: bool, auto_fix: bool
+def _check_after_fix(
+    kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], asks_cluster: bool, auto_fix: bool
 ) -> list[Finding]:
-    """Return what can be said of a cluster, after the namespace was made where that is wanted."""
+    """Return the findings about a cluster; with auto_fix, create its missing namespace before."""
     if auto_fix and kube.find("namespace", kube.namespace) is None:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
         kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
     return (
-        validate(kube, asked, eks)
+        check_cluster(kube, needs, eks)
         if asks_cluster
-        else aws.check(*eks, KINDS[asked.kind].on_hyperpod)
+        else aws.check_eks(*eks, KINDS[needs.kind].on_hyperpod)
     )
 
 
-def _nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
-    """Return the nodes; which GPUs are taken is only known to those who may see all pods."""
+def _list_nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
+    """Return the nodes, and add a finding to `found` if the GPUs in use are unknown."""
     try:
         pods = kube.items(
             "pods",
@@ -248,11 +250,11 @@ def _nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
     except KubectlError:
         pods = []
         found.append(findings.not_checked("GPUs in use", "you may not list pods of all namespaces"))
-    return cluster_nodes.read(kube.items("nodes"), pods)
+    return cluster_nodes.parse_nodes(kube.items("nodes"), pods)
 
 
-def _grows(kube: Kubectl) -> bool:
-    """Tell whether an autoscaler adds nodes when pods wait."""
+def _has_autoscaler(kube: Kubectl) -> bool:
+    """Return whether an autoscaler adds nodes for waiting pods."""
     try:
         return kube.find("customresourcedefinition", "nodepools.karpenter.sh") is not None or any(
             "cluster-autoscaler" in item["metadata"]["name"]
@@ -263,7 +265,7 @@ def _grows(kube: Kubectl) -> bool:
 
 
 def eks_of(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster: those given, else those that the context names."""
+    """Return name and region of the EKS cluster, by default those of the context."""
     context = kube.context
     if not context:
         with suppress(KubectlError, UsageError):
@@ -285,12 +287,12 @@ def _quota_line(item: dict[str, Any]) -> str:
     )
 
 
-def _plan(asked: JobNeeds, kube: Kubectl) -> None:
+def _print_plan(needs: JobNeeds, kube: Kubectl) -> None:
     log.table(
         {
             "kubectl": " ".join(kube.command("get", "…", "-o", "json")),
             "for": "version, rights, nodes, pods, CRDs, deployments, claim "
-            f"{asked.pvc}, quotas, secrets (their type only)",
-            "aws": "eks and sagemaker, describe and list only, where it is installed",
+            f"{needs.pvc}, quotas, secrets (their type only)",
+            "aws": "eks and sagemaker, describe and list only, if it is installed",
         }
     )

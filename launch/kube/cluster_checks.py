@@ -1,7 +1,7 @@
-"""Checks what a job needs of a cluster besides nodes: operator, rights, storage, quota, secret.
+"""Check what a job needs from a cluster besides nodes: operator, rights, storage, quota, secret.
 
-Each check asks kubectl for itself, so that one which is not allowed leaves the others alone, and
-gets what is wanted of the cluster: a job with nothing left open.
+Each check calls kubectl itself, so one that is not allowed does not affect the others. `wanted` is
+a job whose options are all settled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
 from launch.kube.job_options import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
-from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
+from launch.kube.nodes import EFA, GPU, ClusterNode, parse_quantity
 from lib.core.commands import ROOT
 from lib.parallel.torch_builds import driver_problem, pinned
 
 _FSX = "fsx.csi.aws.com"
 
 
-def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return what a check finds, or that it could not be made and why."""
+def run_check(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of a check, or the reason why it is impossible."""
     found: list[Finding] = []
     try:
         found.extend(look())
@@ -32,8 +32,8 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     return found
 
 
-def server(kube: Kubectl) -> Finding:
-    """Tell the version of the cluster, or that it does not answer."""
+def check_server(kube: Kubectl) -> Finding:
+    """Return the version of the cluster, or that it does not answer."""
     try:
         answer = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
     except KubectlError as error:
@@ -48,8 +48,8 @@ def server(kube: Kubectl) -> Finding:
     return Finding(INFO, "API server", f"Kubernetes {version}")
 
 
-def namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell when the namespace is missing."""
+def check_namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield an error if the namespace is missing."""
     if kube.find("namespace", kube.namespace) is None:
         yield Finding(
             ERROR,
@@ -59,10 +59,10 @@ def namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         )
 
 
-def rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell what the caller may not do that a launch does; all is asked in one call."""
+def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield an error for each right that a launch needs and the caller lacks (one call for all)."""
     name, _, group = KINDS[wanted.kind].resource.partition(".")
-    asked = [
+    rights = [
         ("create", name, group),
         ("delete", name, group),
         ("get", "pods", ""),
@@ -73,7 +73,7 @@ def rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     reviews = {
         "apiVersion": "v1",
         "kind": "List",
-        "items": [_review(kube.namespace, *right) for right in asked],
+        "items": [_review(kube.namespace, *right) for right in rights],
     }
     answers = kube.run(
         "create",
@@ -84,13 +84,13 @@ def rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         'jsonpath={.status.allowed}{"\\n"}',
         given=json.dumps(reviews),
     ).split()
-    for (verb, resource, _), allowed in zip(asked, answers, strict=True):
+    for (verb, resource, _), allowed in zip(rights, answers, strict=True):
         if allowed != "true":
             yield Finding(
                 ERROR,
                 "rights",
                 f"you may not {verb} {resource} in {kube.namespace}",
-                "ask for a RoleBinding there",
+                "ask an administrator for a RoleBinding there",
             )
 
 
@@ -111,8 +111,8 @@ def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, A
     }
 
 
-def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell whether the kind of job exists, in the version written here, and someone acts on it."""
+def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield whether the cluster has this kind of job in our version, and an operator that runs."""
     row = KINDS[wanted.kind]
     crd = row.resource
     version = row.version
@@ -154,8 +154,8 @@ def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
 
 
-def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell whether the claim that the job mounts is there, bound, and for many nodes."""
+def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield whether the job's claim exists, is bound, and can be mounted by many nodes."""
     claim = wanted.pvc
     found = kube.find("persistentvolumeclaim", claim)
     if found is None:
@@ -183,7 +183,7 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         yield Finding(
             ERROR,
             "storage",
-            f"claim {claim} is {', '.join(modes)}: not for many nodes",
+            f"claim {claim} has access mode {', '.join(modes)}, which many nodes cannot mount",
             "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)",
         )
     else:
@@ -191,8 +191,8 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
 
 
-def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell when the namespace's quotas leave too little for the job."""
+def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield an error for each quota of the namespace that is too small for the job."""
     needed = {
         f"requests.{GPU}": wanted.nodes * (wanted.gpus_per_node or 0),
         f"requests.{EFA}": wanted.nodes * (wanted.efa_per_node or 0),
@@ -205,19 +205,19 @@ def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         for resource, amount in needed.items():
             if resource not in hard:
                 continue
-            left = quantity(hard[resource]) - quantity(used.get(resource, "0"))
+            left = parse_quantity(hard[resource]) - parse_quantity(used.get(resource, "0"))
             if left < amount:
                 yield Finding(
                     ERROR,
                     "quota",
                     f"{item['metadata']['name']} leaves {left} of "
                     f"{resource}, the job needs {amount}",
-                    "raise the quota, end other jobs, or ask for fewer --nodes",
+                    "raise the quota, end other jobs, or use fewer --nodes",
                 )
 
 
-def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell whether nodes can fetch the image; no secret's content is read, only its type."""
+def check_pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield whether nodes can pull the image. Of a secret, only the type is read."""
     name = wanted.image_pull_secret
     image = wanted.image
     if name:
@@ -243,24 +243,24 @@ def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             )
         return
     if not image or ".dkr.ecr." in image:
-        return  # the nodes' role, or whatever the default service account has
+        return  # the role of the nodes gives access
     account = kube.find("serviceaccount", "default") or {}
     if not account.get("imagePullSecrets"):
         yield Finding(
             INFO,
             "image pull secret",
-            f"none: {image} must be public, or the nodes must have credentials of their own",
+            f"none: {image} must be public, or the nodes must have credentials for it",
             "name one with --image-pull-secret",
         )
 
 
-def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
-    """Tell which nodes' driver is too old for the torch of requirements.txt."""
+def check_drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
+    """Yield the nodes whose driver is too old for the torch of requirements.txt."""
     known = {node.driver: node.name for node in nodes if node.driver}
     if not known:
         yield not_checked(
             "driver",
-            "the nodes have no label for it (NVIDIA's GPU feature discovery would add one)",
+            "the nodes have no label with its version (NVIDIA's GPU feature discovery adds one)",
         )
     torch = pinned((ROOT / "requirements.txt").read_text(encoding="utf-8"))
     for version, node in known.items():

@@ -1,4 +1,4 @@
-"""Reads a job from the cluster: its state, its pods, what they print."""
+"""Read the state of a job from the cluster: its condition, its pods and their output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True)
 class State:
-    """Says how a job stands: active, succeeded or failed. words: the condition that says so."""
+    """The state of a job: active, succeeded or failed. words: the condition that shows it."""
 
     state: str
     words: str
 
 
-def of_job(job: dict[str, Any]) -> State:
-    """Return a job's state: the last condition that holds, of all that it went through."""
+def job_state(job: dict[str, Any]) -> State:
+    """Return the state of a job: that of the last condition that is true."""
     conditions = job.get("status", {}).get("conditions") or []
     for condition in reversed(conditions):
         if condition.get("status") == "True":
@@ -35,11 +35,11 @@ def of_job(job: dict[str, Any]) -> State:
             if message := condition.get("message"):
                 words += f": {message}"
             return State(_DONE.get(condition["type"], ACTIVE), words)
-    return State(ACTIVE, "the operator has not said anything yet")
+    return State(ACTIVE, "the operator has not reported a condition yet")
 
 
-def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
-    """Return a job; UsageError when there is none."""
+def find_job(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
+    """Return a job. Raises UsageError if it does not exist."""
     there: list[str] = []
     try:
         if job := kubectl.find(resource, name):
@@ -51,25 +51,25 @@ def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
     raise UsageError(
         f"no job {name} of type {resource} in namespace {kubectl.namespace}",
         found=", ".join(there) or "none of that type at all",
-        hint=f"`kubectl get {resource} --all-namespaces` shows those of others",
+        hint=f"`kubectl get {resource} --all-namespaces` shows those of other namespaces",
     )
 
 
-def pods(kubectl: Kubectl, selector: str) -> list[failure_causes.Pod]:
-    """Return the job's pods in the order of their ranks, without those that were replaced."""
+def list_pods(kubectl: Kubectl, selector: str) -> list[failure_causes.Pod]:
+    """Return the pods of a job in the order of their ranks, without replaced ones."""
     newest: dict[str, failure_causes.Pod] = {}
     for pod in sorted(
         kubectl.items("pods", "--selector", selector),
         key=lambda pod: pod["metadata"].get("creationTimestamp", ""),
     ):
         meta = pod["metadata"]
-        # A Job leaves ended pods beside their successors, under other names.
+        # A Job keeps ended pods beside their successors, under other names.
         newest[meta.get("labels", {}).get(_INDEX, meta["name"])] = pod
-    return failure_causes.in_rank_order([*newest.values()])
+    return failure_causes.sort_by_rank([*newest.values()])
 
 
 def end_of_log(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
-    """Return the end of what a pod printed: this time, or before its container started again."""
+    """Return the end of a pod's output; after a restart, that of the container before it."""
     name = pod["metadata"]["name"]
     restarted = failure_causes.container(pod).get("restartCount", 0)
     has_ended = "terminated" in failure_causes.container(pod).get("state", {})
@@ -77,14 +77,14 @@ def end_of_log(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
         try:
             return kubectl.run("logs", name, "--tail", _LOG_LINES, *previous)
         except KubectlError:
-            continue  # the node is gone, or nothing was started yet
+            continue  # the node is gone, or nothing has started yet
     return ""
 
 
 def find_cause(
     kubectl: Kubectl, name: str, found: list[failure_causes.Pod]
 ) -> failure_causes.Cause | None:
-    """Return why a job does not run, None when nothing is wrong."""
+    """Return why a job does not run, None if nothing is wrong."""
     names = {name, *(pod["metadata"]["name"] for pod in found)}
     try:
         events = [
@@ -96,16 +96,17 @@ def find_cause(
         if not error.is_forbidden:
             raise
         events = []
-    return failure_causes.find(found, events, lambda pod: end_of_log(kubectl, pod))
+    return failure_causes.find_cause(found, events, lambda pod: end_of_log(kubectl, pod))
 
 
-def show_pods(found: list[failure_causes.Pod]) -> None:
+def print_pods(found: list[failure_causes.Pod]) -> None:
+    """Print a table of pods."""
     rows = [("pod", "phase", "node", "restarts", "")]
     for pod in found:
         status = pod.get("status", {})
         ran = failure_causes.container(pod)
         waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
-        code = failure_causes.terminated(pod).get("exitCode")
+        code = failure_causes.termination(pod).get("exitCode")
         rows.append(
             (
                 pod["metadata"]["name"],
@@ -121,8 +122,8 @@ def show_pods(found: list[failure_causes.Pod]) -> None:
         log.info(f"  {'  '.join(cells)}  {row[4]}".rstrip())
 
 
-def show_cause(cause: failure_causes.Cause) -> None:
-    """Print what is wrong and what to do."""
+def print_cause(cause: failure_causes.Cause) -> None:
+    """Print a cause with its evidence and its remedy."""
     where = f" ({cause.pod})" if cause.pod else ""
     log.info(f"cause: {cause.name}{where}")
     for line in cause.evidence.splitlines()[-12:]:

@@ -1,4 +1,4 @@
-"""Submits and follows a job; finds why it fails, applies or names the cure, and tries again."""
+"""Submit and follow a job; on a failure find the cause, apply or name the remedy, and retry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from launch.kube import cluster_state, failure_causes
 from launch.kube.cluster_state import ACTIVE, FAILED, SUCCEEDED
 from launch.kube.failure_causes import Cause
-from launch.kube.job import Job, text
+from launch.kube.job import Job, render_manifests
 from launch.kube.job_options import JobOptions
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
@@ -25,13 +25,13 @@ from lib.parallel import recompute
 from lib.train import command_line
 
 _LONGEST_BACKOFF_S = 600.0
-_MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
-_LAST_LINES_S = 10.0  # of a job that is complete
-_STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
+_MOST_SILENT_POLLS = 20  # polls in a row without an answer of the cluster
+_LAST_LINES_S = 10.0  # to print the end of a complete job's log
+_STOP_TIMEOUT_S = 420.0  # longer than the grace period in which pods save
 
 
 class JobFailed(StageError):
-    """Says why a job failed in the end. code: the exit code of the run, where it is known."""
+    """A job failed for good. code: the exit code of the run, if it is known."""
 
     def __init__(self, problem: str, code: int = EXIT_BUG, **parts: str) -> None:
         super().__init__(problem, **parts)
@@ -40,81 +40,81 @@ class JobFailed(StageError):
 
 @dataclass(frozen=True)
 class Patience:
-    """Says how often and how long a job is tried."""
+    """How often and how long a job is tried."""
 
     attempts: int = option(
-        5, group="the run", parse=options.positive_int, help="deploy: submissions in all"
+        5, group="the run", parse=options.positive_int, help="deploy: most submissions"
     )
     poll_seconds: float = option(
-        10.0, parse=options.positive, metavar="S", help="deploy: between two looks at the job"
+        10.0, parse=options.positive, metavar="S", help="deploy: seconds between two polls"
     )
     backoff_seconds: float = option(
         30.0,
         parse=options.non_negative,
         metavar="S",
-        help="deploy: before the second attempt, doubled with each further one",
+        help="deploy: seconds before the second attempt, doubled each time",
     )
     pending_minutes: float = option(
         30.0,
         parse=options.positive,
         metavar="MIN",
-        help="deploy: how long pods may wait for nodes, image and volume",
+        help="deploy: minutes that pods may wait for nodes, image and volume",
     )
 
 
-def submit(asked: Job, kubectl: Kubectl) -> None:
-    """Create or change the job; KubectlError when the cluster refuses it."""
-    headline = f"job {asked.job_name}, made by launch/kubernetes.py"
-    for line in kubectl.apply(text(asked.manifests(), headline)).splitlines():
+def submit_job(job: Job, kubectl: Kubectl) -> None:
+    """Create or change the job. Raises KubectlError if the cluster refuses it."""
+    headline = f"job {job.job_name}, created by launch/kubernetes.py"
+    for line in kubectl.apply(render_manifests(job.manifests(), headline)).splitlines():
         log.info(f"  {line}")
 
 
-def stop(asked: JobOptions, kubectl: Kubectl) -> None:
-    """Delete a job, whose pods save and end, and the runtime that was made for it."""
+def stop_job(job: JobOptions, kubectl: Kubectl) -> None:
+    """Delete a job, whose pods then save and end, and its runtime."""
     kubectl.run(
         "delete",
-        asked.resource,
-        asked.job_name,
+        job.resource,
+        job.job_name,
         "--ignore-not-found",
         "--cascade=foreground",
         timeout=_STOP_TIMEOUT_S,
     )
-    if runtimes := KINDS[asked.kind].runtime:
-        kubectl.run("delete", runtimes, asked.runtime, "--ignore-not-found")
+    if runtimes := KINDS[job.kind].runtime:
+        kubectl.run("delete", runtimes, job.runtime, "--ignore-not-found")
 
 
-def check(asked: Job, kubectl: Kubectl) -> None:
-    """Look for what the job needs in the cluster; UsageError tells all that is missing."""
-    kubectl.run("get", "--raw", "/version")  # an unreachable cluster is told once
+def require_needs(job: Job, kubectl: Kubectl) -> None:
+    """Raise UsageError with everything that the job needs and the cluster lacks."""
+    kubectl.run("get", "--raw", "/version")  # report an unreachable cluster only once
     problems = Problems()
     try:
-        kubectl.items(asked.resource)
+        kubectl.items(job.resource)
     except KubectlError as error:
         if error.is_transient:
             raise
         problems.add(
-            f"the cluster does not take {asked.resource}",
+            f"the cluster does not accept {job.resource}",
             found=error.text.strip(),
-            expected=f"the operator for --kind {asked.kind}, and the right to use it",
+            expected=f"the operator for --kind {job.kind}, and the right to use it",
         )
-    for flag, name in (("--pvc", asked.pvc), ("--bucket-pvc", asked.bucket_pvc)):
-        claim = _looked_up(kubectl, "pvc", name) if name else {}
+    for flag, name in (("--pvc", job.pvc), ("--bucket-pvc", job.bucket_pvc)):
+        claim = _find_object(kubectl, "pvc", name) if name else {}
         if claim is None:
             problems.add(
-                f"{flag}: no claim {name} in namespace {asked.namespace}",
-                hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there are",
+                f"{flag}: no claim {name} in namespace {job.namespace}",
+                hint=f"`kubectl get pvc --namespace {job.namespace}` shows all claims",
             )
         elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
             problems.add(f"{flag}: {name} is {phase}")
-    if asked.image_pull_secret and _looked_up(kubectl, "secret", asked.image_pull_secret) is None:
-        problems.add(f"--image-pull-secret: no secret {asked.image_pull_secret}")
+    if job.image_pull_secret and _find_object(kubectl, "secret", job.image_pull_secret) is None:
+        problems.add(f"--image-pull-secret: no secret {job.image_pull_secret}")
     problems.raise_if_any()
-    if asked.instance_type:
-        _note_nodes(asked, kubectl)
+    if job.instance_type:
+        _warn_of_missing_nodes(job, kubectl)
 
 
-def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, Any] | None:
-    """Return an object, None when it is missing; empty where one may not look."""
+def _find_object(kubectl: Kubectl, kind: str, name: str) -> dict[str, Any] | None:
+    """Return an object, None if it is missing; empty if reading it is not allowed."""
     try:
         return kubectl.find(kind, name)
     except KubectlError as error:
@@ -123,24 +123,24 @@ def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, Any] | None:
         raise
 
 
-def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
+def _warn_of_missing_nodes(job: Job, kubectl: Kubectl) -> None:
     try:
         nodes = kubectl.items("nodes")
     except KubectlError as error:
         log.info(f"nodes: not checked ({error.last_line})")
         return
     types = [node["metadata"].get("labels", {}).get(INSTANCE_TYPE, "?") for node in nodes]
-    if (there := types.count(asked.instance_type)) < asked.nodes:
+    if (there := types.count(job.instance_type)) < job.nodes:
         log.warn(
-            f"{there} of {asked.nodes} nodes of type {asked.instance_type} are there; the "
+            f"{there} of {job.nodes} nodes of type {job.instance_type} exist; the "
             f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}"
         )
 
 
 def put_token(kubectl: Kubectl, name: str, token: str) -> None:
-    """Create or replace the secret that holds the Hub's token, which no command line shows."""
+    """Create or replace the secret of the Hub's token, which appears on no command line."""
     kubectl.put(
-        text(
+        render_manifests(
             [
                 {
                     "apiVersion": "v1",
@@ -150,110 +150,108 @@ def put_token(kubectl: Kubectl, name: str, token: str) -> None:
                     "stringData": {"token": token},
                 }
             ],
-            "made by launch/kubernetes.py",
+            "created by launch/kubernetes.py",
         )
     )
-    log.info(f"secret {name}: holds the token of HF_TOKEN")
+    log.info(f"secret {name} contains the token of HF_TOKEN")
 
 
 def deploy(
-    asked: Job,
+    job: Job,
     kubectl: Kubectl,
     *,
     token: str = "",
     monitor: bool = True,
     patience: Patience | None = None,
 ) -> None:
-    """Run a job to its end; JobFailed with the last word when it cannot be.
+    """Run a job to its end. Raises JobFailed if that is impossible.
 
-    token: of the Hub; it goes into a secret. monitor: show the first node's log meanwhile.
+    token: for the Hub, stored in a secret. monitor: whether to print the first node's log.
     """
     patience = patience or Patience()
-    check(asked, kubectl)
+    require_needs(job, kubectl)
     if token:
-        asked = replace(asked, token_secret=asked.token_secret or f"{asked.job_name}-hub-token")
+        job = replace(job, token_secret=job.token_secret or f"{job.job_name}-hub-token")
     for attempt in range(1, patience.attempts + 1):
         if token:
-            put_token(kubectl, asked.token_secret, token)
+            put_token(kubectl, job.token_secret, token)
         log.info(
-            f"attempt {attempt} of {patience.attempts}: {asked.job_name}, {asked.nodes} × "
-            f"{asked.instance_type or 'any node'}"
+            f"attempt {attempt} of {patience.attempts}: {job.job_name}, {job.nodes} × "
+            f"{job.instance_type or 'any node'}"
         )
-        if not _is_there(asked, kubectl):
-            submit(asked, kubectl)
-        cause = _Watch(asked, kubectl, patience, monitor).until_it_ends()
+        if not _is_active(job, kubectl):
+            submit_job(job, kubectl)
+        cause = _Watch(job, kubectl, patience, monitor).wait_for_end()
         if cause is None:
-            log.info(f"job {asked.job_name} is complete")
+            log.info(f"job {job.job_name} is complete")
             return
-        cluster_state.show_cause(cause)
-        cure = _CURES.get(cause.name)
-        cured = cure(asked, kubectl) if cure else None
-        if attempt == patience.attempts or not (cured or cause.passes):
-            raise _give_up(asked, kubectl, cause, attempt)
+        cluster_state.print_cause(cause)
+        remedy = _REMEDIES.get(cause.name)
+        changed = remedy(job, kubectl) if remedy else None
+        if attempt == patience.attempts or not (changed or cause.passes):
+            raise _give_up(job, kubectl, cause, attempt)
         pause = backoff(attempt, patience.backoff_seconds, _LONGEST_BACKOFF_S)
-        log.info(f"trying again in {units.duration(pause)}" + (", with the cure" if cured else ""))
-        stop(asked, kubectl)
+        log.info(f"retrying in {units.duration(pause)}" + (", with the remedy" if changed else ""))
+        stop_job(job, kubectl)
         time.sleep(pause)
-        asked = cured or asked
+        job = changed or job
 
 
-def _is_there(asked: Job, kubectl: Kubectl) -> bool:
-    """Tell whether a job of that name runs; one that has ended makes room."""
-    there = kubectl.find(asked.resource, asked.job_name)
-    if there is None:
+def _is_active(job: Job, kubectl: Kubectl) -> bool:
+    """Return whether a job of that name is active; delete one that has ended."""
+    found = kubectl.find(job.resource, job.job_name)
+    if found is None:
         return False
-    if cluster_state.of_job(there).state == ACTIVE:
-        log.warn(
-            f"a job {asked.job_name} runs already: it is followed as it is; stop it to change it"
-        )
+    if cluster_state.job_state(found).state == ACTIVE:
+        log.warn(f"a job {job.job_name} is running: following it as it is; stop it to change it")
         return True
-    log.info("  an ended job of that name makes room")
-    stop(asked, kubectl)
+    log.info("  deleting the finished job of that name")
+    stop_job(job, kubectl)
     return False
 
 
-def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
-    """Return the last word; a job that would still wait or crash is deleted, it holds GPUs."""
-    there = kubectl.find(asked.resource, asked.job_name)
-    left = f"kubectl describe pods --namespace {asked.namespace} --selector {asked.selector}"
-    if there and cluster_state.of_job(there).state == ACTIVE:
-        stop(asked, kubectl)
-        left = "nothing of the job is left in the cluster"
+def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
+    """Return the error of a failed job, and delete it if it is active, since it occupies GPUs."""
+    found = kubectl.find(job.resource, job.job_name)
+    left = f"kubectl describe pods --namespace {job.namespace} --selector {job.selector}"
+    if found and cluster_state.job_state(found).state == ACTIVE:
+        stop_job(job, kubectl)
+        left = "the job was deleted from the cluster"
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
     return JobFailed(
-        f"job {asked.job_name} failed {tried}: {cause.name}",
+        f"job {job.job_name} failed {tried}: {cause.name}",
         cause.code,
         hint=cause.remedy,
-        found=f"{cause.evidence.strip() or 'the operator says nothing'}\n({left})",
+        found=f"{cause.evidence.strip() or 'the operator reports no reason'}\n({left})",
     )
 
 
-def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
-    """Recompute more, which changes nothing that is learned."""
-    now = command_line.parse_options(asked.train).activation_checkpointing
+def _recompute_more(job: Job, kubectl: Kubectl) -> Job | None:
+    """Return the job with more activation checkpointing, which does not change the result."""
+    now = stage_04.parse(job.train).activation_checkpointing
     if now == recompute.KINDS[-1]:
         return None
-    # What auto has chosen there is not known here.
+    # The choice of `auto` on the nodes is unknown here.
     more = recompute.KINDS[recompute.KINDS.index(now) + 1 if now in recompute.KINDS else -1]
-    log.info(f"  cure: --activation-checkpointing {more} instead of {now}")
-    return replace(asked, train=(*asked.train, f"--activation-checkpointing={more}"))
+    log.info(f"  remedy: --activation-checkpointing {more} instead of {now}")
+    return replace(job, train=(*job.train, f"--activation-checkpointing={more}"))
 
 
-def _changed(said: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
-    """Return the cure that changes a job in one way; None once it has been changed so."""
+def _changed(text: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
+    """Return a remedy that changes fields of a job; it returns None if they are changed already."""
 
-    def cure(asked: Job, kubectl: Kubectl) -> Job | None:
-        if changes.items() <= vars(asked).items():
+    def remedy(job: Job, kubectl: Kubectl) -> Job | None:
+        if changes.items() <= vars(job).items():
             return None
-        log.info(f"  cure: {said}")
-        return replace(asked, **changes)
+        log.info(f"  remedy: {text}")
+        return replace(job, **changes)
 
-    return cure
+    return remedy
 
 
-def _pull_secret(asked: Job, kubectl: Kubectl) -> Job | None:
-    """Use the namespace's registry credentials when there are just one."""
-    if asked.image_pull_secret:
+def _pull_secret(job: Job, kubectl: Kubectl) -> Job | None:
+    """Return the job with the namespace's registry credentials, if there is exactly one secret."""
+    if job.image_pull_secret:
         return None
     try:
         found = kubectl.items("secrets", "--field-selector", "type=kubernetes.io/dockerconfigjson")
@@ -262,24 +260,24 @@ def _pull_secret(asked: Job, kubectl: Kubectl) -> Job | None:
     if len(found) != 1:
         return None
     name = found[0]["metadata"]["name"]
-    log.info(f"  cure: the image is pulled with the secret {name}")
-    return replace(asked, image_pull_secret=name)
+    log.info(f"  remedy: the image is pulled with the secret {name}")
+    return replace(job, image_pull_secret=name)
 
 
-# Nothing that changes what is learned; each returns None where only a person can help.
-_CURES: dict[str, Callable[[Job, Kubectl], Job | None]] = {
-    "out of GPU memory": _less_memory,
-    "no huge pages": _changed("no huge pages are asked for", huge_pages=False),
-    "network interface": _changed("NCCL_SOCKET_IFNAME is left out", interfaces=""),
+# None of them changes the result of training. Each returns None if only a person can help.
+_REMEDIES: dict[str, Callable[[Job, Kubectl], Job | None]] = {
+    "out of GPU memory": _recompute_more,
+    "no huge pages": _changed("huge pages are not requested", huge_pages=False),
+    "network interface": _changed("NCCL_SOCKET_IFNAME is not set", interfaces=""),
     "image forbidden": _pull_secret,
 }
 
 
 class _Watch:
-    """Follows one submission."""
+    """Follows a job from its submission to its end."""
 
-    def __init__(self, asked: Job, kubectl: Kubectl, patience: Patience, monitor: bool) -> None:
-        self._job = asked
+    def __init__(self, job: Job, kubectl: Kubectl, patience: Patience, monitor: bool) -> None:
+        self._job = job
         self._kubectl = kubectl
         self._patience = patience
         self._monitor = monitor
@@ -290,8 +288,8 @@ class _Watch:
         self._silent = 0
         self._pending_since = time.monotonic()
 
-    def until_it_ends(self) -> Cause | None:
-        """Return why the job failed, None when it is complete."""
+    def wait_for_end(self) -> Cause | None:
+        """Return why the job failed, None if it is complete."""
         cause: Cause | None = None
 
         def has_ended() -> bool:
@@ -299,7 +297,7 @@ class _Watch:
             try:
                 ended, cause = self._look()
             except KubectlError as error:
-                self._endure(error)
+                self._tolerate(error)
                 return False
             self._silent = 0
             return ended
@@ -316,14 +314,14 @@ class _Watch:
         name = self._job.job_name
         found = self._kubectl.find(self._job.resource, name)
         if found is None:
-            return True, Cause("deleted", "", "the job is no longer there")
-        state = cluster_state.of_job(found)
-        pods = cluster_state.pods(self._kubectl, self._job.selector)
+            return True, Cause("deleted", "", "the job no longer exists")
+        state = cluster_state.job_state(found)
+        pods = cluster_state.list_pods(self._kubectl, self._job.selector)
         if state.words != self._shown:
             self._shown = state.words
             log.info(f"{name}: {state.words}")
         if state.state == SUCCEEDED:
-            self._follow_log(pods, ("Running", "Succeeded"))  # all of it, if it was that quick
+            self._follow_log(pods, ("Running", "Succeeded"))  # the whole log of a quick job
             if self._log is not None:
                 with suppress(subprocess.TimeoutExpired):
                     self._log.wait(_LAST_LINES_S)
@@ -346,11 +344,11 @@ class _Watch:
             )
         elif cause and cause.evidence != self._shown_cause:
             self._shown_cause = cause.evidence
-            log.info(f"{name}: waits: {cause.name}: {cause.evidence}")
+            log.info(f"{name} is waiting: {cause.name}: {cause.evidence}")
         return False, None
 
     def _runs(self, pods: list[failure_causes.Pod]) -> bool:
-        """Tell whether as many pods run as the job needs."""
+        """Return whether as many pods run as the job needs."""
         running = [
             pod
             for pod in pods
@@ -359,8 +357,8 @@ class _Watch:
         ]
         return len(running) >= (self._job.min_nodes or self._job.nodes)
 
-    def _endure(self, error: KubectlError) -> None:
-        """Bear with a cluster that does not answer for a while: the job goes on without it."""
+    def _tolerate(self, error: KubectlError) -> None:
+        """Warn that the cluster does not answer; raise the error after too many polls."""
         self._silent += 1
         if self._silent >= _MOST_SILENT_POLLS:
             raise error
@@ -369,7 +367,7 @@ class _Watch:
     def _follow_log(
         self, pods: list[failure_causes.Pod], phases: Collection[str] = ("Running",)
     ) -> None:
-        """Show what the first node prints, once it runs and again when it starts anew."""
+        """Print the first node's log once it runs, and again after a restart."""
         head = next((p for p in pods[:1] if p.get("status", {}).get("phase") in phases), None)
         if not self._monitor or head is None:
             return

@@ -1,7 +1,7 @@
-"""Finds why a job does not run, in its pods, events and logs, and what cures it, if only time.
+"""Find the cause of a job's failure in its pods, events and logs, and its remedy.
 
-The first thing that explains the rest is looked for: a pod that cannot start tells more than one
-that waits for it, and the words of a log more than an exit code.
+The cause that explains the others comes first: a pod that cannot start counts before pods that wait
+for it, and the text of a log before an exit code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Logs = Callable[[Pod], str]
 
 @dataclass(frozen=True)
 class Cause:
-    """Says what is wrong.
+    """Why a job failed or does not start.
 
-    name: a key of REMEDIES, which stays. evidence: what the cluster or a log says. code: the exit
-    code of a run that failed of it.
+    name: a key of REMEDIES; names never change. evidence: text of the cluster or of a log. code:
+    the exit code of a run that failed for this cause.
     """
 
     name: str
@@ -33,75 +33,76 @@ class Cause:
 
     @property
     def remedy(self) -> str:
+        """Return what a person can do about it."""
         return REMEDIES[self.name]
 
     @property
     def passes(self) -> bool:
-        """Tell whether it may pass by itself."""
+        """Return whether the cause may pass by itself."""
         return self.name in _PASSING
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether it keeps a pod from running until somebody acts."""
+        """Return whether the cause keeps a pod from running until a person acts."""
         return self.name in _STUCK
 
 
-# What a person can do about each cause. These keep a pod from running for good, or until somebody
-# acts: there is no need to wait for the operator.
+# What a person can do about each cause. These causes keep a pod from running until a person acts,
+# so waiting for the operator is pointless.
 _STUCK = {
-    "image missing": "check --image and its tag; launch/build_image.py --push makes and pushes one",
+    "image missing": "check --image and its tag; launch/build_image.py --push pushes an image",
     "image forbidden": "kubectl create secret docker-registry NAME …, then --image-pull-secret "
     "NAME; on EKS the nodes' role needs AmazonEC2ContainerRegistryPullOnly",
-    "missing token": "export HF_TOKEN and use prepare or deploy, which make the secret; for a "
-    "gated model, ask for access on its page",
+    "missing token": "export HF_TOKEN and use prepare or deploy, which create the secret; for a "
+    "gated model, request access on its page",
     "missing secret": "create the secret or config map that the pod names",
     "no such node": "check --instance-type against `kubectl get nodes -L "
     "node.kubernetes.io/instance-type`, and the taints of these nodes",
-    "no huge pages": "the nodes reserve none: they are not asked for in the next try",
-    "no EFA": "install the EFA device plugin, or --efa-per-node 0, which is several times slower "
-    "between nodes",
-    "quota": "raise the namespace's ResourceQuota, or ask for fewer --nodes",
-    "pods refused": "what the event says; mostly a limit, a policy or an admission webhook",
-    "driver mismatch": "take an image whose CUDA the driver supports: launch/build_image.py "
-    "--auto-fix; or update the driver of the nodes",
-    "wrong image": "the image lacks the program or the code: --code-dir is where "
-    "04_train_fsdp.py lies in it",
+    "no huge pages": "the nodes reserve none; the next attempt does not request them",
+    "no EFA": "install the EFA device plugin, or use --efa-per-node 0, which is several times "
+    "slower between nodes",
+    "quota": "raise the namespace's ResourceQuota, or use fewer --nodes",
+    "pods refused": "see the event; mostly a limit, a policy or an admission webhook is the reason",
+    "driver mismatch": "use an image whose CUDA the driver supports (launch/build_image.py "
+    "--auto-fix), or update the driver of the nodes",
+    "wrong image": "the image lacks the program or the code; --code-dir is the directory of "
+    "04_train_fsdp.py in it",
     "out of GPU memory": "--activation-checkpointing full, a smaller -b with the same "
-    "--global-batch-size, more nodes; stage 04 --dry-run --plan-gpus plans it",
+    "--global-batch-size, more nodes; stage 04 --dry-run --plan-gpus estimates the memory",
     "out of memory": "a larger memory request in launch/kube/templates/pod.yaml, fewer workers, "
     "or an instance with more memory",
-    "bad input": "what the run says above; nothing is gained by another try",
-    "damaged artifact": "what the run says above; prepare the artifact again: `kubernetes.py "
-    "prepare` with the same options makes what is not on the volume",
-    "disk full": "room on the volume of --pvc, or --ckpt-keep with fewer checkpoints",
+    "bad input": "see the error of the run above; another attempt would fail as well",
+    "damaged artifact": "see the error of the run above; `kubernetes.py prepare` with the same "
+    "options makes missing artifacts again",
+    "disk full": "free space on the volume of --pvc, or keep fewer checkpoints (--ckpt-keep)",
 }
-# These may pass by themselves, so that the same job is worth another try.
+# These causes may pass by themselves, so the same job is worth another attempt.
 _PASSING = {
-    "registry out of reach": "it is tried again; in an air gap, --image must name a registry "
+    "registry out of reach": "the pull is retried; in an air gap, --image must name a registry "
     "inside it",
-    "no capacity": "wait, add nodes, ask for fewer --nodes, or start smaller with --min-nodes "
+    "no capacity": "wait, add nodes, use fewer --nodes, or start smaller with --min-nodes "
     f"({ELASTIC})",
-    "node lost": "it is tried again on another node, from the newest checkpoint",
-    "evicted": "the node ran short of what the message says",
-    "stopped": "something told the pods to end; the same job goes on from its checkpoint",
-    "NCCL": "NCCL_DEBUG=INFO says more; run `launch/check.py network` on the same nodes",
+    "node lost": "the job is retried on another node, from the newest checkpoint",
+    "evicted": "the node ran out of the resource in the message",
+    "stopped": "the pods received a signal; the same job continues from its checkpoint",
+    "NCCL": "NCCL_DEBUG=INFO shows more; run `launch/check.py network` on the same nodes",
 }
 REMEDIES = {
     **_STUCK,
     **_PASSING,
     "storage": "check --pvc: `kubectl get pvc` must show it Bound, with access mode ReadWriteMany",
-    "operator missing": "install the operator of --kind, or see its log: it made no pods",
-    "network interface": "NCCL_SOCKET_IFNAME excludes the interface of the pods: the next try "
+    "operator missing": "install the operator of --kind, or see its log: it created no pods",
+    "network interface": "NCCL_SOCKET_IFNAME excludes the interface of the pods; the next attempt "
     "lets NCCL choose",
     "EFA configuration": "the image needs libfabric and aws-ofi-nccl (launch/Dockerfile with "
     "EFA), and the nodes' security group must allow all traffic to itself",
-    "deleted": "somebody stopped it; the same command submits it again, and it goes on from its "
+    "deleted": "somebody deleted it; the same command submits it again, and it continues from its "
     "checkpoint",
-    "crash loop": "what the pod printed, above; `kubernetes.py logs` shows all of it",
-    "crashed": "what the pod printed, above; `kubernetes.py logs` shows all of it",
+    "crash loop": "see the output of the pod above; `kubernetes.py logs` shows all of it",
+    "crashed": "see the output of the pod above; `kubernetes.py logs` shows all of it",
 }
 
-# Lines of a log, the most telling first; (cause, pattern, exit code).
+# Lines of a log, the most specific first: (cause, pattern, exit code).
 _SIGNS = [
     (name, re.compile(rf"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), code)
     for name, pattern, code in (
@@ -149,8 +150,8 @@ _SIGNS = [
         ),
     )
 ]
-# Words of a message about an image, and of the scheduler, which lists a reason for every group of
-# nodes: the most telling first, the last if none is there.
+# Patterns for messages about an image, and for those of the scheduler, which lists a reason for
+# each group of nodes. The most specific come first; the last matches any message.
 _IMAGE = (
     ("image forbidden", "unauthorized|denied|no basic auth|authentication required|403"),
     (
@@ -168,7 +169,8 @@ _UNSCHEDULED = (
     ("no capacity", ""),
 )
 _CODES = {EXIT_USAGE: "bad input", EXIT_ARTIFACT: "damaged artifact", EXIT_DISK_FULL: "disk full"}
-_OF_ANY_CODE = {"missing token", "out of GPU memory", "driver mismatch"}  # a run tells them with 2
+# Causes that are read from the log even if the exit code alone would name another one.
+_OF_ANY_CODE = {"missing token", "out of GPU memory", "driver mismatch"}
 _IMAGE_REASONS = {
     "ErrImagePull",
     "ImagePullBackOff",
@@ -182,21 +184,21 @@ _SIGNALLED = 128
 _NEVER = "9999"
 
 
-def find(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Return what keeps a job from running, None when nothing is seen to.
+def find_cause(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+    """Return what keeps a job from running, None if nothing does.
 
-    events: of the pods and of the job. logs: returns the end of what a pod printed.
+    events: of the pods and of the job. logs: returns the end of a pod's output.
     """
-    by_end = sorted(pods, key=lambda pod: terminated(pod).get("finishedAt", _NEVER))
-    for look, order in ((_of_starting, pods), (_of_scheduling, pods), (_of_ending, by_end)):
+    by_end = sorted(pods, key=lambda pod: termination(pod).get("finishedAt", _NEVER))
+    for look, order in ((_start_cause, pods), (_scheduling_cause, pods), (_end_cause, by_end)):
         for pod in order:
             if cause := look(pod, events, logs):
                 return cause
-    return _of_events(pods, events)
+    return _event_cause(pods, events)
 
 
-def in_rank_order(pods: list[Pod]) -> list[Pod]:
-    """Return pods by the numbers in their names, of which the last generated part is not a rank."""
+def sort_by_rank(pods: list[Pod]) -> list[Pod]:
+    """Return pods sorted by the numbers in their names."""
     return sorted(
         pods,
         key=lambda pod: [
@@ -211,8 +213,8 @@ def container(pod: Pod) -> dict[str, Any]:
     return next(iter(pod.get("status", {}).get("containerStatuses") or []), {})
 
 
-def terminated(pod: Pod) -> dict[str, Any]:
-    """Return how the container ended, or ended before it was started again; empty if it did not."""
+def termination(pod: Pod) -> dict[str, Any]:
+    """Return how the container ended, now or before its restart; empty if it has not ended."""
     states = container(pod)
     return (
         states.get("state", {}).get("terminated")
@@ -222,7 +224,7 @@ def terminated(pod: Pod) -> dict[str, Any]:
 
 
 def is_looping(pod: Pod) -> bool:
-    """Tell whether the container ends again and again."""
+    """Return whether the container keeps failing."""
     waits = container(pod).get("state", {}).get("waiting") or {}
     return waits.get("reason") == "CrashLoopBackOff"
 
@@ -231,22 +233,24 @@ def _name(pod: Pod) -> str:
     return pod["metadata"]["name"]
 
 
-def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Look at a container that waits: for its image, its configuration, its first process."""
+def _start_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+    """Return why a container cannot start: its image, its configuration or its first process."""
     state = container(pod).get("state", {})
     waits = state.get("waiting") or {}
     reason = waits.get("reason", "")
     message = waits.get("message", "")
     if reason in _IMAGE_REASONS:
-        reasons = " ".join([message, *(text for text in _events_of(pod, events) if "pull" in text)])
-        return Cause(_named(_IMAGE, reasons), _name(pod), message or reasons or reason)
+        reasons = " ".join(
+            [message, *(text for text in _warnings_about(pod, events) if "pull" in text)]
+        )
+        return Cause(_match_cause(_IMAGE, reasons), _name(pod), message or reasons or reason)
     if reason == "CreateContainerConfigError":
         is_token = (
             re.search(r"secret .*not found|couldn't find key token", message)
             and _token_secret(pod) in message
         )
         return Cause("missing token" if is_token else "missing secret", _name(pod), message)
-    ended = terminated(pod)
+    ended = termination(pod)
     for why, text in ((reason, message), (ended.get("reason", ""), ended.get("message", ""))):
         if why in _START_REASONS:
             name = (
@@ -256,13 +260,13 @@ def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | 
     return None
 
 
-def _named(table: tuple[tuple[str, str], ...], text: str) -> str:
-    """Return the first cause of a table whose words are in a text."""
+def _match_cause(table: tuple[tuple[str, str], ...], text: str) -> str:
+    """Return the first cause of a table whose pattern matches a text."""
     return next(name for name, pattern in table if re.search(pattern, text, re.IGNORECASE))
 
 
 def _token_secret(pod: Pod) -> str:
-    """Return the secret that HF_TOKEN comes from; a text that is in no message without one."""
+    """Return the secret of HF_TOKEN; without one, a text that no message contains."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return next(
         (
@@ -274,8 +278,8 @@ def _token_secret(pod: Pod) -> str:
     )
 
 
-def _of_scheduling(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Look at why a pod has no node, or a node no volume for it."""
+def _scheduling_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+    """Return why a pod has no node, or its node no volume."""
     conditions = pod.get("status", {}).get("conditions") or []
     message = next(
         (
@@ -286,18 +290,18 @@ def _of_scheduling(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause 
         "",
     )
     if message:
-        return Cause(_named(_UNSCHEDULED, message), _name(pod), message)
+        return Cause(_match_cause(_UNSCHEDULED, message), _name(pod), message)
     if not container(pod).get("started"):
-        for text in _events_of(pod, events):
+        for text in _warnings_about(pod, events):
             if re.search("FailedMount|FailedAttachVolume|MountVolume", text):
                 return Cause("storage", _name(pod), text)
     return None
 
 
-def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Look at how a container ended, and what it said last."""
+def _end_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+    """Return why a container ended, from its status, its exit code and its log."""
     status = pod.get("status", {})
-    ended = terminated(pod)
+    ended = termination(pod)
     if status.get("reason") in ("NodeLost", "NodeShutdown", "Terminated", "Shutdown"):
         return Cause("node lost", _name(pod), status.get("message", status["reason"]))
     if status.get("reason") == "Evicted":
@@ -310,7 +314,7 @@ def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
             "out of memory", _name(pod), "the kernel killed the container (OOMKilled)", EXIT_USAGE
         )
     said = logs(pod)
-    # What a run says in its own error is its cause, whatever NCCL printed about it.
+    # The error of the run itself counts more than what NCCL printed before it.
     [*_, error] = re.split(r"^(?=.*\berror: )", said, flags=re.MULTILINE) or [""]
     for name, pattern, exit_code in _SIGNS:
         in_doubt = code not in _CODES or name in _OF_ANY_CODE
@@ -326,8 +330,8 @@ def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
     return Cause(name, _name(pod), evidence, code if code < _SIGNALLED else EXIT_BUG)
 
 
-def _of_events(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
-    """Look at why there are no pods, or fewer than asked for."""
+def _event_cause(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
+    """Return why pods are missing."""
     for event in events:
         message = event.get("message", "")
         if "exceeded quota" in message:
@@ -337,7 +341,7 @@ def _of_events(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
     return None
 
 
-def _events_of(pod: Pod, events: list[dict[str, Any]]) -> list[str]:
+def _warnings_about(pod: Pod, events: list[dict[str, Any]]) -> list[str]:
     """Return the warnings about a pod, the newest last, as `reason: message`."""
     return [
         f"{event.get('reason', '')}: {event.get('message', '')}"

@@ -1,8 +1,8 @@
-"""Decides all of a training job, and fills in the manifests that say so.
+"""Settle the options of a training job, and render its manifests from the templates.
 
-In launch/kube/templates/, `${NAME}` stands for a setting: alone and without quotes it
-keeps its type (a number, a list), and a list in a list is spread. `!if-NAME` before a value leaves
-the whole entry out when that setting is empty or 0. A name that is not a setting is an error.
+In launch/kube/templates/, `${NAME}` stands for a setting. Alone and without quotes it keeps its
+type (a number, a list), and a list inside a list is spread. `!if-NAME` before a value leaves the
+whole entry out if that setting is empty or 0. A name that is not a setting is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lib.core.errors import Problems, UsageError, visible
 from lib.train import command_line
 from lib.train.config import Config
 
-# What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
+# Interfaces other than the node network: loopback, containers, and those that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
-# What a line about a step looks like, by stage 04's --log-style.
+# The log line of a step, by stage 04's --log-style.
 _STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
 _NAME = re.compile(r"\$\{(\w+)\}")
 _LEFT_OUT = object()
@@ -36,10 +36,10 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job(JobOptions):
-    """Holds options that are settled, and what follows from them.
+    """A job whose options are all settled.
 
-    train: options of stage 04. env: what NCCL needs on these nodes. interfaces: for
-    NCCL_SOCKET_IFNAME, empty to let NCCL choose. launched_as: the command that a person typed, for
+    train: options of stage 04. env: variables that NCCL needs on these nodes. interfaces: the value
+    of NCCL_SOCKET_IFNAME, empty to let NCCL choose. launched_as: the command that was typed, for
     the messages of the run.
     """
 
@@ -50,14 +50,14 @@ class Job(JobOptions):
     launched_as: str = field(default="", kw_only=True)
 
     def manifests(self) -> list[Document]:
-        """Return the job as Kubernetes takes it; ${POD} in its template is the pod of pod.yaml."""
+        """Return the manifests of the job; ${POD} in its template is the pod of pod.yaml."""
         settings = self._settings()
-        [pod] = filled("pod.yaml", settings)
-        return keep_dollars(filled(f"{self.kind}.yaml", {**settings, "POD": pod}))
+        [pod] = fill_template("pod.yaml", settings)
+        return escape_dollars(fill_template(f"{self.kind}.yaml", {**settings, "POD": pod}))
 
     def _settings(self) -> dict[str, Any]:
         kind = KINDS[self.kind]
-        asked = command_line.parse_options(self.train)
+        config = stage_04.parse(self.train)
         return {
             **{name.upper(): value for name, value in vars(self).items()},
             "RUNTIME": self.runtime,
@@ -75,88 +75,89 @@ class Job(JobOptions):
             "PROJECT_DIR": self.project_dir or self.mount_path,
             "POD_RESTARTS": self.max_restarts * self.nodes,
             "POD_RESTART": kind.pod_restart,
-            "STEP_PATTERN": _STEP_PATTERNS[asked.log_style],
-            # Pods that come back tell by it that they have overwritten the run already.
+            "STEP_PATTERN": _STEP_PATTERNS[config.log_style],
+            # Pods that come back find this mark in the run and do not overwrite it again.
             "LAUNCH_MARK": f"{self.job_name} {time.time_ns():x}"
-            if asked.overwrite or asked.resume == "never"
+            if config.overwrite or config.resume == "never"
             else "",
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
             "TRAIN": list(self.train),
         }
 
 
-def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> Job:
-    """Return the job that is asked for; UsageError tells all that is wrong with it.
+def plan_job(wanted: JobOptions, given: Sequence[str], launched_as: str = "") -> Job:
+    """Return the job for options. given: options of stage 04.
 
-    given: options of stage 04.
+    Raises UsageError with all problems at once.
     """
     problems = Problems()
-    asked.check(problems)
-    settled = asked.settled()
-    train = problems.collect(lambda: train_options(asked, given))
-    if train and (asked.node or asked.gpus_per_node is not None):
-        parsed = command_line.parse_options(train)
+    wanted.check(problems)
+    settled = wanted.with_defaults()
+    train = problems.collect(lambda: train_options(wanted, given))
+    if train and (wanted.node or wanted.gpus_per_node is not None):
+        parsed = stage_04.parse(train)
         per_node = settled.gpus_per_node or 1
-        problems.collect(lambda: _check_division(asked, parsed, per_node))
+        problems.collect(lambda: _check_division(wanted, parsed, per_node))
     problems.raise_if_any()
     return Job(
         **vars(settled),
         train=tuple(train or ()),
         launched_as=launched_as,
-        env={str(key): str(value) for key, value in asked.node.get("env", {}).items()},
+        env={str(key): str(value) for key, value in wanted.node.get("env", {}).items()},
     )
 
 
-def train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
-    """Return the options of stage 04 as the pods get them; UsageError when it would not take them.
+def train_options(wanted: JobOptions, given: Sequence[str]) -> list[str]:
+    """Return the options of stage 04 as the pods get them.
 
-    What --config holds stands among them: pods do not have the file. The job's name becomes the
-    experiment's when there is none, and a rule for slow jobs has the log style that it reads.
+    The options in a --config file are expanded, since pods do not have the file. The experiment is
+    named after the job unless it has a name. --slow-below adds the log style that it reads. Raises
+    UsageError for options that stage 04 would refuse.
     """
-    words = command_line.expand_config(command_line.add_recipe(given))
-    if asked.slow_below:
+    words = stage_04.expanded(stage_04.completed(given))
+    if wanted.slow_below:
         words.insert(0, "--log-style=dict")
-    if asked.gpus_per_node == 0:  # the node may have some, and the pod gets none
+    if wanted.gpus_per_node == 0:  # the node may have GPUs that the pod does not get
         words.insert(0, "--device=cpu")
-    parsed = command_line.parse_options(words)
-    if asked.slow_below and parsed.log_style != "dict":
+    parsed = stage_04.parse(words)
+    if wanted.slow_below and parsed.log_style != "dict":
         raise UsageError(
             "--slow-below reads the speed from --log-style dict",
             found=f"--log-style {parsed.log_style}",
             expected="no --log-style, or dict",
         )
     if not parsed.dataset_name:
-        raise UsageError("no dataset is named", expected="-d NAME behind `--`")
-    return words if parsed.experiment_name else [f"--experiment-name={asked.job_name}", *words]
+        raise UsageError("no dataset is given", expected="-d NAME behind `--`")
+    return words if parsed.experiment_name else [f"--experiment-name={wanted.job_name}", *words]
 
 
-def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
-    """Raise UsageError where the ranks cannot share the work, on all nodes or on fewer.
+def _check_division(wanted: JobOptions, train: Config, per_node: int) -> None:
+    """Raise UsageError if the ranks cannot divide a global batch, on all nodes or on fewer.
 
-    train: options of stage 04. per_node: ranks.
+    train: options of stage 04. per_node: ranks per node.
     """
     from lib.train import plan
 
-    command_line.require_divisible(train, asked.nodes * per_node)
-    division = plan.divide(train, 0, asked.nodes * per_node)
+    stage_04.check_ranks(train, wanted.nodes * per_node)
+    division = plan.divide(train, 0, wanted.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node
-    numbers = range(asked.min_nodes or asked.nodes, asked.nodes + 1)
+    numbers = range(wanted.min_nodes or wanted.nodes, wanted.nodes + 1)
     if unfit := [nodes for nodes in numbers if batch % (nodes * share)]:
         least = math.lcm(*(nodes * share for nodes in numbers))
         raise UsageError(
-            f"--min-nodes {asked.min_nodes}: {units.counted(batch, 'sample')} per "
+            f"--min-nodes {wanted.min_nodes}: {units.counted(batch, 'sample')} per "
             f"step cannot be divided among the ranks of "
             f"{' or '.join(map(str, unfit))} {'nodes' if unfit[-1] > 1 else 'node'}",
-            expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes",
+            expected=f"a --global-batch-size that is a multiple of {least}, or no --min-nodes",
         )
 
 
-def text(found: list[Document], headline: str) -> str:
-    """Return manifests as they are applied; UsageError where a value is not text.
+def render_manifests(found: list[Document], headline: str) -> str:
+    """Return manifests as YAML. Raises UsageError if a value is not valid UTF-8.
 
-    headline: a comment that says where they are from. Control characters, which YAML does not take
-    in comments, are spelled out in it.
+    headline: a comment about their origin. Control characters are spelled out in it, since YAML
+    does not allow them in comments.
     """
     comment = "".join(f"# {visible(line)}\n" for line in headline.splitlines())
     return comment + yaml.dump_all(
@@ -165,8 +166,9 @@ def text(found: list[Document], headline: str) -> str:
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Quotes every text but the keys: kubectl reads more words as numbers (2e-5, 0o17) and truth
-    values (on, y) than Python's YAML does.
+    """Quotes every text except keys.
+
+    kubectl reads more words as numbers (2e-5, 0o17) and booleans (on, y) than Python's YAML does.
     """
 
     def represent_mapping(
@@ -178,7 +180,7 @@ class _ManifestDumper(yaml.SafeDumper):
         return node
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that stands in two places twice, as a person would."""
+        """Return True: a value that occurs twice is written twice."""
         return True
 
 
@@ -187,7 +189,7 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         text.encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"{text!r} cannot stand in a manifest", expected="UTF-8, which YAML files consist of"
+            f"{text!r} cannot be part of a manifest", expected="text that is valid in UTF-8"
         ) from None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
 
@@ -195,14 +197,14 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _ManifestDumper.add_representer(str, _quoted)
 
 
-def filled(template: str, settings: dict[str, Any]) -> list[Document]:
-    """Return the documents of a template with its names filled in."""
+def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
+    """Return the documents of a template with its settings filled in."""
     path = TEMPLATES / template
 
     def setting(name: str) -> Any:
         if name not in settings:
             raise UsageError(
-                f"{path} names {name}, which is not a setting",
+                f"{path} contains {name}, which is not a setting",
                 expected=f"one of {', '.join(sorted(settings))}",
             )
         return settings[name]
@@ -219,12 +221,12 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
             return loader.construct_sequence(node, deep=True)
-        assert isinstance(node, yaml.ScalarNode)  # there is no other
+        assert isinstance(node, yaml.ScalarNode)  # YAML has no other kind of node
         is_text = node.style or _NAME.search(node.value)
         return scalar(loader, node) if is_text else yaml.safe_load(node.value)
 
     class TemplateLoader(yaml.SafeLoader):
-        """Has constructors of its own."""
+        """A loader to which the constructors of one template are added."""
 
     TemplateLoader.add_constructor("tag:yaml.org,2002:str", scalar)
     TemplateLoader.add_multi_constructor("!if-", conditional)
@@ -232,17 +234,17 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
         return [_pruned(document) for document in yaml.load_all(file, TemplateLoader)]
 
 
-def keep_dollars(value: Any) -> Any:
+def escape_dollars(value: Any) -> Any:
     """Return a manifest, or a part of one, whose containers get each word exactly as typed.
 
-    Kubernetes replaces $(NAME) in command, args and env, and $$ by $; options and paths may hold
-    either, perhaps from a file of somebody else.
+    In command, args and env, Kubernetes replaces $(NAME) by a variable and $$ by $. Options and
+    paths may contain either.
     """
     if isinstance(value, list):
-        return [keep_dollars(item) for item in value]
+        return [escape_dollars(item) for item in value]
     if not isinstance(value, dict):
         return value
-    value = {key: keep_dollars(item) for key, item in value.items()}
+    value = {key: escape_dollars(item) for key, item in value.items()}
     for key in _EXPANDED:
         if key in value and isinstance(value[key], list):
             value[key] = [_literal(word) for word in value[key]]
@@ -259,7 +261,7 @@ def _literal(word: Any) -> Any:
 
 
 def _pruned(value: Any) -> Any:
-    """Return a value without the entries that are left out, and with lists in lists spread."""
+    """Return a value without omitted entries, and with lists inside lists spread."""
     if isinstance(value, dict):
         return {key: _pruned(item) for key, item in value.items() if item is not _LEFT_OUT}
     if not isinstance(value, list):

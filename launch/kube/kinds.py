@@ -1,4 +1,4 @@
-"""Lists the kinds of job on Kubernetes, a row of KINDS for each; they differ in nothing else.
+"""Define the kinds of job on Kubernetes: a row of KINDS for each.
 
 The template of a kind is launch/kube/templates/<kind>.yaml.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobKind:
-    """Says in what a kind of job differs from the others.
+    """A kind of job.
 
-    title: whose kind it is. resource: its type as kubectl names it; version: of it, that the
-    template is written in. operator: how the names of the deployments begin that act on it;
-    install: what to do without one. container, port: as the operator names and numbers them.
-    agent: the words that start the ranks in a pod, where the operator brings its own; else the
-    launchers here do. runtime: type of the object that is made for each job and belongs to the
-    whole cluster, if any. pod_restart: restartPolicy of the pods, empty for the operator's.
-    is_elastic: whether it goes on with fewer nodes. on_hyperpod: instance types have a prefix, and
-    there are spare nodes and rules about the log.
+    title: the operator's name. resource: the job's type as kubectl names it. version: the API
+    version of the template. operator: how the names of the operator's deployments begin. install:
+    the remedy without an operator. container, port: the container's name, and the port's name and
+    number, as the operator expects them. agent: the words that start the ranks in a pod, if the
+    operator has its own launcher. runtime: type of an object that is created for each job and
+    belongs to the whole cluster, if any. pod_restart: restartPolicy of the pods, empty for the
+    operator's. is_elastic: whether a job continues with fewer nodes. on_hyperpod: whether instance
+    types have a prefix, and there are spare nodes and rules about the log.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Calls kubectl, which is the only way in which these tools talk to a cluster."""
+"""Call kubectl, the only connection of these tools to a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lib.core.errors import StageError, UsageError
 
 _TIMEOUT_S = 120
-# What the next call may well not meet again.
+# Errors that the next call may not meet.
 _TRANSIENT = re.compile(
     r"connection refused|connection reset|i/o timeout|TLS handshake timeout|deadline exceeded|"
     r"EOF|no such host|server is currently unable|ServiceUnavailable|TooManyRequests|"
@@ -27,7 +27,7 @@ _NOT_SET_UP = "localhost:8080"  # where kubectl looks without a kubeconfig
 
 
 class KubectlError(StageError):
-    """Says which call the cluster refused or did not answer. text: what kubectl said."""
+    """The cluster refused a call or did not answer. text: the output of kubectl."""
 
     def __init__(self, arguments: list[str], text: str) -> None:
         said = "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
@@ -37,8 +37,8 @@ class KubectlError(StageError):
             if is_away
             else f"kubectl {' '.join(arguments[:3])} failed",
             found=said.strip()[-2000:],
-            hint="`kubectl config get-contexts` lists the clusters that are set up "
-            "here, and --context takes another"
+            hint="`kubectl config get-contexts` lists the clusters that are configured "
+            "here; --context chooses one"
             if is_away
             else "",
         )
@@ -51,7 +51,7 @@ class KubectlError(StageError):
 
 
 class Kubectl:
-    """Calls kubectl in a namespace. context: the kubeconfig's, empty for the current one."""
+    """Calls kubectl in a namespace. context: of the kubeconfig, empty for the current one."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
         self.namespace = namespace
@@ -62,7 +62,7 @@ class Kubectl:
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
     def run(self, *arguments: str, given: str = "", timeout: float = _TIMEOUT_S) -> str:
-        """Return what a call printed; given: its input. KubectlError when it failed."""
+        """Return the output of a call. given: its input. Raises KubectlError if it fails."""
         try:
             done = subprocess.run(
                 self.command(*arguments),
@@ -79,7 +79,7 @@ class Kubectl:
             ) from None
         except subprocess.TimeoutExpired:
             raise KubectlError(
-                list(arguments), f"no answer in {timeout:.0f} s (i/o timeout)"
+                list(arguments), f"no answer within {timeout:.0f} s (i/o timeout)"
             ) from None
         if done.returncode:
             _require_configured(done.stderr, self.context)
@@ -90,7 +90,7 @@ class Kubectl:
         return json.loads(self.run("get", *arguments, "-o", "json"))
 
     def find(self, *arguments: str) -> dict[str, Any] | None:
-        """Return an object, None when there is none."""
+        """Return an object, None if it does not exist."""
         try:
             return self.get(*arguments)
         except KubectlError as error:
@@ -102,11 +102,11 @@ class Kubectl:
         return self.get(*arguments).get("items", [])
 
     def apply(self, manifests: str) -> str:
-        """Create or change objects; the cluster refuses fields that it does not know."""
+        """Create or change objects; the cluster refuses unknown fields."""
         return self.run("apply", "--validate=strict", "-f", "-", given=manifests)
 
     def put(self, manifest: str) -> None:
-        """Create or replace an object without noting its content in an annotation."""
+        """Create or replace an object, without a copy of its content in an annotation."""
         self.run(
             "apply",
             "--server-side",
@@ -118,19 +118,19 @@ class Kubectl:
         )
 
     def stream(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a call whose output goes where this program's goes."""
+        """Start a call that prints to this program's output."""
         return subprocess.Popen(self.command(*arguments), stdin=subprocess.DEVNULL)
 
 
 def _require_configured(said: str, context: str) -> None:
-    """Raise UsageError when what kubectl said means that it has no cluster to talk to."""
+    """Raise UsageError if kubectl's output means that no cluster is configured."""
     if _NOT_SET_UP in said and _AWAY.search(said):
         raise UsageError(
-            "no cluster is set up here: kubectl has no kubeconfig",
+            "no cluster is configured here: kubectl has no kubeconfig",
             expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`",
         )
     if "context was not found" in said or f'context "{context}" does not exist' in said:
         raise UsageError(
             f"the kubeconfig has no context {context}",
-            hint="`kubectl config get-contexts` lists those that there are",
+            hint="`kubectl config get-contexts` lists all contexts",
         )

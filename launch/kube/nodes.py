@@ -1,4 +1,4 @@
-"""Finds the nodes of a cluster that can take a pod of the job, with their GPUs and EFAs."""
+"""Find the nodes of a cluster that can run a pod of the job, with their GPUs and EFA adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from launch.kube.job_options import Asked, JobNeeds
+from launch.kube.job_options import JobNeeds, Needs
 from launch.kube.kinds import HYPERPOD_PREFIX
 from lib.core import log, units
 from lib.core.errors import UsageError
@@ -20,12 +20,12 @@ _HEALTH = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kube/templates/pod.yaml)
+HUGE_PAGES_NEEDED = 5 << 30  # the request of a pod in launch/kube/templates/pod.yaml
 
 
 @dataclass
 class ClusterNode:
-    """Describes a node. unfit: why it takes no pod, empty if it does. driver: empty if unknown."""
+    """A node. unfit: why it accepts no pods, empty if it does. driver: empty if unknown."""
 
     name: str
     instance_type: str
@@ -41,7 +41,7 @@ class ClusterNode:
         return self.gpus - self.gpus_used
 
 
-def quantity(text: str) -> int:
+def parse_quantity(text: str) -> int:
     """Return a Kubernetes quantity as a number: `8`, `500m`, `5120Mi`, `1k`."""
     for suffixes in (_BINARY, _DECIMAL):
         for suffix, factor in suffixes.items():
@@ -50,43 +50,43 @@ def quantity(text: str) -> int:
     return int(float(text.removesuffix("m")) / 1000) if text.endswith("m") else int(float(text))
 
 
-def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[ClusterNode]:
-    """Return the nodes as `kubectl get` gives them, with what pods that run or wait use."""
-    found = {item["metadata"]["name"]: _node(item) for item in nodes}
+def parse_nodes(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[ClusterNode]:
+    """Return nodes from the output of `kubectl get`, with the GPUs that active pods use."""
+    found = {item["metadata"]["name"]: _parse_node(item) for item in nodes}
     for pod in pods:
         if (node := found.get(pod["spec"].get("nodeName", ""))) and pod.get("status", {}).get(
             "phase"
         ) not in ("Succeeded", "Failed"):
             node.gpus_used += sum(
-                quantity(container.get("resources", {}).get("limits", {}).get(GPU, "0"))
+                parse_quantity(container.get("resources", {}).get("limits", {}).get(GPU, "0"))
                 for container in pod["spec"]["containers"]
             )
     return list(found.values())
 
 
-def _node(item: dict[str, Any]) -> ClusterNode:
+def _parse_node(item: dict[str, Any]) -> ClusterNode:
     labels = item["metadata"].get("labels", {})
     has = item.get("status", {}).get("allocatable", {})
     return ClusterNode(
         name=item["metadata"]["name"],
         instance_type=labels.get(INSTANCE_TYPE, "unknown"),
-        unfit=_unfit(item, labels),
-        gpus=quantity(has.get(GPU, "0")),
-        efa=quantity(has.get(EFA, "0")),
-        huge_pages=quantity(has.get(HUGE_PAGES, "0")),
+        unfit=_why_unfit(item, labels),
+        gpus=parse_quantity(has.get(GPU, "0")),
+        efa=parse_quantity(has.get(EFA, "0")),
+        huge_pages=parse_quantity(has.get(HUGE_PAGES, "0")),
         driver=_driver(labels),
     )
 
 
 def _driver(labels: dict[str, str]) -> str:
-    """Return the driver version that NVIDIA's feature discovery wrote on a node."""
+    """Return the driver version in the labels of NVIDIA's feature discovery."""
     if full := labels.get("nvidia.com/cuda.driver-version.full"):
         return full
     parts = [labels.get(f"nvidia.com/cuda.driver.{part}", "") for part in ("major", "minor", "rev")]
     return ".".join(filter(None, parts))
 
 
-def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
+def _why_unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     states = {
         condition["type"]: condition["status"]
         for condition in item.get("status", {}).get("conditions", [])
@@ -111,17 +111,17 @@ def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     return ", ".join(reasons)
 
 
-def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
-    """Return what is asked of a node with what is left open filled in from those with GPUs.
+def fill_from_nodes(wanted: Needs, nodes: list[ClusterNode]) -> Needs:
+    """Return options with the instance type and devices filled in from the nodes with GPUs.
 
-    UsageError when no node has GPUs, or they are of several types.
+    Raises UsageError if no node has GPUs, or if they are of several types.
     """
     kinds: dict[str, ClusterNode] = {}
     for node in nodes:
         if node.gpus and (node.instance_type not in kinds or kinds[node.instance_type].unfit):
             kinds[node.instance_type] = node
-    kind = asked.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
-    # HyperPod's nodes bear its prefix, others do not, and a person may have said either.
+    kind = wanted.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
+    # The types of HyperPod's nodes have a prefix, others do not, and --instance-type accepts both.
     kind = next(
         (
             name
@@ -130,9 +130,9 @@ def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
         ),
         kind,
     )
-    if not kind and asked.gpus_per_node is None:
+    if not kind and wanted.gpus_per_node is None:
         raise UsageError(
-            "which instance type? The nodes with GPUs are of several"
+            "the nodes with GPUs are of several instance types"
             if kinds
             else "no node of the cluster has GPUs",
             expected="--instance-type",
@@ -141,18 +141,21 @@ def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
             or "no nodes",
         )
     has = kinds.get(kind)
-    if has is None or (asked.instance_type and asked.node):
-        return replace(asked, instance_type=kind)
-    gpus = has.gpus if asked.gpus_per_node is None else asked.gpus_per_node
-    efa = has.efa if asked.efa_per_node is None else asked.efa_per_node
+    if has is None or (wanted.instance_type and wanted.node):
+        return replace(wanted, instance_type=kind)
+    gpus = has.gpus if wanted.gpus_per_node is None else wanted.gpus_per_node
+    efa = has.efa if wanted.efa_per_node is None else wanted.efa_per_node
     log.info(
-        f"asked of the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA per node"
+        f"from the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA per node"
     )
-    return replace(asked, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
+    return replace(wanted, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
 
 
-def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
-    """Tell whether a job fits. wanted: settled. grows: an autoscaler adds nodes."""
+def check_capacity(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
+    """Yield whether the nodes suffice for a job.
+
+    wanted: a job whose options are all settled. grows: whether an autoscaler adds nodes.
+    """
     gpus = wanted.gpus_per_node or 0
     efa = wanted.efa_per_node or 0
     candidates = [
@@ -167,7 +170,7 @@ def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[F
             yield Finding(
                 WARNING,
                 "nodes",
-                f"{node.name} takes no pods: {node.unfit}",
+                f"{node.name} accepts no pods: {node.unfit}",
                 f"kubectl describe node {node.name}",
             )
     fit = [node for node in candidates if not node.unfit]
@@ -179,23 +182,23 @@ def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[F
         yield Finding(
             WARNING if grows else ERROR,
             "capacity",
-            f"{len(suited)} of {len(candidates)} {label} can take a pod, the job needs "
+            f"{len(suited)} of {len(candidates)} {label} can run a pod, the job needs "
             f"{need}" + (" (an autoscaler may add some)" if grows else ""),
-            "add nodes, or ask for fewer --nodes or --gpus-per-node",
+            "add nodes, or use fewer --nodes or --gpus-per-node",
         )
     elif len(free) < wanted.nodes:
         yield Finding(
             WARNING,
             "capacity",
             f"{len(free)} {label} are free now, the job needs {need}",
-            "it will wait; `kubectl get pods -A -o wide` shows who has them",
+            "it will wait; `kubectl get pods -A -o wide` shows which pods use them",
         )
     else:
         yield Finding(INFO, "capacity", f"{len(free)} {label} are free, the job needs {need}")
 
 
 def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
-    """Tell which nodes lack devices that they should show."""
+    """Yield the nodes that lack devices."""
     if gpus and (bare := [node.name for node in fit if not node.gpus]):
         yield Finding(
             ERROR,
@@ -217,6 +220,6 @@ def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
             WARNING,
             "huge pages",
             f"{units.size(small[0].huge_pages)} on "
-            f"{units.join_names([n.name for n in small], 4)}, EFA pods ask for 5120Mi",
+            f"{units.join_names([n.name for n in small], 4)}; EFA pods request 5120Mi",
             "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128",
         )

@@ -1,4 +1,4 @@
-"""Says from what raw text a dataset is made, and which commands of the stages make it."""
+"""Declare the raw text of a dataset, and list the commands of the stages that prepare a run."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from lib.train.config import Config
 
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASETS = Path("hf_datasets")
-_MADE_HERE = "scratch-"  # how stage 03 names the models that it makes from a size
+_MADE_HERE = "scratch-"  # prefix of models that stage 03 makes from a size
 _VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
 class RawText:
-    """Names the raw text of a dataset that is not there yet."""
+    """The raw text of a dataset that does not exist yet."""
 
     data: str = option(
         "",
-        group="prepare: the raw text of a dataset that is not there yet",
+        group="prepare: the raw text of a dataset that does not exist yet",
         metavar="ORG/NAME|DIR",
         help="dataset of the Hub, or a directory of files, such as /bucket/raw "
-        f"(default: for {command_line.DATASET} ten files of allenai/c4, else it "
-        "is needed)",
+        f"(default: ten files of allenai/c4 for {stage_04.DATASET}; needed for others)",
     )
     include: list[str] = option(
         [],
         metavar="GLOB",
-        help="files of a dataset of the Hub, by path; may be repeated; '*' takes all (default: "
-        "none, one is needed)",
+        help="files of a dataset of the Hub, by path; may be repeated; '*' for all (default: "
+        "none; needed for the Hub)",
     )
     fields: str = option(
         "",
         metavar="A,B.C",
-        help="of structured documents keep only these keys (default: every string)",
+        help="keys of structured documents to keep (default: every string)",
     )
     format: str = option(
-        "text", choices=("text", "chat"), help="chat: keep the conversations that the files hold"
+        "text", choices=("text", "chat"), help="chat: keep the conversations in the files"
     )
     validation_percent: float = option(
         1.0,
@@ -54,7 +53,7 @@ class RawText:
     )
 
     def words(self) -> list[str]:
-        """Return it as it is typed to launch/prepare.py."""
+        """Return the options as words for launch/prepare.py."""
         return [
             f"{flag(name)}={each}"
             for name, value in asdict(self).items()
@@ -68,35 +67,35 @@ _C4 = RawText(
 )
 
 
-def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
+def preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
     """Yield the commands that prepare a run in this directory, in their order.
 
-    config: of the run, as stage 04 reads `train`. What is there is kept. Raises UsageError when the
-    raw text of a dataset is not known.
+    config: the options of the run, as stage 04 reads `train`. Existing artifacts are kept. Raises
+    UsageError if the raw text of a dataset is unknown.
     """
-    missing = [path for path in map(_dataset, config.dataset_name) if not path.exists()]
+    missing = [path for path in map(_dataset_dir, config.dataset_name) if not path.exists()]
     if len(missing) > 1:
         raise UsageError(
-            f"{len(missing)} datasets are not there, and --data is the raw text of one",
+            f"{len(missing)} datasets are missing, but --data is the raw text of one",
             found=", ".join(map(str, missing)),
-            expected="a dataset at a time",
+            expected="one dataset at a time",
         )
     for path in missing:
-        yield from _data_steps(raw, path)
+        yield from _dataset_steps(raw, path)
     yield from _model_steps(config)
     yield [command_line.SCRIPT, *train, "--prepare-only"]
 
 
-def _dataset(word: str) -> Path:
+def _dataset_dir(word: str) -> Path:
     """Return the directory that -d means: DIR, or NAME under hf_datasets/."""
     name = word.partition("=")[0]
     return Path(name) if "/" in name or Path(name).exists() else _DATASETS / name
 
 
-def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
-    if not raw.data and dataset.name != command_line.DATASET:
+def _dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
+    if not raw.data and dataset.name != stage_04.DATASET:
         raise UsageError(
-            f"{dataset} is not there, and no --data says what to make it of",
+            f"{dataset} does not exist, and there is no --data to make it from",
             expected="--data ORG/NAME of the Hub, or --data DIR",
         )
     if not raw.data:
@@ -118,7 +117,7 @@ def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
             raw.data,
             *(f"--include={glob}" for glob in raw.include),
         ]
-    # A bucket takes no links to its files; links that lead to it need no room on the volume.
+    # Hard links to files in a bucket are impossible; symbolic links need no space on the volume.
     mode = ["--mode", "symlink"] if files.is_absolute() else []
     yield ["01_organize_data.py", "--src-dir", str(files), "--dst-root", str(splits), *mode]
     yield [
@@ -151,7 +150,7 @@ def _model_steps(config: Config) -> Iterator[list[str]]:
             "--vocab-size",
             str(_VOCABULARY),
             "--train-tokenizer",
-            str(_dataset(config.dataset_name[0])),
+            str(_dataset_dir(config.dataset_name[0])),
         ]
     else:
         yield ["03_download_model.py", "--model-name", name]

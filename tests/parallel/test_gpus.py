@@ -208,7 +208,9 @@ def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node(version="2.13.0+cu130", cuda="13.0")
-    monkeypatch.setattr(machine, "disk", lambda directory: {"directory": "/", "free": 10**12})
+    monkeypatch.setattr(
+        machine, "measure_disk", lambda directory: {"directory": "/", "free": 10**12}
+    )
     facts = machine.collect_facts(tmp_path, tmp_path, [], tmp_path)
     told = [
         found
@@ -228,7 +230,10 @@ def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
     assert bundled.severity == "error" and "--driver-version 535.104.05" in bundled.remedy
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
     fits, installed = setup._gpus()
-    assert "535.104.05 does for torch 2.13.0+cu126" in fits.text and installed.severity == "error"
+    assert (
+        "535.104.05 is new enough for torch 2.13.0+cu126" in fits.text
+        and installed.severity == "error"
+    )
 
 
 def with_gpus(rank: int) -> None:
