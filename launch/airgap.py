@@ -6,10 +6,10 @@
   python bundle/airgap.py verify bundle
   python bundle/airgap.py unpack bundle --to project --install
 
-A bundle is a directory: airgap.py, manifest.json with the SHA-256 of everything, and volume_001/ …
-with the files. Volumes may be carried one by one and are put side by side again. On the far side
-its airgap.py needs nothing but Python 3.10 or newer. Each action has its --help. Exit codes: 0
-done; 2 bad usage; 3 the bundle is damaged; 4 no room.
+A bundle is a directory that contains airgap.py, manifest.json with the SHA-256 of every file, and
+the files themselves in volume_001/ and so on. Volumes can be carried one by one and must be side by
+side again on the far side. There, its airgap.py needs only Python 3.10 or newer. Each action has
+its own --help. Exit codes: 0 done; 2 bad usage; 3 the bundle is damaged; 4 out of disk space.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main(argv: list[str]) -> None:
+    """Run the action that the first word names; `pack` is the only one that imports lib/."""
     if argv[:1] == ["pack"]:
         from launch.bundles import bundle
         from lib.core import stage

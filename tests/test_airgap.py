@@ -152,7 +152,7 @@ def test_everything_chosen_comes_out_as_it_was(
         assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 100_000
     carried = tmp_path / "elsewhere" / "odd name"
     shutil.copytree(bundle, carried)
-    assert "every byte as it was packed" in far(carried, "verify").stdout
+    assert "every byte is intact" in far(carried, "verify").stdout
     said = far(carried, "unpack", "--to", tmp_path / "a project").stdout
     assert "-d hf_datasets/corpus -m .cache/models/model" in said
     expected = files(checkout)
@@ -225,7 +225,7 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
         ),
     ):
         opts = bundle_module.parse(["--out", "out", option, str(name)])
-        chosen = bundle_contents.artifacts(opts)
+        chosen = bundle_contents.find_artifacts(opts)
         assert {found.to for found in chosen} == expected, (option, name)
         for found in chosen:
             assert found.payloads and sum(p.bytes for p in found.payloads), (option, name)
@@ -237,7 +237,7 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
     assert (tmp_path / "project/hf_datasets/alone.arrow").read_bytes() == shard.read_bytes()
     (place / "empty").mkdir()
     with pytest.raises(ArtifactError, match="empty contains no file to pack"):
-        bundle_contents.directory(place / "empty", "hf_datasets/empty")
+        bundle_contents.list_directory(place / "empty", "hf_datasets/empty")
 
 
 def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Path]):
@@ -342,7 +342,7 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
     content = json.loads(path.read_text())
     content["files"][1]["to"] = "lib/other.py"
     path.write_text(json.dumps(content))
-    assert "does not say what was written" in far(bundle, "verify", expect=3).stderr
+    assert "does not match its digest" in far(bundle, "verify", expect=3).stderr
     before = sorted(tmp_path.rglob("*"))
     for to, why in (
         ("../evil", "leads out"),
@@ -350,8 +350,8 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
         ("a\0b", "leads out"),
         ("lib/../../evil", "leads out"),
         ("lib//x", "leads out"),
-        ("README.md/x", "do not make a file"),
-        ("README.md", "do not make a file"),
+        ("README.md/x", "do not form a file"),
+        ("README.md", "do not form a file"),
     ):
         content["files"][1]["to"] = to
         content["summary"]["digest"] = unpacking.content_digest(
@@ -408,7 +408,7 @@ def test_a_place_that_cannot_become_a_project_is_refused_before_the_work(
 ):
     bundle = pack()
     within = far(bundle, "unpack", "--to", bundle / "project", expect=2).stderr
-    assert "inside of the bundle" in within
+    assert "inside the bundle" in within
     far(bundle, "verify")
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
@@ -453,7 +453,7 @@ def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path
     said = run(*command, cwd=artifacts, expect=2).stderr
     assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
     said = run(*command, "--allow-dirty", cwd=artifacts).stdout
-    assert "left behind" in said
+    assert "not packed" in said
     assert (changed / "out" / "volume_001" / "README.md").read_bytes() == (
         ROOT / "README.md"
     ).read_bytes()
@@ -479,7 +479,7 @@ def test_what_is_damaged_or_missing_is_not_packed(checkout: Path, artifacts: Pat
     ).stderr
     assert "3 problems" in said and "nothing" in said and "none" in said and "neither" in said
     said = run(*command, "--tokens", "corpus", cwd=place).stdout
-    assert "stage 04 needs that too (--dataset)" in said
+    assert "stage 04 needs both (--dataset)" in said
     shard = next((place / "hf_datasets" / "corpus" / "train").glob("*.arrow"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
@@ -579,7 +579,7 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
     said = run(
         *command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts, expect=2
     ).stderr
-    assert "--cuda chooses wheels, which --no-wheels leaves out" in said
+    assert "--cuda chooses wheels, but --no-wheels packs none" in said
 
 
 BACKEND = """
@@ -624,14 +624,14 @@ def test_torch_is_a_build_for_the_driver_of_the_far_side(
     for name, value in index.items():
         monkeypatch.setenv(name, value)
     wheels = tmp_path / "index"
-    wanted = wheelhouse.target("3.11", "manylinux_2_28_x86_64")
+    wanted = wheelhouse.parse_target("3.11", "manylinux_2_28_x86_64")
     make_wheel(wheels, "torch", "2.12.1+cu126")
 
     def prepared(cuda: str, driver: str) -> tuple[str, str]:
         lists = {"requirements.txt": b"# pins\ntorch==2.13.0\n"}
-        builds = wheelhouse.builds(lists, cuda, driver)
-        place = wheelhouse.prepare(tmp_path / "cache", lists, wanted, builds)
-        return str(wheelhouse.torch_in(place)), (place / "requirements.txt").read_text()
+        builds = wheelhouse.choose_builds(lists, cuda, driver)
+        place = wheelhouse.prepare_wheelhouse(tmp_path / "cache", lists, wanted, builds)
+        return str(wheelhouse.find_torch(place)), (place / "requirements.txt").read_text()
 
     assert prepared("", "535") == ("2.12.1+cu126", "# pins\ntorch==2.12.1+cu126\n")
     assert "pip finds no torch==2.13.0+cu126 for Python 3.11" in caplog.text
@@ -709,7 +709,7 @@ def test_a_bundle_says_which_driver_its_torch_needs_and_what_is_optional(
         env=index,
     )
     assert "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in done.stdout
-    assert "source-only==1.0 comes as source alone: its wheel was built here" in done.stdout
+    assert "source-only==1.0 exists as source only; its wheel was built here" in done.stdout
     for name in ("extra-*.whl", "source_only-1.0-py3-none-any.whl", "requirements-optional.txt"):
         assert list((bundle / "volume_001" / "wheelhouse").glob(name)), name
     assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == {
@@ -902,9 +902,9 @@ def test_stores_that_name_no_inputs_are_not_of_the_dataset(
     place = empty_store(cache / "tokens" / "other-1", identity)
     with pytest.raises(ArtifactError, match="no token store called corpus"):
         bundle_contents._tokens("corpus", cache)
-    chosen = bundle_contents.directory(place, ".cache/tokens/other-1")
-    [line] = bundle_contents.remarks(argparse.Namespace(cache_dir=cache), [chosen])
-    assert "is of a dataset that is not packed" in line
+    chosen = bundle_contents.list_directory(place, ".cache/tokens/other-1")
+    [line] = bundle_contents.describe_missing(argparse.Namespace(cache_dir=cache), [chosen])
+    assert "belongs to a dataset that is not packed" in line
 
 
 def test_a_store_is_named_by_the_current_directory(

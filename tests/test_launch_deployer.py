@@ -133,7 +133,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         2,
     )
     for words in (
-        "the last that was built",
+        "the last one built",
         "was not pushed",
         "recipes/scratch-1b-g5.yaml",
         "from the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node",
@@ -243,7 +243,7 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     assert TOKEN not in said and "Traceback" not in said
     if line.startswith("render"):
         assert [item["metadata"]["name"] for item in yaml.safe_load_all(done.stdout)] == ["j"]
-        assert ("the last that was built" in done.stderr) == ("--image" not in line)
+        assert ("the last one built" in done.stderr) == ("--image" not in line)
         return
     assert "is complete" in said
     manifests = {key: item for key, item in eks.objects.items() if key[0] != "secrets"}

@@ -1,11 +1,11 @@
-"""Make an air-gap bundle: code, wheels, models, datasets and token stores, each file hashed.
+"""Pack an air-gap bundle: code, wheels, models, datasets and token stores, each file hashed.
 
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --tokens corpus
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --volume-size 20GB
 
-Names are those of stage 04's -d and -m. Files are copied and hashed in one read, and compared with
-the digests that their stage wrote. A bundle appears under its name when it is whole; a killed run
-goes on where it was, and --overwrite takes over from the bundle there what is equal.
+Names are those of stage 04's -d and -m. Files are hashed while they are copied, and compared with
+the digests that their stage wrote. A bundle appears under its name when it is complete. A killed
+run continues where it was, and --overwrite reuses equal files of the existing bundle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_VOLUMES = 999
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to make (needed)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to write (needed)")
     parser.add_argument(
         "--dataset",
         action="append",
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> Options:
         action="append",
         default=[],
         metavar="NAME|DIR",
-        help="token store under .cache/tokens/, or a dataset, as -d takes it, for "
+        help="token store under .cache/tokens/, or a dataset, as -d of stage 04 takes it, for "
         "all of its stores; may be repeated (default: none)",
     )
     parser.add_argument(
@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> Options:
         type=Path,
         default=Path(".cache"),
         metavar="DIR",
-        help="where models and token stores lie, and fetched wheels are kept",
+        help="directory of models, token stores and downloaded wheels",
     )
     parser.add_argument(
         "--python",
@@ -72,15 +72,15 @@ def parse(argv: list[str]) -> Options:
         "--platform",
         default=f"manylinux_2_28_{platform.machine()}",
         metavar="TAG",
-        help="machine of the far side and the oldest glibc there",
+        help="architecture and oldest glibc of the far side",
     )
     parser.add_argument(
         "--driver-version",
         type=torch_builds.read_driver,
         default="",
         metavar="V",
-        help="NVIDIA driver of the far side, such as 535: the wheels of torch are "
-        "a build that runs with it (default: that of requirements.txt)",
+        help="NVIDIA driver of the far side, such as 535, to pack a build of torch that runs "
+        "with it (default: that of requirements.txt)",
     )
     parser.add_argument(
         "--cuda",
@@ -90,45 +90,46 @@ def parse(argv: list[str]) -> Options:
         help="build of torch to pack: cu126 or 12.6, or cpu (default: that of requirements.txt)",
     )
     parser.add_argument(
-        "--dev", action="store_true", help="also the wheels of requirements-dev.txt, for the tests"
+        "--dev", action="store_true", help="also pack the wheels of requirements-dev.txt, for tests"
     )
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="also those of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
+        help="also pack those of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
     )
-    parser.add_argument("--no-wheels", action="store_true", help="leave the wheelhouse out")
+    parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
     parser.add_argument(
         "--volume-size",
         type=options.positive_size,
         metavar="SIZE",
-        help="most bytes in a volume, such as 20GB or 4GiB (default: one volume)",
+        help="largest volume, such as 20GB or 4GiB (default: one volume)",
     )
     parser.add_argument(
         "--allow-dirty",
         action="store_true",
         help="pack the last commit although files differ from it; the changes "
-        "stay behind, and the manifest names them",
+        "are not packed, and the manifest names these files",
     )
     parser.add_common(workers="copy and hash")
     return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
+    """Pack a bundle as the options say."""
     opts = parse(argv)
     if opts.out is None:
         raise UsageError(
-            "--out is needed: the directory of the bundle to make",
-            expected="--out bundle --dataset CORPUS --model NAME, say",
+            "--out is missing: the directory of the bundle to write",
+            expected="for example --out bundle --dataset CORPUS --model NAME",
         )
     for name in ("driver_version", "cuda", "optional") if opts.no_wheels else ():
         if getattr(opts, name):
-            raise UsageError(f"{declared.flag(name)} chooses wheels, which --no-wheels leaves out")
-    wanted = None if opts.no_wheels else wheelhouse.target(opts.python, opts.platform)
-    code = bundle_contents.code(opts.allow_dirty)
-    artifacts = bundle_contents.artifacts(opts)
+            raise UsageError(f"{declared.flag(name)} chooses wheels, but --no-wheels packs none")
+    wanted = None if opts.no_wheels else wheelhouse.parse_target(opts.python, opts.platform)
+    code = bundle_contents.read_commit(opts.allow_dirty)
+    artifacts = bundle_contents.find_artifacts(opts)
     lists = code.requirements(*(kind for kind in ("dev", "optional") if getattr(opts, kind)))
-    builds = wheelhouse.builds(lists, opts.cuda, opts.driver_version) if wanted else []
+    builds = wheelhouse.choose_builds(lists, opts.cuda, opts.driver_version) if wanted else []
     chosen = {
         name: value
         for name in ("cuda", "driver_version", "optional")
@@ -155,8 +156,8 @@ def main(argv: list[str]) -> None:
         return
     payloads = list(code.payloads)
     if wanted:
-        place = wheelhouse.prepare(opts.cache_dir, lists, wanted, builds)
-        payloads += bundle_contents.directory(place, "wheelhouse").payloads
+        place = wheelhouse.prepare_wheelhouse(opts.cache_dir, lists, wanted, builds)
+        payloads += bundle_contents.list_directory(place, "wheelhouse").payloads
     payloads += [payload for found in artifacts for payload in found.payloads]
     summary = {
         "commit": code.commit,
@@ -164,14 +165,14 @@ def main(argv: list[str]) -> None:
         "python": wanted and wanted.python,
         "platform": wanted and wanted.platform,
         "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
-        "torch": _torch_facts(wheelhouse.torch_in(place)) if wanted else None,
+        "torch": _torch_facts(wheelhouse.find_torch(place)) if wanted else None,
         "next": bundle_contents.next_commands(artifacts),
     }
     _build(opts, identity, payloads, code, summary)
 
 
 def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
-    """Return what a manifest says of the wheel of torch, after telling it; None without one."""
+    """Print which torch is packed, and return its facts for the manifest; None without a wheel."""
     if torch is None:
         return None
     driver = torch.oldest_driver
@@ -179,15 +180,15 @@ def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
         f"wheels of torch {torch}, "
         + (
             f"for NVIDIA driver {driver} or newer on the far side "
-            "(--driver-version packs those for an older one)"
+            "(--driver-version packs a build for an older one)"
             if driver
-            else "for CPUs alone"
+            else "for CPUs only"
         )
     )
     if torch.cuda == torch_builds.WITHOUT_BLACKWELL:
         log.info(
-            f"  they have no code for Blackwell GPUs (B200, RTX 50), which --cuda "
-            f"{torch_builds.BLACKWELL} packs"
+            f"  they contain no code for Blackwell GPUs (B200, RTX 50); --cuda "
+            f"{torch_builds.BLACKWELL} packs a build that does"
         )
     return {"version": str(torch), "cuda": torch.cuda, "driver": driver}
 
@@ -196,7 +197,7 @@ def _build(
     opts: Options,
     identity: dict[str, Any],
     payloads: list[Payload],
-    code: bundle_contents.Code,
+    code: bundle_contents.Commit,
     summary: dict[str, Any],
 ) -> None:
     total = sum(payload.bytes for payload in payloads)
@@ -219,7 +220,7 @@ def _build(
                 "digest": hashing.file_digest(script, "sha256"),
             }
         )
-        writer.forget()
+        writer.delete_journal()
         volumes = len({entry["path"].partition("/")[0] for entry in entries}) - 1
         summary |= {"bytes": total, "volumes": volumes}
         summary["digest"] = unpacking.content_digest(entries, summary)
@@ -235,7 +236,7 @@ def _build(
     )
     log.info(
         f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
-        "  (on the far side, verify prints it again: the same number, the same bundle)"
+        "  (compare it with what `verify` prints on the far side)"
     )
     python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
     name = shlex.quote(opts.out.name)
@@ -246,7 +247,7 @@ def _build(
 
 def _print_plan(
     opts: Options,
-    code: bundle_contents.Code,
+    code: bundle_contents.Commit,
     artifacts: list[Any],
     wanted: wheelhouse.Target | None,
     lists: dict[str, bytes],
@@ -254,7 +255,7 @@ def _print_plan(
 ) -> None:
     log.info(f"bundle {opts.out}")
     if code.changed:
-        log.warn(f"not as in the commit, and left behind: {units.join_names(code.changed, 5)}")
+        log.warn(f"these changes are not packed: {units.join_names(code.changed, 5)}")
     rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
     if wanted:
         torch = f", torch {builds[0]}" if builds else ""
@@ -264,5 +265,5 @@ def _print_plan(
         for found in artifacts
     }
     log.table(rows)
-    for line in bundle_contents.remarks(opts, artifacts):
+    for line in bundle_contents.describe_missing(opts, artifacts):
         log.warn(line)

@@ -1,4 +1,4 @@
-"""Chooses what goes into an air-gap bundle, and where it lies in the project on the far side."""
+"""Choose the contents of an air-gap bundle, and their paths in the project on the far side."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PACKS = ".packs-"
 
 @dataclass(frozen=True)
 class Payload:
-    """Describes a file of the project on the far side.
+    """A file to pack.
 
-    to: its path there. source: the file here, or its bytes.
-    digest: what the stage that made it wrote about it, empty when nothing is known.
+    to: its path in the project on the far side. source: the file here, or its bytes. digest: as
+    recorded by the stage that made the file, empty if unknown.
     """
 
     to: str
@@ -45,7 +45,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class PackedDirectory:
-    """Describes a directory to pack. kind: that of its manifest, empty without one."""
+    """A directory to pack. kind: the kind in its manifest, empty without a manifest."""
 
     to: str
     source: Path
@@ -55,20 +55,20 @@ class PackedDirectory:
 
 
 @dataclass(frozen=True)
-class Code:
-    """Holds a commit. changed: files here that differ from it."""
+class Commit:
+    """A commit of the code. changed: files here that differ from it."""
 
     commit: str
     payloads: list[Payload] = field(repr=False)
     changed: list[str]
 
     def requirements(self, *more: str) -> dict[str, bytes]:
-        """Return requirements.txt and the files of more kinds, such as `dev`, by name."""
+        """Return the contents of requirements.txt and of further lists, such as `dev`, by name."""
         names = ("requirements.txt", *(f"requirements-{kind}.txt" for kind in more))
         return {name: self.content(name) for name in names}
 
     def content(self, name: str) -> bytes:
-        """Return what a file of the commit holds."""
+        """Return the content of a file of the commit."""
         return next(
             file.source
             for file in self.payloads
@@ -76,10 +76,11 @@ class Code:
         )
 
 
-def code(allow_dirty: bool) -> Code:
-    """Return the files of the last commit; UsageError when code here differs, or there is no git.
+def read_commit(allow_dirty: bool) -> Commit:
+    """Return the files of the last commit.
 
-    Files that git does not know matter only where code lies: not bundles, data and notes.
+    Raises UsageError if code here differs from it, or without git. Untracked files count only in
+    directories of code, so bundles, data and notes do not matter.
     """
     listed = _git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
     changed = [
@@ -89,8 +90,8 @@ def code(allow_dirty: bool) -> Code:
     ]
     if changed and not allow_dirty:
         raise UsageError(
-            "the code here is not that of its last commit",
-            expected="everything committed, or --allow-dirty to leave the changes behind",
+            "the code here differs from its last commit",
+            expected="everything committed, or --allow-dirty to pack without the changes",
             found="\n".join(changed[:10]),
         )
     payloads = []
@@ -108,11 +109,11 @@ def code(allow_dirty: bool) -> Code:
                     int(member.mtime) * 10**9,
                 )
             )
-    return Code(_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
+    return Commit(_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
 
 
 def _is_code(path: str) -> bool:
-    """Tell whether an untracked file, or directory (with a slash behind it), would be code."""
+    """Return whether an untracked file, or directory (with a trailing slash), is code."""
     directory, slash, _ = path.partition("/")
     return directory in _CODE if slash else path.endswith((".py", ".toml", ".txt", "Makefile"))
 
@@ -121,17 +122,20 @@ def _git(*arguments: str) -> bytes:
     try:
         done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True)
     except FileNotFoundError:
-        raise UsageError("git is not installed, and the code is packed as its commit") from None
+        raise UsageError("git is not installed, but the code is packed from its commit") from None
     if done.returncode:
         raise UsageError(
-            f"{_ROOT} is not a git checkout, and the code is packed as its commit",
+            f"{_ROOT} is not a git checkout, but the code is packed from its commit",
             found=done.stderr.decode(errors="replace").strip(),
         )
     return done.stdout
 
 
-def artifacts(opts: Options) -> list[PackedDirectory]:
-    """Return what --model, --dataset and --tokens name; raises for all that is wrong at once."""
+def find_artifacts(opts: Options) -> list[PackedDirectory]:
+    """Return the directories that --model, --dataset and --tokens name.
+
+    Raises an error with all problems at once.
+    """
     problems = Problems()
     found = [
         *(problems.collect(partial(_model, name, opts.cache_dir)) for name in opts.model),
@@ -146,7 +150,7 @@ def artifacts(opts: Options) -> list[PackedDirectory]:
         if there.source.resolve() != artifact.source.resolve():
             problems.add(
                 f"{there.source} and {artifact.source} would both become {artifact.to}",
-                expected="directories of different names",
+                expected="directories with different names",
             )
     problems.raise_if_any()
     return list(places.values())
@@ -156,19 +160,19 @@ def _model(name: str, cache_dir: Path) -> PackedDirectory:
     place = lookup.find_model(name, cache_dir)
     is_path = (Path(name).expanduser() / "config.json").is_file()
     own = place.resolve().name if is_path else paths.model_dir_name(name)
-    return directory(place, f".cache/models/{own}")
+    return list_directory(place, f".cache/models/{own}")
 
 
 def _dataset(name: str) -> PackedDirectory:
     place = mixture.open_corpora([name])[0].dataset.path
-    return directory(place, f"hf_datasets/{place.resolve().name}")
+    return list_directory(place, f"hf_datasets/{place.resolve().name}")
 
 
 def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
-    """Return the store of this name with its packs, or all stores of a dataset of this name."""
+    """Return the store of this name with its packs, or all stores of the dataset of this name."""
     root = paths.tokens_root(cache_dir)
     path = Path(name)
-    if path.name in ("", ".."):  # `.` and `..` end in no name
+    if path.name in ("", ".."):  # `.` and `..` have no name at their end
         path = path.resolve()
     exact = [
         place
@@ -193,24 +197,24 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
         raise ArtifactError(
             f"no token store called {name}",
             found=f"under {root}: {there}",
-            hint="stage 04 makes it, with --prepare-only",
+            hint="stage 04 builds it, with --prepare-only",
         )
     for place in chosen:
         kind = packing.KIND if _PACKS in place.name else store.KIND
         content = manifest.read(place, kind, "token store")
         manifest.check(place, content, "token store")
-    return [directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
+    return [list_directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
 
 
 def _stores_of_dataset(name: str, root: Path) -> list[Path]:
-    """Return the token stores, with their packs, of a dataset as `-d` names it.
+    """Return the token stores of a dataset, as `-d` names it, with their packs.
 
-    They bear the name that the dataset had when they were made; its content identifies them too.
+    A store belongs to a dataset if it has its name or was built from the same content.
     """
     place = find_dataset(name)
     names = {Path(name).name, paths.model_dir_name(name), place.resolve().name}
     fingerprint = ""
-    with suppress(StageError):  # gone or damaged: the stores can still be packed by its name
+    with suppress(StageError):  # even if the dataset is gone, stores of its name can be packed
         fingerprint = open_dataset(place).fingerprint
     stores = set()
     for tokens in root.glob("*"):
@@ -227,10 +231,10 @@ def _stores_of_dataset(name: str, root: Path) -> list[Path]:
     ]
 
 
-def directory(place: Path, to: str) -> PackedDirectory:
-    """Return all files of a directory, or a single file as it is.
+def list_directory(place: Path, to: str) -> PackedDirectory:
+    """Return all files of a directory, or a single file.
 
-    Raises ArtifactError for what is not a plain file, and for a directory without any file.
+    Raises ArtifactError if the directory contains no file, or anything but plain files.
     """
     content = manifest.read_if_any(place)
     root = place.resolve()
@@ -263,8 +267,8 @@ def directory(place: Path, to: str) -> PackedDirectory:
     return PackedDirectory(to, place, payloads, fingerprint, content["kind"] if content else "")
 
 
-def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
-    """Return what is probably missing: what stage 04 would need there and is not chosen."""
+def describe_missing(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
+    """Return warnings about artifacts that stage 04 needs on the far side and nobody packs."""
     places = {artifact.to: artifact for artifact in chosen}
     data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
     made_of = [open_dataset(artifact.source).fingerprint for artifact in data]
@@ -274,17 +278,17 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
             content = manifest.read(artifact.source, store.KIND, "token store")
             if _inputs(content).get("dataset") not in made_of:
                 lines.append(
-                    f"{artifact.to} is of a dataset that is not packed: stage 04 needs "
-                    "that too (--dataset)"
+                    f"{artifact.to} belongs to a dataset that is not packed; stage 04 needs "
+                    "both (--dataset)"
                 )
     for model in (a for a in chosen if a.to.startswith(".cache/models/")):
         for dataset in data:
             for there in _stores_of(opts.cache_dir, dataset.source, model.source):
                 if f".cache/tokens/{there.name}" not in places:
                     lines.append(
-                        f"the tokens of {dataset.to} for {model.to} are here and not "
-                        f"packed: --tokens {there.name}, or they are made again on the "
-                        "far side"
+                        f"the tokens of {dataset.to} for {model.to} exist and are not "
+                        f"packed (--tokens {there.name}), so stage 04 builds them again on "
+                        "the far side"
                     )
     return lines
 
@@ -292,7 +296,7 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
 def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     """Return the finished token stores of a dataset and a model.
 
-    There are several where conversations were prepared with several lengths or templates.
+    Conversations have one for each length and template with which they were prepared.
     """
     try:
         wanted = {
@@ -316,6 +320,7 @@ def _inputs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def next_commands(chosen: list[PackedDirectory]) -> list[str]:
+    """Return the commands to type on the far side."""
     data = [a.to for a in chosen if a.to.startswith("hf_datasets/")]
     named = [a for a in chosen if a.to.startswith(".cache/models/")]
     lines = ["make validate-framework"]

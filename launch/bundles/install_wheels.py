@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Make .venv from wheelhouse/, both beside the code, without a network and without a compiler.
+"""Create .venv from wheelhouse/, both beside the code, without a network and without a compiler.
 
   python3.11 launch/bundles/install_wheels.py
 
-`airgap.py unpack --install` runs it; it needs nothing but Python. Again: nothing is done when it
-was finished, else it starts over. Exit codes: 0 done; 2 no wheelhouse, or pip refused.
+`airgap.py unpack --install` runs this script, which needs only Python. It does nothing if it has
+finished before, and otherwise starts over. Exit codes: 0 done; 2 no wheelhouse, or pip failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from lib.core import streams  # noqa: E402
 
-# Each list of a wheelhouse, and the mark that it leaves in .venv, as the Makefile names it.
+# Each list of a wheelhouse, and the mark for it in .venv, as in the Makefile.
 LISTS = {
     "requirements.txt": "installed",
     "requirements-dev.txt": "installed-dev",
@@ -28,7 +28,7 @@ LISTS = {
 
 
 def main() -> int:
-    """Install what the wheelhouse was made for and return the exit code."""
+    """Install all lists of the wheelhouse and return the exit code."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return 0
@@ -38,14 +38,14 @@ def main() -> int:
     pip = next(wheels.glob("pip-*.whl"), None)
     if not lists or pip is None:
         print(
-            f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` made",
+            f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` wrote",
             file=sys.stderr,
         )
         return 2
     if (venv / LISTS["requirements.txt"]).exists():
         print(f"{venv} is installed already")
         return 0
-    # Neither ensurepip (Debian leaves it out) nor pip's configuration of this machine takes part.
+    # Neither ensurepip (which Debian lacks) nor this machine's configuration of pip is used.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     run_pip = [str(venv / "bin" / "python"), str(pip / "pip")]

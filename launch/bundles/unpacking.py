@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Verify a bundle, and make a project of it; `airgap.py` of every bundle is this file.
+"""Verify a bundle, and unpack it into a project; the airgap.py of every bundle is this file.
 
   python3.11 bundle/airgap.py verify bundle
   python3.11 bundle/airgap.py unpack bundle --to project --install
 
-It needs nothing but Python 3.10 or newer. Beside it lie manifest.json, with the SHA-256 of
-everything, and volume_001/ … with the files. Exit codes: 0 done; 2 bad usage; 3 the bundle is
-damaged; 4 no room.
+It needs only Python 3.10 or newer. Beside it are manifest.json, with the SHA-256 of every file, and
+the files in volume_001/ and so on. Exit codes: 0 done; 2 bad usage; 3 the bundle is damaged; 4 out
+of disk space.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Entry = dict[str, Any]
 
 
 class BundleError(Exception):
-    """Says what is wrong, in lines as they are printed. code: the exit code."""
+    """An error of this script, as it is printed. code: the exit code."""
 
     def __init__(self, code: int, problem: str, **parts: str) -> None:
         lines = [
@@ -63,9 +63,9 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|verify|unpack")
-    actions.add_parser("pack", add_help=False, help="make a bundle in a checkout: see pack --help")
-    verify = actions.add_parser("verify", help="hash a bundle and name all that is damaged")
-    unpack = actions.add_parser("unpack", help="verify a bundle, then make a project of it")
+    actions.add_parser("pack", add_help=False, help="pack a bundle in a checkout: see pack --help")
+    verify = actions.add_parser("verify", help="hash a bundle and name all damaged files")
+    unpack = actions.add_parser("unpack", help="verify a bundle, then unpack it into a project")
     for action in (verify, unpack):
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument(
@@ -74,23 +74,23 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     unpack.add_argument(
         "--install",
         action="store_true",
-        help="make its .venv from the wheelhouse with this Python (default: off)",
+        help="create its .venv from the wheelhouse with this Python (default: off)",
     )
     unpack.add_argument(
-        "--dry-run", action="store_true", help="print the plan, write nothing (default: off)"
+        "--dry-run", action="store_true", help="print the plan and write nothing (default: off)"
     )
     return parser.parse_args(argv)
 
 
-def say(text: object, descriptor: int = 1) -> None:
-    """Print; what nobody reads any more is dropped (`| head`), and names may be no text."""
+def print_line(text: object, descriptor: int = 1) -> None:
+    """Print a line, also with names that are not text; do nothing if nobody reads (`| head`)."""
     visible = f"{text}\n".translate(_CONTROLS)
     with suppress(BrokenPipeError):
         os.write(descriptor, visible.encode(errors="backslashreplace"))
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """Return the manifest of a bundle; BundleError (3) when it is missing or not as written."""
+    """Return the manifest of a bundle. Raises BundleError (3) if it is missing or damaged."""
     path = bundle / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -99,13 +99,13 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
                 _DAMAGED, f"{bundle} is not a bundle", found=f"kind {content['kind']}"
             )
         if content_digest(content["files"], content["summary"]) != content["summary"]["digest"]:
-            raise ValueError("it does not say what was written")
-        _require_sound(content["files"])
+            raise ValueError("its content does not match its digest")
+        _require_valid(content["files"])
     except FileNotFoundError:
         raise BundleError(
             _DAMAGED,
             f"{bundle} is not a bundle (no {MANIFEST})",
-            expected="the directory that `airgap.py pack` made",
+            expected="the directory that `airgap.py pack` wrote",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -114,13 +114,13 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def content_digest(entries: list[Entry], summary: dict[str, Any]) -> str:
-    """Return what a manifest says of itself, so that damage to it is seen too."""
+    """Return the digest of a manifest's content, which detects damage to the manifest itself."""
     facts = {key: value for key, value in summary.items() if key != "digest"}
     return hashlib.sha256(json.dumps([entries, facts], sort_keys=True).encode()).hexdigest()
 
 
-def _require_sound(entries: list[Entry]) -> None:
-    """Raise ValueError for a path that leads out of its directory, or for parts that do not fit."""
+def _require_valid(entries: list[Entry]) -> None:
+    """Raise ValueError for a path that leads out of the bundle, and for parts that do not fit."""
     for entry in entries:
         for text in filter(None, (entry["path"], entry["to"])):
             if {"", ".", ".."} & {*text.split("/")} or "\0" in text:  # begins with / too
@@ -129,18 +129,18 @@ def _require_sound(entries: list[Entry]) -> None:
             raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
         numbers = ("bytes", "offset", "mtime_ns") if entry["to"] else ("bytes",)
         if any(type(entry[key]) is not int or entry[key] < 0 for key in numbers):
-            raise ValueError(f"{entry['path']!r} has sizes or times that are none")
+            raise ValueError(f"{entry['path']!r} has impossible sizes or times")
     if len({entry["path"] for entry in entries}) < len(entries):
         raise ValueError("it names a file twice")
-    files = by_file(entries)
+    files = group_by_file(entries)
     folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
     for name, parts in files.items():
         ends = [part["offset"] + part["bytes"] for part in parts]
         if name in folders or [part["offset"] for part in parts] != [0, *ends[:-1]]:
-            raise ValueError(f"the parts of {name!r} do not make a file")
+            raise ValueError(f"the parts of {name!r} do not form a file")
 
 
-def by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def group_by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return the parts of each file of the project, by its path there, in their order."""
     files: dict[str, list[Entry]] = {}
     for entry in sorted((e for e in entries if e["to"]), key=lambda e: e["offset"]):
@@ -149,51 +149,51 @@ def by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def verify(bundle: Path, content: dict[str, Any]) -> None:
-    """Hash everything; BundleError (3) names each file that is damaged, missing or not listed."""
+    """Hash all files. Raises BundleError (3) with each damaged, missing or unknown file."""
     entries = content["files"]
     show = _progress("verifying", sum(entry["bytes"] for entry in entries))
     with ThreadPoolExecutor(_WORKERS) as pool:
         problems = [
-            *filter(None, pool.map(lambda e: _damage(bundle, e, show), entries)),
-            *_extra(bundle, entries),
+            *filter(None, pool.map(lambda e: _find_damage(bundle, e, show), entries)),
+            *_find_extra(bundle, entries),
         ]
     if problems:
         raise BundleError(
             _DAMAGED,
             f"{bundle} is damaged: {len(problems)} problems",
             found="\n".join(problems),
-            hint="copy these again, then verify again",
+            hint="copy these files again, then verify again",
         )
-    say(
-        f"{bundle}: {len(entries)} files, every byte as it was packed\n"
+    print_line(
+        f"{bundle}: {len(entries)} files, every byte is intact\n"
         f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}"
     )
 
 
 def manifest_digest(bundle: Path) -> str:
-    """Return the SHA-256 of the manifest, which stands for the whole bundle."""
+    """Return the SHA-256 of the manifest, which identifies the bundle."""
     return hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()
 
 
-def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
+def _find_damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
     path = bundle / entry["path"]
     try:
         if path.is_symlink() or not path.is_file():
             is_there = os.path.lexists(path)
             return f"{entry['path']} is {'not a plain file' if is_there else 'missing'}"
         if (size := path.stat().st_size) != entry["bytes"]:
-            return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
+            return f"{entry['path']} has {size} bytes instead of {entry['bytes']}"
         if copy_part(path, None, show) != entry["digest"]:
-            return f"{entry['path']} has other content than when it was packed"
-    except PermissionError:  # of the user, not of the bundle
+            return f"{entry['path']} has changed since it was packed"
+    except PermissionError:  # a problem of the user, not of the bundle
         raise
     except OSError as error:
         return f"{entry['path']} cannot be read: {error.strerror}"
     return ""
 
 
-def _extra(bundle: Path, entries: list[Entry]) -> list[str]:
-    """Name what lies in the bundle and is not listed; a volume itself may be a link."""
+def _find_extra(bundle: Path, entries: list[Entry]) -> list[str]:
+    """Return the files in a bundle that its manifest does not list; a volume may be a link."""
     known = {entry["path"] for entry in entries} | {MANIFEST}
     volumes = {path.partition("/")[0] for path in known if "/" in path}
     found = [path for path in bundle.iterdir() if path.name not in volumes]
@@ -210,7 +210,7 @@ def _extra(bundle: Path, entries: list[Entry]) -> list[str]:
 
 
 def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
-    """Return the digest of a part while it is copied to an open file, or only read."""
+    """Read a part, copy it to an open file if one is given, and return its digest."""
     hasher = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
@@ -222,7 +222,7 @@ def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
 
 
 def _progress(what: str, total: int) -> Callable[[int], None]:
-    """Return what counts bytes and prints a line now and then."""
+    """Return a function that counts bytes and prints a line now and then."""
     lock = threading.Lock()
     state = {"done": 0, "line": time.monotonic()}
 
@@ -231,46 +231,46 @@ def _progress(what: str, total: int) -> Callable[[int], None]:
             state["done"] += count
             if time.monotonic() - state["line"] > _LINE_EVERY_S:
                 state["line"] = time.monotonic()
-                say(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
+                print_line(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
 
     return show
 
 
 def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
-    """Make a project of a bundle: all checks first, then everything or nothing."""
+    """Unpack a bundle into a project: all checks come first, then all files or none."""
     content = read_manifest(bundle)
     stamp = target / UNPACKED  # a copy of the manifest
     is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
     why = ""
     if os.path.ismount(target) or target.is_relative_to(bundle.resolve()):
-        why = "is a mount point, or lies inside of the bundle"
+        why = "is a mount point, or is inside the bundle"
     elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         why = "exists and was not unpacked from this bundle"
     if why and not is_there:
-        expected = "a name that is free; artifacts can then be moved together"
+        expected = "an unused name; the artifacts can be moved together afterwards"
         raise BundleError(_USAGE, f"{target} {why}", expected=expected)
     torch = content["summary"].get("torch")  # not in bundles of earlier versions
     if wanted.install:
         _require_python(content)
         _require_driver(torch)
     _require_space(bundle, content, target, wanted.install, is_there)
-    say(
+    print_line(
         f"{bundle}: code at {content['summary']['commit'][:12]}, "
-        f"{len(by_file(content['files']))} files → {target}"
+        f"{len(group_by_file(content['files']))} files → {target}"
         + (f", .venv of {sys.executable}" if wanted.install else "")
         + (f", torch {torch['version']} for {_drivers(torch)}" if torch else "")
     )
     if wanted.dry_run:
         return
     if is_there:
-        say(f"{target} was unpacked from this bundle already")
+        print_line(f"{target} was unpacked from this bundle already")
     else:
         verify(bundle, content)
         _write(bundle, content, target)
     if wanted.install:
-        install(target)
+        create_venv(target)
     activate = " && . .venv/bin/activate" if wanted.install else ""
-    say(
+    print_line(
         "\n      ".join(
             [f"\nnext: cd {shlex.quote(str(target))}{activate}", *content["summary"]["next"]]
         )
@@ -287,21 +287,21 @@ def _require_space(
     if (free := shutil.disk_usage(where).free) < needed:
         raise BundleError(
             _FULL,
-            f"not enough room under {where}",
+            f"not enough space under {where}",
             expected=f"{needed / 1e6:,.0f} MB free",
             found=f"{free / 1e6:,.0f} MB free",
         )
 
 
 def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
-    """Write all files beside the target and rename; what was written is hashed once more."""
+    """Write all files to a partial directory, hashing them again, and rename it to the target."""
     partial = target.absolute().with_name(f"{target.name}.partial-{manifest_digest(bundle)[:8]}")
     partial.mkdir(parents=True, exist_ok=True)
     content_dir = partial / "content"
-    with _claimed(partial, target):
-        shutil.rmtree(content_dir, ignore_errors=True)  # of a run that was killed
+    with _locked(partial, target):
+        shutil.rmtree(content_dir, ignore_errors=True)  # left by a killed run
         try:
-            files = by_file(content["files"])
+            files = group_by_file(content["files"])
             show = _progress("unpacking", sum(e["bytes"] for e in content["files"]))
             for folder in {(content_dir / name).parent for name in files}:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -320,12 +320,12 @@ def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
 
 
 @contextmanager
-def _claimed(partial: Path, target: Path) -> Iterator[None]:
-    """Hold a directory by a mark in it, and remove it; BundleError (2) when it is not ours."""
+def _locked(partial: Path, target: Path) -> Iterator[None]:
+    """Lock a partial directory, and delete it at the end. Raises BundleError (2) if it is alien."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
-        problem = f"{partial} is in the way, and this program did not make it"
-        raise BundleError(_USAGE, problem, expected="a name that is free: move it away")
+        problem = f"{partial} is in the way, and this program did not create it"
+        raise BundleError(_USAGE, problem, expected="an unused name; move it away")
     with mark.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,7 +334,7 @@ def _claimed(partial: Path, target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            mark.unlink(missing_ok=True)  # last, so that what a kill leaves is known to be ours
+            mark.unlink(missing_ok=True)  # last, since after a kill it shows that the rest is ours
             partial.rmdir()
 
 
@@ -343,14 +343,14 @@ def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[in
         for part in parts:
             if copy_part(bundle / part["path"], file, show) != part["digest"]:
                 problem = f"{bundle / part['path']} changed while it was copied"
-                found = "other content than a moment ago: a failing medium?"
+                found = "other content than a moment ago; the disk may be failing"
                 raise BundleError(_DAMAGED, problem, found=found)
     path.chmod(parts[0]["mode"])
     os.utime(path, ns=(parts[0]["mtime_ns"], parts[0]["mtime_ns"]))
 
 
 def _require_python(content: dict[str, Any]) -> None:
-    """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
+    """Raise BundleError (2) if the wheelhouse is for another Python or machine."""
     wanted = content["summary"]["python"]
     tag = content["summary"]["platform"]
     if not wanted:
@@ -373,14 +373,14 @@ def _require_python(content: dict[str, Any]) -> None:
 
 
 def _drivers(torch: dict[str, str]) -> str:
-    """Return in words which drivers a torch works with."""
-    return f"NVIDIA driver {torch['driver']} or newer" if torch["driver"] else "CPUs alone"
+    """Return a text about the drivers that a torch works with."""
+    return f"NVIDIA driver {torch['driver']} or newer" if torch["driver"] else "CPUs only"
 
 
 def _require_driver(torch: dict[str, str] | None) -> None:
-    """Raise BundleError (2) where this machine has GPUs whose driver the torch does not work with.
+    """Raise BundleError (2) if this machine has GPUs whose driver is too old for the torch.
 
-    torch: of the wheelhouse. A machine without GPUs may install for others that have some.
+    torch: of the wheelhouse. A machine without GPUs may install it for others.
     """
     try:
         done = subprocess.run(
@@ -403,27 +403,28 @@ def _require_driver(torch: dict[str, str] | None) -> None:
             expected=_drivers(torch),
             found=f"driver {driver}",
             hint=f"update the driver, or pack again with --driver-version {driver}; "
-            "without --install the files are unpacked all the same",
+            "without --install the files can still be unpacked",
         )
 
 
-def install(project: Path) -> None:
-    """Make the project's .venv from its wheelhouse, with the script that came along."""
+def create_venv(project: Path) -> None:
+    """Create the project's .venv from its wheelhouse, with the bundle's own script."""
     script = project / "launch" / "bundles" / "install_wheels.py"
     if subprocess.run([sys.executable, str(script)], check=False).returncode:
         raise BundleError(
             _DAMAGED,
-            f"{project / '.venv'} could not be made from the wheelhouse",
-            found="what pip says above",
+            f"{project / '.venv'} could not be created from the wheelhouse",
+            found="see pip's output above",
             run=shlex.join([sys.executable, str(script)]),
         )
 
 
 def main(argv: list[str], description: str) -> int:
+    """Run `verify` or `unpack` and return the exit code."""
     try:
         if argv[:1] == ["pack"]:
             raise BundleError(
-                _USAGE, "pack works in a checkout only", hint="use launch/airgap.py of the checkout"
+                _USAGE, "pack works only in a checkout", hint="use launch/airgap.py of the checkout"
             )
         wanted = parse(argv, description)
         if wanted.action == "verify":
@@ -431,13 +432,13 @@ def main(argv: list[str], description: str) -> int:
         else:
             unpack(wanted.bundle, Path(os.path.realpath(wanted.to)), wanted)
     except BundleError as error:
-        say(error, 2)
+        print_line(error, 2)
         return error.code
     except OSError as error:
-        say(f"error: {error.strerror}: {error.filename}", 2)
+        print_line(f"error: {error.strerror}: {error.filename}", 2)
         return _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else _USAGE
     except KeyboardInterrupt:
-        say("\ninterrupted; the same command begins again", 2)
+        print_line("\ninterrupted; the same command begins again", 2)
         return 128 + signal.SIGINT
     return 0
 

@@ -1,4 +1,4 @@
-"""Has pip fetch the wheels of requirements.txt for a named Python and platform, on any machine."""
+"""Download the wheels of requirements.txt for a given Python and platform, on any machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NEEDS_CUDA = re.compile(
 )
 _LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
-# pip evaluates `; python_version < "3.11"` for the interpreter it runs on, whatever
-# --python-version and --platform say (up to pip 26; pypa/pip 11664): told here.
+# pip evaluates `; python_version < "3.11"` for its own interpreter, whatever --python-version and
+# --platform say (up to pip 26; pypa/pip 11664). So these values are replaced.
 _PIP = """
 import json, runpy, sys
 from pip._vendor.packaging import markers
@@ -42,12 +42,12 @@ runpy.run_module("pip", run_name="__main__")
 
 
 class NoSuchTorch(UsageError):
-    """Says that the index has no such build of torch."""
+    """The index has no such build of torch."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the far side. python: `3.11`. glibc: its minor version. machine: `x86_64`."""
+    """The far side. python: for example `3.11`. glibc: its minor version. machine: `x86_64`."""
 
     python: str
     glibc: int
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def tags(self) -> list[str]:
-        """Return all platform tags that wheels for it may have, the best first."""
+        """Return all platform tags that its wheels may have, the best first."""
         tags = []
         for minor in range(self.glibc, _OLDEST_GLIBC - 1, -1):
             tags.append(f"manylinux_2_{minor}_{self.machine}")
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def markers(self) -> dict[str, str]:
-        """Return what a requirement may ask about it after `;`."""
+        """Return the values of the markers that may follow `;` in a requirement."""
         return {
             "python_version": self.python,
             "python_full_version": f"{self.python}.0",
@@ -83,26 +83,26 @@ class Target:
         }
 
 
-def target(python: str, platform: str) -> Target:
-    """Return the target that --python and --platform name; UsageError for what has no wheels."""
+def parse_target(python: str, platform: str) -> Target:
+    """Return the target of --python and --platform. Raises UsageError if there are no wheels."""
     name = platform.replace("manylinux2014", "manylinux_2_17")
     match = re.fullmatch(r"manylinux_2_(\d+)_(x86_64|aarch64)", name)
     if not match or int(match[1]) < _OLDEST_GLIBC:
         raise UsageError(
-            f"--platform {platform} is not known",
+            f"--platform {platform} is unknown",
             expected="manylinux_2_<minor of glibc>_x86_64 or …_aarch64; torch 2.13 "
             "needs manylinux_2_28",
         )
     if not re.fullmatch(r"3\.1\d", python):
-        raise UsageError(f"--python {python} is not known", expected="3.10, 3.11 or 3.12")
+        raise UsageError(f"--python {python} is unknown", expected="3.10, 3.11 or 3.12")
     return Target(python, int(match[1]), match[2])
 
 
-def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
-    """Return the builds of torch that do, the best first: that of requirements.txt where it does.
+def choose_builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
+    """Return the builds of torch that suit the far side, the best first.
 
-    cuda: empty for any. driver: of the far side, empty when nothing is said of it; without either
-    none is returned, and pip takes what the lists pin. Raises UsageError where no build does.
+    cuda: empty for any. driver: of the far side, empty if unknown. Without both, the result is
+    empty, and pip downloads the build that the lists pin. Raises UsageError if no build suits.
     """
     if not cuda and not driver:
         return []
@@ -110,7 +110,7 @@ def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
     if cuda == torch_builds.NO_CUDA:
         return [Torch(pin.version, "")]
     if found := torch_builds.candidates(pin, driver, cuda):
-        return sorted(found, key=lambda build: build != pin)  # which every index has
+        return sorted(found, key=lambda build: build != pin)  # every index has the pinned build
     wanted = " and ".join(
         ([f"is built for CUDA {cuda}"] if cuda else [])
         + ([f"runs with driver {driver}"] if driver else [])
@@ -126,75 +126,78 @@ def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
     )
 
 
-def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: list[Torch]) -> Path:
-    """Return the finished wheelhouse, fetching what is not there; UsageError when pip cannot.
+def prepare_wheelhouse(
+    cache_dir: Path, lists: dict[str, bytes], wanted: Target, choices: list[Torch]
+) -> Path:
+    """Return the finished wheelhouse, after downloading missing wheels.
 
-    lists: requirement files by name. asked: builds of torch, of which the first one that pip finds
-    takes the place of that in requirements.txt; none leaves it.
+    lists: requirement files by name. choices: builds of torch; the first that pip finds replaces
+    the pinned one, which stays if there are none. Raises UsageError if pip fails.
     """
-    for build in asked:
+    for build in choices:
         try:
-            return _prepared(cache_dir, lists, wanted, asked, build)
+            return _wheelhouse_for(cache_dir, lists, wanted, choices, build)
         except NoSuchTorch as error:
-            if build != asked[-1]:
-                log.warn(f"{error.problem}; an older build is tried")
+            if build != choices[-1]:
+                log.warn(f"{error.problem}; trying an older build")
             else:
                 raise UsageError(
-                    error.problem + (", and no other that does" if asked[1:] else ""),
-                    expected=f"torch {' or '.join(map(str, asked))}",
+                    error.problem + (", nor another build that suits" if choices[1:] else ""),
+                    expected=f"torch {' or '.join(map(str, choices))}",
                     hint=error.hint,
                 ) from None
-    return _prepared(cache_dir, lists, wanted)
+    return _wheelhouse_for(cache_dir, lists, wanted)
 
 
-def _prepared(
+def _wheelhouse_for(
     cache_dir: Path,
     lists: dict[str, bytes],
     wanted: Target,
-    asked: Sequence[Torch] = (),
+    choices: Sequence[Torch] = (),
     build: Torch | None = None,
 ) -> Path:
-    """Return a wheelhouse for one of the builds that were asked for; None: for what is pinned."""
+    """Return a wheelhouse for one of the builds, or for the pinned one if `build` is None."""
     if build:
         pins = torch_builds.repinned(lists[_PINS].decode(), build)
         lists = {**lists, _PINS: pins.encode()}
-    made_of: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "options": {"python": wanted.python, "platform": wanted.platform},
         "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()},
     }
-    name = f"py{wanted.python}-{wanted.platform}-{hashing.fingerprint(made_of)[:8]}"
+    name = f"py{wanted.python}-{wanted.platform}-{hashing.fingerprint(identity)[:8]}"
     place = cache_dir / "wheelhouse" / name
-    if publish.is_done(place, KIND, made_of, overwrite=False):
-        log.info(f"wheels: {place}, fetched before")
+    if publish.is_done(place, KIND, identity, overwrite=False):
+        log.info(f"wheels: {place}, downloaded before")
         return place
-    with publish.Build(place, KIND, made_of, overwrite=False, resumable=True) as building:
+    with publish.Build(place, KIND, identity, overwrite=False, resumable=True) as building:
         for name, text in lists.items():
             (building.dir / name).write_bytes(text)
         try:
-            _download(building.dir, list(lists), wanted, is_asked=build is not None)
+            _download(building.dir, list(lists), wanted, has_choice=build is not None)
         except NoSuchTorch:
-            building.resumable = False  # nothing was fetched
+            building.resumable = False  # nothing was downloaded
             raise
-        if build and (found := torch_in(building.dir)) and found not in asked:
+        if build and (found := find_torch(building.dir)) and found not in choices:
             raise UsageError(
                 f"pip takes torch {found} for {build.requirement}",
                 expected=f"torch {build}",
-                hint="its settings name other wheels first (pip config list): leave those out",
+                hint="its settings name other wheels first (`pip config list`); remove them",
             )
         files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
         building.publish(
             stage="launch/airgap.py pack",
-            options=made_of["options"],
+            options=identity["options"],
             files=files,
             summary={"installed_bytes": installed_bytes(building.dir)},
         )
     return place
 
 
-def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> None:
-    """Fetch the wheels of lists into their directory, and build those that come as source alone.
+def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -> None:
+    """Download the wheels of lists into their directory, and build those that exist as source only.
 
-    is_asked: the torch was chosen, so that another may do; NoSuchTorch when pip does not find it.
+    has_choice: whether the torch is one of several choices; then NoSuchTorch is raised if pip does
+    not find it.
     """
     words = [word for name in lists for word in ("-r", name)]
     words += [word for tag in wanted.tags for word in ("--platform", tag)]
@@ -216,8 +219,8 @@ def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> 
         *words,
     ]
     log.info(
-        f"fetching wheels for Python {wanted.python} on {wanted.platform} "
-        "(pip download; its settings name the index)"
+        f"downloading wheels for Python {wanted.python} on {wanted.platform} "
+        "(pip download, from the index in its settings)"
     )
     built: set[str] = set()
     while True:
@@ -232,12 +235,12 @@ def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> 
             return
         absent = _ABSENT.search(done.stderr)
         pin = f"{absent[1]}=={absent[2]}" if absent else ""
-        if absent and absent[1] == "torch" and is_asked:
+        if absent and absent[1] == "torch" and has_choice:
             raise NoSuchTorch(
                 f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
-                hint="the builds for each CUDA lie in indexes of their own, which "
-                "PyTorch's page on installing names: PIP_EXTRA_INDEX_URL adds "
-                "one, PIP_FIND_LINKS a directory of wheels",
+                hint="each CUDA version has its own index, which PyTorch's page on "
+                "installing names: PIP_EXTRA_INDEX_URL adds an index, PIP_FIND_LINKS a "
+                "directory of wheels",
             )
         if not absent or absent[1] == "torch" or pin in built or not _build(place, absent[1], pin):
             said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
@@ -245,14 +248,14 @@ def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> 
                 f"pip found no complete set of wheels for Python {wanted.python} on "
                 f"{wanted.platform}",
                 found="\n".join(said[-8:]),
-                hint="--no-wheels leaves them out; or when the index is in reach:",
+                hint="--no-wheels packs none; or if the index can be reached:",
                 run=commands.as_typed(),
             )
         built.add(pin)
 
 
 def _build(place: Path, name: str, pin: str) -> bool:
-    """Build the wheel of a package that comes as source alone; tell whether it runs anywhere."""
+    """Build the wheel of a package without wheels. Return whether it runs on any machine."""
     done = subprocess.run(
         [
             sys.executable,
@@ -274,16 +277,16 @@ def _build(place: Path, name: str, pin: str) -> bool:
     )
     made = [*(place / "built").glob("*-none-any.whl")] if done.returncode == 0 else []
     for wheel in made:
-        log.info(f"{pin} comes as source alone: its wheel was built here")
+        log.info(f"{pin} exists as source only; its wheel was built here")
         wheel.replace(place / wheel.name)
     shutil.rmtree(place / "built", ignore_errors=True)
     return bool(made)
 
 
-def torch_in(place: Path) -> Torch | None:
-    """Return the build of torch whose wheel lies in a wheelhouse, None without one.
+def find_torch(place: Path) -> Torch | None:
+    """Return the build of torch in a wheelhouse, None if it contains none.
 
-    A wheel without a local version says by what it needs which CUDA it is for.
+    The CUDA of a wheel without a local version is that of its requirements.
     """
     wheel = next(place.glob("torch-*.whl"), None)
     if wheel is None:
@@ -298,7 +301,7 @@ def torch_in(place: Path) -> Torch | None:
 
 
 def installed_bytes(place: Path) -> int:
-    """Return what the wheels take when they are installed."""
+    """Return the bytes that the wheels need once they are installed."""
     total = 0
     for path in place.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:

@@ -1,4 +1,4 @@
-"""Writes a bundle's files into volumes: cut, copied, hashed, taken over where they are equal."""
+"""Write the files of a bundle into volumes: cut, copied and hashed, or reused if they are equal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lib.core.progress import Progress
 
 _JOURNAL = "progress.jsonl"
 _CHUNK = 4 << 20
-_JOURNALED = 1 << 20  # a killed run's smaller files are copied again: faster than to make durable
+_JOURNALED = 1 << 20  # after a kill, smaller files are copied again: faster than an fsync for each
 
 
-def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
-    """Return the parts of each file: one after the other into volumes, cut where one is full.
+def plan_layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
+    """Return the parts of each file. Files fill one volume after the other and are cut at its end.
 
-    At most one part of a file lies in a volume; that of a cut file under `.parts/` in it.
+    A volume contains at most one part of a file; parts of a cut file are under its `.parts/`.
     """
     parts: dict[str, list[Entry]] = {}
     volume = 1
@@ -59,10 +59,10 @@ def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, l
 
 
 class Writer:
-    """Fills the directory of a bundle in the making.
+    """Fills the partial directory of a bundle.
 
-    earlier: a finished bundle of the same name, whose equal files are linked, not copied.
-    missing_bytes: what has to be copied.
+    earlier: a finished bundle of the same name, whose equal files are linked instead of copied.
+    missing_bytes: bytes that must be copied.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Writer:
     ) -> None:
         self._place = place
         self._payloads = payloads
-        self._layout = layout(payloads, volume_bytes)
+        self._layout = plan_layout(payloads, volume_bytes)
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._seconds = 0.0
-        self._done = self._take_over(place, _journal(place / _JOURNAL))
-        self._remove_others()
+        self._done = self._reuse(place, _read_journal(place / _JOURNAL))
+        self._delete_others()
         linked = manifest.read_if_any(earlier) if earlier.is_dir() else None
         if linked and linked["kind"] == unpacking.KIND:
-            self._done |= self._take_over(earlier, linked["files"])
+            self._done |= self._reuse(earlier, linked["files"])
         self._kept = sum(p.bytes for p in payloads if p.to in self._done)
         self.missing_bytes = sum(p.bytes for p in payloads) - self._kept
 
     def write(self, workers: int, show_progress: bool) -> list[Entry]:
-        """Copy what is missing and return the entries of all files, in the order of the layout."""
+        """Copy missing files and return the entries of all files, in the order of the layout."""
         missing = [payload for payload in self._payloads if payload.to not in self._done]
         with (
             Progress("packing", self.missing_bytes, "B", show_progress) as progress,
@@ -111,20 +111,20 @@ class Writer:
         self._seconds = time.monotonic() - self._began
         return [entry for payload in self._payloads for entry in self._done[payload.to]]
 
-    def forget(self) -> None:
-        """Remove the journal: the manifest takes its place."""
+    def delete_journal(self) -> None:
+        """Delete the journal, since the manifest replaces it."""
         (self._place / _JOURNAL).unlink()
 
     def summary(self) -> str:
         """Return how much was copied and how fast."""
         rate = self.missing_bytes / max(self._seconds, 1e-9)
-        kept = f", {units.size(self._kept)} taken over" if self._kept else ""
+        kept = f", {units.size(self._kept)} reused" if self._kept else ""
         return f"{units.size(self.missing_bytes)} copied at {units.size(rate)}/s{kept}"
 
-    def _take_over(self, place: Path, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-        """Return the entries of files that lie in a bundle as they would be packed now."""
+    def _reuse(self, place: Path, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+        """Return the entries of files in a bundle that are as they would be packed now."""
         taken = {}
-        for to, parts in unpacking.by_file(entries).items():
+        for to, parts in unpacking.group_by_file(entries).items():
             plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
             if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
                 for part in parts:
@@ -136,8 +136,8 @@ class Writer:
                 taken[to] = parts
         return taken
 
-    def _remove_others(self) -> None:
-        """Delete what a killed run left half-written, or for another layout."""
+    def _delete_others(self) -> None:
+        """Delete files that a killed run left unfinished or packed for another layout."""
         known = {part["path"] for parts in self._done.values() for part in parts}
         for folder, _, names in os.walk(self._place, topdown=False):
             for name in names:
@@ -146,10 +146,10 @@ class Writer:
                     path.unlink()
 
     def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:
-        """Write the parts of a file; ArtifactError when it is not what its stage wrote."""
+        """Write the parts of a file. Raises ArtifactError if it differs from its stage's digest."""
         parts = self._layout[payload.to]
         algorithm = payload.digest.partition(":")[0]
-        is_hashed = len(parts) == 1 and algorithm == "sha256"  # by the hash of the only part
+        is_hashed = len(parts) == 1 and algorithm == "sha256"  # the part's hash is the file's
         whole = hashing.new(algorithm) if algorithm and not is_hashed else None
         entries = []
         for part in parts:
@@ -170,8 +170,8 @@ class Writer:
         )
         if is_grown or (found and found != payload.digest):
             raise ArtifactError(
-                f"{payload.source!s} has other content than when it was written",
-                hint="this names what is damaged in .cache/, and what mends it:",
+                f"{payload.source!s} has changed since it was written",
+                hint="to find the damage in .cache/, and how to repair it:",
                 run=commands.script("03_download_model.py", "--verify"),
             )
         return entries
@@ -186,7 +186,7 @@ def _chunks(payload: Payload, offset: int, size: int) -> Any:
         while size:
             chunk = file.read(min(size, _CHUNK))
             if not chunk:
-                raise ArtifactError(f"{payload.source} became shorter while it was packed")
+                raise ArtifactError(f"{payload.source} shrank while it was packed")
             size -= len(chunk)
             yield chunk
 
@@ -196,8 +196,8 @@ def _has_size(place: Path, part: Entry) -> bool:
     return path.is_file() and path.stat().st_size == part["bytes"]
 
 
-def _journal(path: Path) -> list[Entry]:
-    """Return the entries that a killed run finished; a torn last line is left out."""
+def _read_journal(path: Path) -> list[Entry]:
+    """Return the entries that a killed run finished, without a torn last line."""
     entries: list[Entry] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

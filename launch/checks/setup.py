@@ -164,7 +164,7 @@ def _code() -> Iterator[Finding]:
         )
         return
     content = json.loads(stamp.read_text(encoding="utf-8"))
-    files = unpacking.by_file(content["files"])
+    files = unpacking.group_by_file(content["files"])
     code = {
         name: parts
         for name, parts in files.items()
