@@ -1,32 +1,31 @@
 # make demo                the five stages on real text, from nothing to generated lines
 # make demo-chat           stages 02 to 05 on conversations, from nothing to an answer
-# make test                the quick tests          make test-slow   those of ten seconds and more
-# make test-long           half an hour more, as root: a cluster in small, every kind of damage
-# make test-faults         200 kills over stages 01 to 05: nothing may be lost (about five minutes)
+# make test                the quick tests          make test-slow   tests of ten seconds and more
+# make test-long           the longest tests, as root: small clusters, all kinds of damage (30 min)
+# make test-faults         200 kills over stages 01 to 05, which must lose nothing (about 5 minutes)
 # make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
-# make test-gpu            there: check what only a GPU shows (without one: a rehearsal on the CPU)
-# make bench-gpu           there: measure speed (each of these takes 20 to 30 minutes)
+# make test-gpu            there: the tests that need a GPU (without one: a rehearsal on the CPU)
+# make bench-gpu           there: measure speed (each of the two takes 20 to 30 minutes)
 # make lint                ruff (its rules and its format) and mypy
-# make reference          docs/reference/, from the declarations of options, events and metrics
-# make memory-table        what training known models takes of each GPU, as docs/how-to/speed.md has it
-# make bench               every other benchmark, one after the other (the better part of an hour)
+# make memory-table        the memory of known models on each GPU, as in docs/how-to/speed.md
+# make bench               all other benchmarks, one after the other (almost an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
-# make validate-setup      this machine and everything that is prepared here, or the cluster of
+# make validate-setup      this machine and all prepared artifacts, or the cluster of
 #                          LAUNCHER=kubernetes
 # make test-quick          a run of about a minute from raw text to an export, with LAUNCHER
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
-# make status              how that run is doing             make logs-follow   its log, line by line
-# make stop                save and end it; make run goes on
+# make status              the state of that run             make logs-follow   its log, line by line
+# make stop                save and end it; make run continues
 #
-# EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run; without MODEL the only one prepared
+# EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run (default: the only prepared model)
 # ARGS='--max-steps 1000'    further options of stage 04
 # LAUNCHER=local             launch/single_node.sh on this machine; NPROC=8 sets its processes
 # LAUNCHER=slurm             launch/slurm.sbatch; NODES=4, and SBATCH='--partition=gpu' for sbatch
 # LAUNCHER=kubernetes        launch/kubernetes.py; NODES, KIND=trainjob, INSTANCE_TYPE=p5.48xlarge,
-#                            and KUBERNETES='--image … --pvc …' for it
-# KILLS=200 SEED=7           of test-faults; without SEED other moments each time, and it is printed
-# VENV=DIR puts the environment elsewhere; PYTHON=python3.12 makes it with another interpreter.
-# A wheelhouse/ beside this file, as an air-gap bundle has it, is installed from without a network.
+#                            and KUBERNETES='--image … --pvc …' for its options
+# KILLS=200 SEED=7           for test-faults (default: a new seed each time, which is printed)
+# VENV=DIR puts the environment elsewhere; PYTHON=python3.12 creates it with another interpreter.
+# If there is a wheelhouse/ beside this file, as in an air-gap bundle, no network is needed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,15 +39,15 @@ NODES ?= 1
 KILLS ?= 200
 KIND ?= pytorchjob
 
-# Every machine with Python has this text: the sources of its standard library.
+# A text that every machine with Python has: the sources of the standard library.
 STDLIB = $$($(PY) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
-# A bundle for an old driver has another build of torch, which its wheelhouse names.
+# A bundle for an old driver contains another build of torch, which its own list names.
 PINS := $(firstword $(wildcard wheelhouse/requirements.txt) requirements.txt)
 
-# Verbs that make no environment: on a cluster, and in an image, there mostly is one.
+# The Python of targets that create no environment: clusters and images mostly have one.
 ANY_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-# EXP may be a name or the path of a run's directory, as -e of stage 04 takes it.
+# EXP is the name or the directory of a run, as for -e of stage 04.
 RUN = $(if $(findstring /,$(EXP)),$(EXP:%/=%),outputs/$(EXP))
 NAME = $(notdir $(RUN))
 TRAIN = -e $(EXP) -d $(DATASET) $(if $(MODEL),-m $(MODEL)) $(ARGS)
@@ -58,7 +57,7 @@ POD = $(ANY_PY) launch/kubernetes.py
 POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
   $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
 
-# The demo shows two ranks also on a CPU; GPUs have one each.
+# The demo uses two ranks on a CPU, and otherwise one per GPU.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
 # To check Slurm's nodes, start `launch/check.py network` on them with srun.
@@ -72,7 +71,7 @@ CHECK_kubernetes = $(POD) validate $(POD_JOB)
 START_local = $(LOCAL) -- $(TRAIN)
 START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
 START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
-# … and come back when it is over, with its exit code.
+# As START, but wait for the end of the run and return its exit code.
 FINISH_local = $(START_local)
 FINISH_slurm = $(SLURM) --wait launch/slurm.sbatch $(TRAIN)
 FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
@@ -91,7 +90,7 @@ ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
 $(error LAUNCHER is local, slurm or kubernetes, not "$(LAUNCHER)")
 endif
 
-# `make` alone tells the verbs: the lines at the head of this file.
+# `make` alone prints the targets: the lines at the head of this file.
 .DEFAULT_GOAL := help
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -110,7 +109,7 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r requirements-dev.txt
 	@touch $@
 
-# Packages that are written alike: a small model learns their style in two minutes.
+# A small model learns the style of these packages in two minutes.
 demo: $(VENV)/installed
 	$(PY) 01_organize_data.py --src-dir "$(STDLIB)" --dst-root splits_demo --num-dirs 4 \
 	  --include 'asyncio/*.py' --include 'concurrent/*.py' --include 'json/*.py' \
@@ -127,7 +126,7 @@ demo: $(VENV)/installed
 	@$(PY) tests/demo/show_result.py outputs/demo --model outputs/demo/export/final \
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
-# What Python's functions do, by the documentation that they carry: a small model learns it by heart.
+# Questions about Python's functions, answered from their docstrings: a small model memorises them.
 demo-chat: $(VENV)/installed
 	$(PY) tests/demo/conversations.py raw_demo_chat
 	$(PY) 02_build_hf_dataset.py --data-folder raw_demo_chat --save-dir hf_datasets/demo-chat \
@@ -173,7 +172,7 @@ bench: $(VENV)/installed-dev
 gpu-kit: $(VENV)/installed-dev
 	$(PY) -m tests.gpu.kit
 
-# Not the pinned versions, but those of an image whose torch fits its driver.
+# These use the installed versions, such as those of an image, instead of the pinned ones.
 test-gpu:
 	$(ANY_PY) benchmarks/gpu.py correctness
 
@@ -186,7 +185,7 @@ validate-framework:
 validate-setup:
 	$(CHECK_$(LAUNCHER))
 
-# Its own names, so that nothing of yours is touched; a second time it starts from nothing again.
+# test-quick uses its own names, so it touches nothing of yours, and starts from nothing each time.
 test-quick: $(VENV)/installed
 	rm -rf splits_test-quick outputs/test-quick
 	$(PY) 01_organize_data.py --src-dir "$(STDLIB)/json" --dst-root splits_test-quick --num-dirs 2 \

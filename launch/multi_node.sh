@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Train on several machines: the same command on each of them, but for the number of the node.
+# Train on several machines: run the same command on each, with a different --node-rank.
 #
 #   launch/multi_node.sh --nnodes 2 --node-rank 0 --head 10.0.0.1 -- -e exp -d hf_datasets/corpus
 #   launch/multi_node.sh --nnodes 2 --node-rank 1 --head 10.0.0.1 -- -e exp -d hf_datasets/corpus
 #
 #   --nnodes N           machines (or NNODES)
 #   --node-rank R        this machine's number, 0 to N-1 (or NODE_RANK)
-#   --head ADDR          address of machine 0, as all others reach it (or HEAD_ADDR)
-#   --port P             port there that is free (default: 29500, or HEAD_PORT)
+#   --head ADDR          address of machine 0 that all others can reach (or HEAD_ADDR)
+#   --port P             unused port of machine 0 (default: 29500, or HEAD_PORT)
 #   --nproc-per-node K   processes on this machine (default: one per GPU, one without any)
-#   --interface IF       network interface (default: the one that leads to the head)
-#   --max-restarts M     restarts in a row without a newer checkpoint (default: 3)
+#   --interface IF       network interface (default: the one whose route leads to the head)
+#   --max-restarts M     most restarts in a row without a newer checkpoint (default: 3)
 #   --dry-run            print the command and start nothing
 #
-# What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
-# in; --save-dir has to be on a file system that all machines share. A machine that dies may come
-# back by the same command. SIGTERM, SIGINT and SIGUSR1 to any of them save and end all with 75; a
-# second SIGINT kills the ranks without a save (130). Exit codes: those of stage 04, the same on
-# every machine.
+# The options behind `--` are those of 04_train_fsdp.py. Relative paths start from the current
+# directory; --save-dir must be on a file system that all machines share. A lost machine rejoins by
+# the same command. After SIGTERM, SIGINT or SIGUSR1 on any machine, all save and end with exit code
+# 75; a second SIGINT kills the ranks without a save (130). The other exit codes are those of stage
+# 04, the same on every machine.
 #
-# From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
+# Environment variables: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 
 set -euo pipefail
-: "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # what its messages name as the command
+: "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # the command that messages of the run repeat
 export LAUNCHED_AS
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
@@ -45,14 +45,14 @@ while (($#)); do
   shift $((words < $# ? words : $#))
 done
 
-python=${PYTHON:-python3}                     # EDIT: one that has requirements.txt
+python=${PYTHON:-python3}                     # EDIT: an interpreter with requirements.txt
 if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
 fi
-save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may take
-backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
-wait_seconds=${WAIT_SECONDS:-900}             # EDIT: how long to wait for a machine to come (back)
-if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
+save_seconds=${SAVE_SECONDS:-120}             # EDIT: seconds that the last save may take
+backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: seconds before the first restart, then doubled
+wait_seconds=${WAIT_SECONDS:-900}             # EDIT: seconds to wait for a missing machine
+if [[ -z $nproc ]]; then  # one process per GPU that this process may use
   if [[ " $* " =~ " --device"(" "|=)"cpu " ]]; then gpus=
   elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
   else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi

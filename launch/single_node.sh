@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Train on this machine, on all its GPUs (or on its CPU), and go on after what passes by itself.
+# Train on all GPUs of this machine, or on its CPU, and restart after failures that may pass.
 #
 #   launch/single_node.sh -- -e exp -d hf_datasets/corpus
 #   launch/single_node.sh --nproc-per-node 4 -- -e exp -d hf_datasets/corpus --max-steps 1000
 #
 #   --nproc-per-node K   processes (default: one per GPU, one without any)
-#   --max-restarts M     restarts in a row without a newer checkpoint (default: 3)
+#   --max-restarts M     most restarts in a row without a newer checkpoint (default: 3)
 #   --dry-run            print the command and start nothing
 #
-# What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
-# in. SIGTERM, SIGINT and SIGUSR1 save and end the run with 75; a second SIGINT kills it (130).
-# Exit codes: those of stage 04.
+# The options behind `--` are those of 04_train_fsdp.py. Relative paths start from the current
+# directory. After SIGTERM, SIGINT or SIGUSR1 the run saves and ends with exit code 75; a second
+# SIGINT kills it (130). The other exit codes are those of stage 04.
 #
-# From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS.
+# Environment variables: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS.
 
 set -euo pipefail
-: "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # what its messages name as the command
+: "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # the command that messages of the run repeat
 export LAUNCHED_AS
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
@@ -31,13 +31,13 @@ while (($#)); do
   esac
 done
 
-python=${PYTHON:-python3}                     # EDIT: one that has requirements.txt
+python=${PYTHON:-python3}                     # EDIT: an interpreter with requirements.txt
 if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
 fi
-save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may take
-backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
-if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
+save_seconds=${SAVE_SECONDS:-120}             # EDIT: seconds that the last save may take
+backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: seconds before the first restart, then doubled
+if [[ -z $nproc ]]; then  # one process per GPU that this process may use
   if [[ " $* " =~ " --device"(" "|=)"cpu " ]]; then gpus=
   elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
   else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi

@@ -98,7 +98,11 @@ def test_help_and_dry_run_need_no_slurm(tmp_path: Path, name: str) -> None:
 def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) -> None:
     copy = shutil.copy(ROOT / "launch" / name, tmp_path)
     refused = run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path)
-    assert refused.returncode == 2 and "PROJECT_DIR=" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "hint:     set PROJECT_DIR" in refused.stderr
+        and "run:" not in refused.stderr
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROJECT_DIR", str(ROOT))
         assert run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path).returncode == 0
