@@ -120,9 +120,9 @@ def build_parser() -> options.Parser:
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """Return our options, and those of stage 04: words after `--`, or options only it knows."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     parser = build_parser()
-    own, more = stage_04.taken_out(own, parser._option_string_actions)
+    own, more = command_line.take_stage_options(own, parser._option_string_actions)
     return parser.parse(own), [*more, *train]
 
 
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> None:
 
 def deploy_words(argv: list[str]) -> list[str]:
     """Return the words of the `deploy` that follows a `prepare`."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     # The command may follow options, one of which may have the same word as its value.
     at = 0 if own[0] == "prepare" else len(own) - 1 - own[::-1].index("prepare")
     return [*own[:at], "deploy", *own[at + 1 :], *(["--", *train] if train else [])]
@@ -390,7 +390,7 @@ def deploy_training_job(
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
     deploy.deploy(
-        plan_job(fill_open_options(job, kubectl), [*train, *stage_04.words_of(given)]),
+        plan_job(fill_open_options(job, kubectl), [*train, *command_line.to_words(given)]),
         kubectl,
         token=token,
         monitor=monitor,

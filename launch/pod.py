@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Print the command, run it, and exit with its code as Kubernetes expects it."""
-    own, train = stage_04.divided(argv)
+    own, train = command_line.split_at_dashes(argv)
     opts = parse(own)
     if not train:
         raise command_line.missing_dashes_error("-e exp -d corpus")

@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> Options:
 
 def read_stage_options(words: list[str]) -> Config:
     """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
-    opts = stage_04.parse(words)
+    opts = command_line.parse_options(words)
     if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are missing behind `--`: a name for the run, and a dataset")
     return opts
@@ -134,7 +134,9 @@ def find_script(command: list[str]) -> int:
 
     Raises UsageError if the command does not run stage 04, or gives it no options.
     """
-    script = next((i for i, word in enumerate(command) if Path(word).name == stage_04.SCRIPT), None)
+    script = next(
+        (i for i, word in enumerate(command) if Path(word).name == command_line.SCRIPT), None
+    )
     if script is None:
         raise UsageError(
             f"the command behind `--` does not run {command_line.SCRIPT}",

@@ -228,7 +228,7 @@ def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFaile
 
 def _recompute_more(job: Job, kubectl: Kubectl) -> Job | None:
     """Return the job with more activation checkpointing, which does not change the result."""
-    now = stage_04.parse(job.train).activation_checkpointing
+    now = command_line.parse_options(job.train).activation_checkpointing
     if now == recompute.KINDS[-1]:
         return None
     # The choice of `auto` on the nodes is unknown here.

@@ -57,7 +57,7 @@ class Job(JobOptions):
 
     def _settings(self) -> dict[str, Any]:
         kind = KINDS[self.kind]
-        config = stage_04.parse(self.train)
+        config = command_line.parse_options(self.train)
         return {
             **{name.upper(): value for name, value in vars(self).items()},
             "RUNTIME": self.runtime,
@@ -95,7 +95,7 @@ def plan_job(wanted: JobOptions, given: Sequence[str], launched_as: str = "") ->
     settled = wanted.with_defaults()
     train = problems.collect(lambda: train_options(wanted, given))
     if train and (wanted.node or wanted.gpus_per_node is not None):
-        parsed = stage_04.parse(train)
+        parsed = command_line.parse_options(train)
         per_node = settled.gpus_per_node or 1
         problems.collect(lambda: _check_division(wanted, parsed, per_node))
     problems.raise_if_any()
@@ -114,12 +114,12 @@ def train_options(wanted: JobOptions, given: Sequence[str]) -> list[str]:
     named after the job unless it has a name. --slow-below adds the log style that it reads. Raises
     UsageError for options that stage 04 would refuse.
     """
-    words = stage_04.expanded(stage_04.completed(given))
+    words = command_line.expand_config(command_line.add_recipe(given))
     if wanted.slow_below:
         words.insert(0, "--log-style=dict")
     if wanted.gpus_per_node == 0:  # the node may have GPUs that the pod does not get
         words.insert(0, "--device=cpu")
-    parsed = stage_04.parse(words)
+    parsed = command_line.parse_options(words)
     if wanted.slow_below and parsed.log_style != "dict":
         raise UsageError(
             "--slow-below reads the speed from --log-style dict",
@@ -138,7 +138,7 @@ def _check_division(wanted: JobOptions, train: Config, per_node: int) -> None:
     """
     from lib.train import plan
 
-    stage_04.check_ranks(train, wanted.nodes * per_node)
+    command_line.require_divisible(train, wanted.nodes * per_node)
     division = plan.divide(train, 0, wanted.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node

@@ -29,7 +29,7 @@ class RawText:
         group="prepare: the raw text of a dataset that does not exist yet",
         metavar="ORG/NAME|DIR",
         help="dataset of the Hub, or a directory of files, such as /bucket/raw "
-        f"(default: ten files of allenai/c4 for {stage_04.DATASET}; needed for others)",
+        f"(default: ten files of allenai/c4 for {command_line.DATASET}; needed for others)",
     )
     include: list[str] = option(
         [],
@@ -93,7 +93,7 @@ def _dataset_dir(word: str) -> Path:
 
 
 def _dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
-    if not raw.data and dataset.name != stage_04.DATASET:
+    if not raw.data and dataset.name != command_line.DATASET:
         raise UsageError(
             f"{dataset} does not exist, and there is no --data to make it from",
             expected="--data ORG/NAME of the Hub, or --data DIR",
