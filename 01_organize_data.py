@@ -16,10 +16,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted  # json.dumps of a string, twice as fast
 from pathlib import Path
 
-from lib.core import commands, log, manifest, options, publish, stage, units
+from lib.core import commands, declared, log, manifest, options, publish, stage, units
+from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import inputs, place, saved
 from lib.corpus.scan import (
@@ -37,54 +39,47 @@ STAGE = "01_organize_data.py"
 KIND = "splits/1"
 
 
-def parse(argv: Sequence[str]) -> options.Options:
-    """Return the options of this stage."""
-    parser = options.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--src-dir",
-        type=Path,
-        default=Path("raw_text"),
-        metavar="DIR",
-        help="directory with the raw files, in any layout",
+@dataclass(frozen=True)
+class OrganizeOptions(CommonOptions):
+    """Contain the options of this stage."""
+
+    src_dir: Path = option(
+        Path("raw_text"), parse=Path, help="directory with the raw files, in any layout"
     )
-    add("--dst-root", type=Path, default=Path("splits"), metavar="DIR", help="directory to create")
-    add(
-        "--num-dirs",
-        type=options.positive_int,
-        default=20,
-        metavar="N",
-        help="number of splits (fewer if there are fewer files)",
+    dst_root: Path = option(Path("splits"), parse=Path, help="directory to create")
+    num_dirs: int = option(
+        20, parse=options.positive_int, help="number of splits (fewer if there are fewer files)"
     )
-    add(
-        "--mode",
+    mode: str = option(
+        "hardlink",
         choices=("hardlink", "symlink", "copy"),
-        default="hardlink",
         help="how to place a file in its split; hardlink falls back to copy if needed",
     )
-    add(
-        "--include",
-        action="append",
-        default=[],
+    include: list[str] = option(
+        [],
         metavar="GLOB",
         help="take only files whose relative path or basename matches; `*` also matches `/`; "
         "may be repeated (default: all)",
     )
-    add(
-        "--exclude",
-        action="append",
-        default=[],
+    exclude: list[str] = option(
+        [],
         metavar="GLOB",
         help="skip files and directories that match; may be repeated (default: none)",
     )
-    add(
-        "--follow-symlinks",
-        action="store_true",
+    follow_symlinks: bool = option(
+        False,
         help="also take the targets of symbolic links, inside or outside the source "
         "(default: follow no link)",
     )
+    num_workers: int = option(1)
+
+
+def parse(argv: Sequence[str]) -> OrganizeOptions:
+    """Return the options of this stage."""
+    parser = options.Parser(__doc__)
+    declared.add_options(parser, OrganizeOptions)
     parser.add_common("inspect and place files")
-    return parser.parse(argv)
+    return declared.read_options(OrganizeOptions, parser.parse(argv))
 
 
 def check_paths(src: Path, dst: Path) -> None:
@@ -102,7 +97,7 @@ def check_paths(src: Path, dst: Path) -> None:
         )
 
 
-def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
+def make_identity(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> dict:
     """Return the identity of the splits: their options and input files.
 
     It does not depend on the paths of source and destination, except for symbolic links.
@@ -110,7 +105,7 @@ def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
     inputs_identity = identify_files(select_taken(entries))
     if opts.mode == "symlink":  # symbolic links contain the path of the source
         inputs_identity["source"] = str(opts.src_dir.resolve())
-    return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": inputs_identity}
+    return {"options": declared.identify(opts, "src_dir", "dst_root"), "inputs": inputs_identity}
 
 
 def require_all_files(dst: Path) -> None:
@@ -130,7 +125,7 @@ def require_all_files(dst: Path) -> None:
         )
 
 
-def require_files(opts: options.Options, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
+def require_files(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
     """Return the entries that are taken; raises UsageError if there are none."""
     if files := select_taken(entries):
         return files
@@ -152,7 +147,7 @@ def assign_files(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEn
 
 
 def print_plan(
-    opts: options.Options, entries: Sequence[TreeEntry], files: Sequence[tuple[TreeEntry, str]]
+    opts: OrganizeOptions, entries: Sequence[TreeEntry], files: Sequence[tuple[TreeEntry, str]]
 ) -> tuple[Counter[str], Counter[str]]:
     """Print the planned splits; return the numbers of files and bytes per split."""
     counts: Counter[str] = Counter()
@@ -205,7 +200,7 @@ def write_list(
                 )
 
 
-def print_summary(opts: options.Options, summary: dict, seconds: float) -> None:
+def print_summary(opts: OrganizeOptions, summary: dict, seconds: float) -> None:
     """Print the numbers of placed and skipped files, and the throughput."""
     total = summary["files"] + summary["skipped"]
     log.info(f"done in {units.duration(seconds)}, {total / max(seconds, 1e-9):,.0f} files/s")

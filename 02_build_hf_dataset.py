@@ -22,122 +22,69 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import commands, log, options, publish, stage, units
+from lib.core import commands, declared, log, options, publish, stage, units
+from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import encoding, inputs, pool, report, split_parts, text_documents, work_units
+from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
+from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
-from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, RowOptions
+from lib.corpus.tally import ERRORS
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"
 
 
-def parse(argv: Sequence[str]) -> options.Options:
-    """Return the options of this stage."""
-    parser = options.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--data-folder",
-        type=Path,
-        default=Path("splits"),
-        metavar="DIR",
+@dataclass(frozen=True)
+class BuildOptions(RowOptions, CommonOptions):
+    """Contain the options of this stage."""
+
+    data_folder: Path = option(
+        Path("splits"),
+        group="options",
+        parse=Path,
         help="splits of stage 01, or any directory of files",
     )
-    add(
-        "--save-dir",
-        type=Path,
-        default=Path("hf_datasets/corpus"),
-        metavar="DIR",
-        help="dataset directory to create",
+    save_dir: Path = option(
+        Path("hf_datasets/corpus"), parse=Path, help="dataset directory to create"
     )
-    add(
-        "--format",
-        choices=FORMATS,
-        default="text",
-        help="`text`: one row of text per document; `chat`: one conversation per record "
-        "(messages, prompt/completion, ShareGPT, alpaca) with separate turns",
-    )
-    add(
-        "--fields",
-        type=text_documents.parse_field_names,
-        action="extend",
-        default=[],
-        metavar="A,B.C",
-        help="keep only these (dotted) keys of structured documents (default: every string)",
-    )
-    add(
-        "--strings",
-        choices=("joined", "rows"),
-        default="joined",
-        help="join the strings of a document with newlines, or write a row per string",
-    )
-    add(
-        "--min-chars",
-        type=options.count,
-        default=0,
-        metavar="N",
-        help="drop rows with fewer characters (of a conversation: in all turns)",
-    )
-    add(
-        "--fallback-encoding",
-        type=encoding.parse_encoding_name,
-        metavar="NAME",
-        help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 with a byte "
-        "order mark (default: replace invalid bytes by U+FFFD)",
-    )
-    add(
-        "--dedup",
-        choices=("none", "exact"),
-        default="none",
-        help="exact: drop rows whose text (or turns and tools) equals an earlier row; takes about "
-        "25 bytes of memory per row",
-    )
-    add(
-        "--validation-percent",
-        type=options.percent,
-        default=0.0,
-        metavar="P",
-        help="percentage of the rows for a validation split, selected by a hash of their text "
-        "(0: no validation split)",
-    )
-    add(
-        "--keep-source",
-        action="store_true",
-        help="add a column `source` with the relative path of the file (--format chat always "
-        "includes it)",
-    )
-    add(
-        "--max-error-rate",
-        type=options.fraction,
-        default=1.0,
+    max_error_rate: float = option(
+        1.0,
+        parse=options.fraction,
         metavar="F",
         help="fail if more than this fraction of the files cannot be read completely (1: never)",
     )
-    add(
-        "--only-splits",
-        type=split_parts.parse_numbers,
+    only_splits: list[int] | None = option(
+        None,
+        parse=split_parts.parse_numbers,
         metavar="0-4",
         help="build only the parts of these splits of stage 01 (`0-4,7`), for a later --merge "
         "(default: build the dataset from all splits)",
     )
-    add(
-        "--merge",
-        action="store_true",
+    merge: bool = option(
+        False,
         help="merge the parts of all splits; the dataset is byte for byte the same as one built "
         "on a single machine",
     )
+    num_workers: int = option(1)
+
+
+def parse(argv: Sequence[str]) -> BuildOptions:
+    """Return the options of this stage."""
+    parser = options.Parser(__doc__)
+    declared.add_options(parser, BuildOptions)
     parser.add_common("read files")
-    return parser.parse(argv)
+    return declared.read_options(BuildOptions, parser.parse(argv))
 
 
-def check_options(opts: options.Options) -> None:
+def check_options(opts: BuildOptions) -> None:
     """Raise UsageError if options contradict each other, or if input and output overlap."""
     folder = opts.data_folder
     save_dir = opts.save_dir
@@ -165,7 +112,7 @@ def check_options(opts: options.Options) -> None:
     problems.raise_if_any()
 
 
-def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, needed: int) -> None:
+def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, needed: int) -> None:
     """Print the planned dataset."""
     total = sum(file.bytes for file in files)
     if opts.format == CHAT:
@@ -192,25 +139,21 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     )
 
 
-def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
+def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     """Return the identity of the dataset: the options and input files that determine its content.
 
     It does not depend on the number of machines that build the dataset.
     """
-    # Identities of text datasets have no `format`, because older ones were written without it.
-    omitted = ["format"] if opts.format == TEXT else []
-    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *omitted)
+    chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     return {"options": chosen, "inputs": identify_files(files)}
 
 
-def build_splits(
-    opts: options.Options, files: Sequence[InputFile], row_options: RowOptions
-) -> None:
+def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: RowOptions) -> None:
     """Build the parts of the selected splits and print the next command."""
     began = time.monotonic()
     root = split_parts.locate_parts(opts.save_dir)
     by_split = inputs.group_by_split(files)
-    names = split_parts.select_splits(list(by_split), opts.only_splits)
+    names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
@@ -240,7 +183,7 @@ def build_splits(
 
 
 def build_split(
-    opts: options.Options, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
+    opts: BuildOptions, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
     """Build the parts of one split; after a kill, a later run reuses the finished units."""
     with build:
@@ -277,7 +220,7 @@ def build_split(
 
 
 def add_units(
-    opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
+    opts: BuildOptions, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
 ) -> int:
     """Add the remaining units to a dataset: read them, or with --merge use the kept parts.
 
@@ -302,7 +245,7 @@ def add_units(
 
 
 def check_result(
-    opts: options.Options,
+    opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
     files: int,
@@ -318,13 +261,13 @@ def check_result(
         error.found += f"\nlisted in {copy}; nothing was published"
         raise error
     for text in report.list_warnings(
-        dataset.tally, row_options, dataset.rows, dataset.duplicates, opts.save_dir
+        dataset.tally, row_options, dataset.rows, dataset.dropped, opts.save_dir
     ):
         log.warn(text)
 
 
 def print_summary(
-    opts: options.Options,
+    opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
     files: int,
@@ -344,7 +287,7 @@ def print_summary(
     print_next(opts)
 
 
-def print_next(opts: options.Options) -> None:
+def print_next(opts: BuildOptions) -> None:
     """Print the next commands: get a model, then train."""
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     if opts.format == CHAT:
@@ -383,16 +326,7 @@ def main(argv: list[str]) -> None:
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
-    row_options = RowOptions(
-        tuple(opts.fields),
-        opts.strings,
-        opts.min_chars,
-        opts.validation_percent,
-        opts.keep_source,
-        opts.dedup,
-        opts.fallback_encoding or "",
-        opts.format,
-    )
+    row_options = declared.read_options(RowOptions, opts)
     if opts.only_splits is not None:
         build_splits(opts, files, row_options)
         return

@@ -18,7 +18,7 @@ import pytest
 
 from lib.core.errors import UsageError
 from lib.corpus import inputs, split_parts, work_units
-from lib.corpus.tally import RowOptions
+from lib.corpus.row_options import RowOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "02_build_hf_dataset.py"

@@ -13,7 +13,7 @@ import pytest
 
 from lib.corpus import dataset as dataset_module
 from lib.corpus import shards, work_units
-from lib.corpus.tally import RowOptions
+from lib.corpus.row_options import RowOptions
 from tests.test_stage_02_machines import build, content
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -164,7 +164,7 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
         ),
         (("--fields", "a"), "--fields and --format chat"),
         (("--strings", "rows"), "--strings and --format chat"),
-        (("--data-folder", "raw", "--min-chars", 10**6), "rows below --min-chars"),
+        (("--data-folder", "raw", "--min-chars", 10**6), "rows dropped by --min-chars"),
     ):
         done = stage(SCRIPT, *CHAT, "--save-dir", "out", *arguments, expect=2)
         assert all(word in done.stderr for word in words), done.stderr

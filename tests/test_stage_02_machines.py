@@ -16,7 +16,8 @@ from lib.core import publish
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.tally import RowOptions, Tally
+from lib.corpus.row_options import RowOptions
+from lib.corpus.tally import Tally
 from tests.conftest import stage_command
 
 SCRIPT = "02_build_hf_dataset.py"

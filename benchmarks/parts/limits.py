@@ -84,7 +84,7 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
     import pyarrow  # noqa: F401  (its import is no work on the input)
 
     from lib.corpus import inputs, work_units
-    from lib.corpus.tally import RowOptions
+    from lib.corpus.row_options import RowOptions
 
     files, _ = inputs.find_inputs(source, False)
     units = work_units.cut_files(source, files, directory / "parts", RowOptions())

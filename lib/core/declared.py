@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from lib.core import aliases, options
 from lib.core.errors import Problems
-from lib.core.options import Options
 
 Declared = TypeVar("Declared")
 
@@ -89,6 +88,16 @@ def option(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class CommonOptions:
+    """Contain the options that `Parser.add_common` adds to each stage."""
+
+    config: Path | None = option(None)
+    dry_run: bool = option(False)
+    overwrite: bool = option(False)
+    no_progress: bool = option(False)
+
+
 def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> None:
     """Add the options that a class declares, in the order of its fields.
 
@@ -109,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: s
             more["action"] = "store_true"
         else:
             more = {"metavar": _METAVARS.get(about["parse"]), **more, "type": about["parse"]}
-            more |= {"action": "append"} if isinstance(default, list) else {}
+            more = ({"action": "append"} if isinstance(default, list) else {}) | more
         flags = [flag(field.name), *about["flags"]]
         where.add_argument(*sorted(flags, key=lambda text: text.startswith("--")), **more)
 
@@ -139,9 +148,26 @@ def first_page(declared: type) -> dict[str, str]:
     }
 
 
-def read_options(declared: type[Declared], opts: Options) -> Declared:
-    """Return an object of a declared class with the parsed options."""
+def read_options(declared: type[Declared], opts: Any) -> Declared:
+    """Return an object of a declared class.
+
+    opts: the parsed options, or an object of a class that declares these options and more.
+    """
     return declared(**{field.name: getattr(opts, field.name) for field in list_fields(declared)})
+
+
+def identify(chosen: Any, *omitted: str) -> dict[str, Any]:
+    """Return the options that decide what an artifact contains, as values to store.
+
+    chosen: object of a declared class. omitted: names of further options that decide nothing.
+    Quiet defaults are left out, so that an artifact older than an option keeps its identity.
+    """
+    quiet = {
+        field.name
+        for field in list_fields(type(chosen))
+        if field.metadata["quiet"] and getattr(chosen, field.name) == default_of(field)
+    }
+    return options.identity(chosen, *omitted, *quiet)
 
 
 def fields_by_spelling(declared: type) -> dict[str, dataclasses.Field[Any]]:

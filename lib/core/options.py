@@ -270,8 +270,11 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
-def to_plain_values(options: Options) -> dict[str, Any]:
-    """Return the options as values to store: paths as strings, secrets redacted."""
+def to_plain_values(options: Any) -> dict[str, Any]:
+    """Return the options as values to store: paths as strings, secrets redacted.
+
+    options: a namespace of argparse, or an object of a declared class.
+    """
 
     def plain(key: str, value: Any) -> Any:
         if value is not None and is_secret(key):
@@ -281,7 +284,7 @@ def to_plain_values(options: Options) -> dict[str, Any]:
     return {key: plain(key, value) for key, value in vars(options).items()}
 
 
-def identity(options: Options, *leave_out: str) -> dict[str, Any]:
+def identity(options: Any, *leave_out: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains."""
     skip = VOLATILE | set(leave_out)
     return {key: value for key, value in to_plain_values(options).items() if key not in skip}

@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 from lib.core.conversation import Conversation, Place, Refused
 from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
-from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
-from lib.corpus.tally import TRAIN, RowOptions
+from lib.corpus.row_options import TRAIN, RowOptions
+from lib.corpus.selection import RowText
 
 
 class ChatDocuments(Documents):
@@ -97,13 +97,13 @@ class ChatDocuments(Documents):
             self.tally.replaced += replaced
 
     def _add_row(self, chat: Conversation, place: Place) -> None:
-        min_chars = self._row_options.min_chars
-        if min_chars and sum([len(message["content"]) for message in chat.messages]) < min_chars:
-            self.tally.short += 1
+        row = RowText(message["content"] for message in chat.messages)
+        if self._is_dropped(row):
+            pass  # its document is counted
         elif not self._hashes:
             self._train.add(chat, place)
         else:
             canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
             digest = hashlib.sha256(canonical).digest()
-            self._parts[self._split_of(digest)].add(chat, place, digest[-DIGEST_BYTES:])
+            self._parts[self._split_of(digest)].add(chat, place, self._measure(row, digest))
         self.tally.documents += 1

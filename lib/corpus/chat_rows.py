@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
@@ -39,8 +39,10 @@ def make_schema() -> pa.Schema:
 class ChatPartWriter(parts.Part):
     """Write conversations and count the written ones."""
 
-    def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, make_schema(), digests)
+    def __init__(
+        self, file: BinaryIO, sidecars: Mapping[str, BinaryIO] = parts.NO_SIDECARS
+    ) -> None:
+        super().__init__(file, make_schema(), sidecars)
         self._columns = _Columns()
         self.counts = ChatTotals()
 
@@ -49,8 +51,10 @@ class ChatPartWriter(parts.Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + self._columns.rows
 
-    def add(self, chat: Conversation, place: Place, digest: bytes = b"") -> None:
-        """Add a row.
+    def add(
+        self, chat: Conversation, place: Place, values: Mapping[str, bytes] = parts.NO_VALUES
+    ) -> None:
+        """Add a row. values: of the row, by sidecar.
 
         Raises UnicodeEncodeError if its text contains lone surrogates, and
         json_data.UnwritableValue if its tools or their arguments cannot be stored as JSON. In both
@@ -60,8 +64,7 @@ class ChatPartWriter(parts.Part):
         if self._columns.size + encoded[-1] > parts.BATCH_BYTES and self._columns.rows:
             self.flush()
         self._columns.append(chat, place, encoded)
-        if self._digests is not None:
-            self._digests.write(digest)
+        self._write_sidecars(values)
 
     def flush(self) -> None:
         """Write the collected rows as one batch."""

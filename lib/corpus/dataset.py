@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, shards, work_units
-from lib.corpus.dedup import DigestSet
+from lib.corpus import chat_rows, parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
+from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
+from lib.corpus.selection import Decision
 from lib.corpus.shards import Flusher, ShardWriter
-from lib.corpus.tally import CHAT, ERRORS, RowOptions, Tally, format_problem
+from lib.corpus.tally import ERRORS, Tally, format_problem
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -31,13 +33,13 @@ PARTS = f"{WORK}/parts"  # the workers' output
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_DIGESTS = f"{WORK}/digests"
+_VERSION = 2  # of the progress; a build with another one starts anew
 
 
 class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
-    units: number of units added so far. duplicates: rows dropped by --dedup.
+    units: number of units added so far. dropped: rows that a decision has dropped, by its name.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for done in pool.run(units[dataset.units:]):
@@ -49,7 +51,7 @@ class DatasetWriter:
         before = _restore_progress(directory)
         self.units: int = before.get("units", 0)
         self.tally = Tally.from_json(before["tally"]) if before else Tally()
-        self.duplicates: int = before.get("duplicates", 0)
+        self.dropped: Counter[str] = Counter(before.get("dropped", {}))
         (directory / PARTS).mkdir(parents=True)
         self._directory = directory
         self._flusher = Flusher()
@@ -71,7 +73,11 @@ class DatasetWriter:
         }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
-        self._seen = DigestSet(directory / _DIGESTS) if row_options.dedup != "none" else None
+        self._decisions = selection.list_decisions(row_options)
+        self._deciders = {
+            name: decision.start(directory / WORK / name)
+            for name, decision in self._decisions.items()
+        }
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
@@ -81,8 +87,8 @@ class DatasetWriter:
     def __exit__(self, *error: object) -> None:
         self._flusher.close()
         self._errors.close()
-        if self._seen:
-            self._seen.file.close()
+        for decider in self._deciders.values():
+            decider.file.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -127,7 +133,7 @@ class DatasetWriter:
                 done.unit.part(split),
                 done.rows[split],
                 done.text_bytes[split],
-                self._find_new_rows(done, split),
+                self._select_rows(done, split),
                 self._lines_before if self._is_chat else 0,
             )
             self._unnoted += done.text_bytes[split]
@@ -166,38 +172,56 @@ class DatasetWriter:
             "text_bytes": sum(split["text_bytes"] for split in splits.values()),
             "splits": splits,
             "documents": tally.documents,
-            "short": tally.short,
-            "duplicates": self.duplicates,
+            **{kind: tally.dropped[kind] for kind in selection.RULES},
+            **{name: self.dropped[name] for name in selection.DECISIONS},
             "replaced": tally.replaced,
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
         }
 
-    def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
-        """Return which rows of a part are new (None: all), and report the duplicates."""
-        if not self._seen or not done.rows[split]:
+    def _select_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
+        """Return which rows of a part the decisions keep (bool [rows], None: all).
+
+        A decision sees only the rows that the decisions before it have kept.
+        """
+        import numpy as np
+
+        rows = done.rows[split]
+        if not self._deciders or not rows:
             return None
-        new = self._seen.add(done.unit.part(f"{split}.digests").read_bytes())
-        if new.all():
-            return None
+        kept = np.ones(rows, bool)
+        for name, decision in self._decisions.items():
+            sidecars = [
+                np.fromfile(done.unit.part(f"{split}.{sidecar}"), np.uint8).reshape(rows, -1)[kept]
+                for sidecar in decision.sidecars
+            ]
+            dropped = kept.copy()
+            kept[kept] = self._deciders[name].add(*sidecars)
+            dropped &= ~kept
+            self._note_dropped(done, split, name, decision, dropped)
+        return None if kept.all() else kept
+
+    def _note_dropped(
+        self, done: UnitResult, split: str, name: str, decision: Decision, dropped: np.ndarray
+    ) -> None:
+        """Report the rows of each file that a decision has dropped. dropped: bool [rows]."""
         start = 0
         for span, stop in zip(done.unit.spans, done.rows_of[split], strict=True):
-            if gone := stop - start - int(new[start:stop].sum()):
+            if count := int(dropped[start:stop].sum()):
                 self._errors.write(
                     format_problem(
                         span.file.path,
                         None,
                         None,
-                        "duplicate",
-                        f"{gone} rows of {split} are duplicates of earlier rows",
+                        decision.problem,
+                        f"{count} rows of {split} are {decision.reason}",
                         DROPPED_ROWS,
                     )
                 )
-                self.tally.problems["duplicate"] += 1
-                self.duplicates += gone
+                self.tally.problems[decision.problem] += 1
+                self.dropped[name] += count
             start = stop
-        return new
 
     def _add_errors(self, done: UnitResult) -> None:
         """Append the unit's lines to errors.jsonl.
@@ -215,23 +239,23 @@ class DatasetWriter:
 
     def _note_progress(self) -> None:
         self._errors.flush()
-        for file in (self._errors, *([self._seen.file] if self._seen else [])):
+        for file in (self._errors, *(decider.file for decider in self._deciders.values())):
             file.flush()
             self._flusher.sync(file)
         states = {split: writer.state() for split, writer in self._writers.items()}
         sizes = {ERRORS: self._errors.tell()}
-        if self._seen:
-            sizes[_DIGESTS] = self._seen.file.tell()
+        sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
         for split, home in self._homes.items():
             sizes |= {
                 (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]
                 for shard in states[split]
             }
         progress = {
+            "version": _VERSION,
             "units": self.units,
             "tally": self.tally.to_json(),
             "shards": states,
-            "duplicates": self.duplicates,
+            "dropped": self.dropped,
             "lines_before": self._lines_before,
             "files": sizes,
         }
@@ -263,11 +287,11 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
         progress = reading.with_retries(
             lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
         )
-        if any(
+        if progress["version"] != _VERSION or any(
             records.safe_join(directory, name).stat().st_size < size
             for name, size in progress["files"].items()
         ):
-            progress = {}  # a power cut lost data that the record lists
+            progress = {}  # of another version, or a power cut lost data that the record lists
     except (OSError, ValueError, KeyError, ArtifactError) as error:
         if is_of_disk(error):
             raise

@@ -31,11 +31,15 @@ class DigestSet:
         while digests := self.file.read(DIGEST_BYTES << 20):
             self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
-    def add(self, digests: bytes) -> np.ndarray:
-        """Add digests and return which are new (bool [n]); of equal digests, only the first is."""
+    def add(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Add digests and return which are new (bool [n]); of equal digests, only the first is.
+
+        sidecars: the digests, uint8 [n, 16].
+        """
         import numpy as np
 
-        keys = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+        (digests,) = sidecars
+        keys = digests.view(np.uint64)
         new = self._add(keys)
         self.file.write(keys[new].tobytes())
         return new

@@ -6,13 +6,16 @@ The subclasses write the rows: text_documents.py for text, chat_documents.py for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from lib.corpus import encoding
+from lib.corpus import encoding, selection
 from lib.corpus.raw_file import LARGE_BYTES
+from lib.corpus.row_options import TRAIN, VALIDATION, RowOptions
 from lib.corpus.scan import escape_path
-from lib.corpus.tally import FAILURES, TRAIN, VALIDATION, RowOptions, Tally, format_problem
+from lib.corpus.selection import RowText
+from lib.corpus.tally import FAILURES, Tally, format_problem
 
 SKIPPED_FILE = "file skipped"
 SKIPPED = "document skipped"
@@ -42,16 +45,17 @@ class Documents(ABC):
     def __init__(self, row_options: RowOptions, errors: BinaryIO) -> None:
         self.tally = Tally()
         self.lines = 0
-        self.fallback = row_options.fallback_encoding
-        self._row_options = row_options
+        self.fallback = row_options.fallback_encoding or ""
         self._errors = errors
+        self._rules = selection.list_rules(row_options)
+        self._sidecars = selection.list_sidecars(row_options)
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
-        self._hashes = bool(self._validation_below) or row_options.dedup != "none"
+        self._hashes = bool(self._validation_below or self._sidecars)
         self._path = ""
         self._source = ""
         self._replaced_before = 0
         self._reports_before = 0
-        self._short_before = 0
+        self._dropped: Counter[tuple[str, str]] = Counter()  # of this file, by kind and reason
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: for errors.jsonl. source: for the column `source`."""
@@ -59,7 +63,7 @@ class Documents(ABC):
         self._source = escape_path(source)
         self._replaced_before = self.tally.replaced
         self._reports_before = self._count_reports()
-        self._short_before = self.tally.short
+        self._dropped.clear()
 
     def end(self, is_whole: bool) -> None:
         """Finish a file or span. is_whole: all of the file was read."""
@@ -68,8 +72,8 @@ class Documents(ABC):
         if replaced := self.tally.replaced - self._replaced_before:
             remedy = f"decoded as {self.fallback}" if self.fallback else "replaced by U+FFFD"
             self.note("encoding", f"invalid bytes were {remedy} ({replaced} times)", KEPT)
-        if short := self.tally.short - self._short_before:
-            self.note("short", f"{short} rows are shorter than --min-chars", DROPPED_ROWS)
+        for (kind, reason), count in self._dropped.items():
+            self.note(kind, f"{count} rows are {reason}", DROPPED_ROWS)
 
     @abstractmethod
     def add_text(self, data: bytes) -> None:
@@ -127,6 +131,19 @@ class Documents(ABC):
         text, replaced = encoding.decode_text(data, self.fallback)
         self.tally.replaced += replaced
         return text
+
+    def _is_dropped(self, row: RowText) -> bool:
+        """Return whether a rule drops a row, and count it by its reason."""
+        for kind, find_reason, value in self._rules:
+            if reason := find_reason(row, value):
+                self.tally.dropped[kind] += 1
+                self._dropped[kind, reason] += 1
+                return True
+        return False
+
+    def _measure(self, row: RowText, sha256: bytes) -> dict[str, bytes]:
+        """Return the values of a row for the sidecars."""
+        return {name: sidecar.measure(row, sha256) for name, sidecar in self._sidecars.items()}
 
     def _split_of(self, digest: bytes) -> str:
         """Return the split of a row, drawn from the digest of its text.

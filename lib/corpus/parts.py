@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 BATCH_BYTES = 16_000_000
 _ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
+NO_SIDECARS: Mapping[str, BinaryIO] = MappingProxyType({})
+NO_VALUES: Mapping[str, bytes] = MappingProxyType({})
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -34,15 +37,16 @@ def make_text_schema(keep_source: bool) -> pa.Schema:
 class Part(ABC):
     """Write rows as batch messages of about 16 MB (a single row may be larger).
 
-    digests: file for a 16-byte digest per row, None without. text_bytes: bytes of text written.
+    sidecars: files for a value of each row, by name (see selection.py). text_bytes: bytes of text
+    written.
     """
 
-    def __init__(self, file: BinaryIO, schema: pa.Schema, digests: BinaryIO | None) -> None:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, sidecars: Mapping[str, BinaryIO]) -> None:
         self._written = 0
         self.text_bytes = 0
         self._file = file
         self._schema = schema
-        self._digests = digests
+        self._sidecars = sidecars
 
     @property
     @abstractmethod
@@ -53,6 +57,10 @@ class Part(ABC):
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
 
+    def _write_sidecars(self, values: Mapping[str, bytes]) -> None:
+        for name, file in self._sidecars.items():
+            file.write(values[name])
+
     def finish(self) -> None:
         """Write the remaining rows, and truncate the old content of a reused file."""
         self.flush()
@@ -62,8 +70,10 @@ class Part(ABC):
 class PartWriter(Part):
     """Write the rows of a text dataset."""
 
-    def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
-        super().__init__(file, make_text_schema(keep_source), digests)
+    def __init__(
+        self, file: BinaryIO, keep_source: bool, sidecars: Mapping[str, BinaryIO] = NO_SIDECARS
+    ) -> None:
+        super().__init__(file, make_text_schema(keep_source), sidecars)
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -73,19 +83,18 @@ class PartWriter(Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
-    def add(self, text: bytes, source: str, digest: bytes = b"") -> None:
-        """Add a row. text: valid UTF-8."""
+    def add(self, text: bytes, source: str, values: Mapping[str, bytes] = NO_VALUES) -> None:
+        """Add a row. text: valid UTF-8. values: of the row, by sidecar."""
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
         self._texts.append(text)
         self._size += len(text) + _ROW_OVERHEAD
         if self._sources is not None:
             self._sources.append(source)
-        if self._digests is not None:
-            self._digests.write(digest)
+        self._write_sidecars(values)
 
     def extend(self, texts: Sequence[bytes], source: str) -> None:
-        """Add several rows without digests; the batches are the same as with `add`."""
+        """Add several rows without sidecars; the batches are the same as with `add`."""
         size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
         if self._size + size > BATCH_BYTES:  # one of the rows may have to start a batch
             for text in texts:
@@ -96,8 +105,13 @@ class PartWriter(Part):
         if self._sources is not None:
             self._sources += [source] * len(texts)
 
-    def add_file(self, text: BinaryIO, size: int, source: str, digest: bytes = b"") -> None:
-        """Add a row too large for memory. text: file of valid UTF-8. size: its size in bytes."""
+    def add_file(
+        self, text: BinaryIO, size: int, source: str, values: Mapping[str, bytes] = NO_VALUES
+    ) -> None:
+        """Add a row too large for memory.
+
+        text: file of valid UTF-8. size: its size in bytes. values: of the row, by sidecar.
+        """
         import mmap
 
         import pyarrow as pa
@@ -123,8 +137,7 @@ class PartWriter(Part):
             del writer, batch, columns
         self._written += 1
         self.text_bytes += size
-        if self._digests is not None:
-            self._digests.write(digest)
+        self._write_sidecars(values)
 
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from lib.core import commands, units
 from lib.core.errors import UsageError
+from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
-from lib.corpus.tally import CHAT, ERRORS, TRAIN, RowOptions, Tally
+from lib.corpus.row_options import CHAT, TRAIN, RowOptions
+from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
 _MOST_VALIDATION = 50  # percent
@@ -25,10 +27,11 @@ def find_refusal(
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
-    found = (
-        f"{units.counted(tally.short, 'row')} below --min-chars; problems: {problems}"
-        f"{describe_other_fields(tally)}"
-    )
+    dropped = [
+        f"{units.counted(tally.dropped[kind], 'row')} dropped by {option}; "
+        for kind, option in selection.describe_dropped(row_options, tally.dropped).items()
+    ]
+    found = f"{''.join(dropped)}problems: {problems}{describe_other_fields(tally)}"
     if error := chat.find_mixture():
         return error
     if row_options.format == CHAT and not chat.formats:
@@ -70,18 +73,13 @@ def format_summary(
         **(tally.chat.format_lines() if row_options.format == CHAT else {}),
         "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
     }
-    if tally.short:
-        lines["short"] = (
-            f"{units.counted(tally.short, 'row')} below --min-chars {row_options.min_chars} dropped"
-        )
-    if dataset.duplicates:
-        lines["dedup"] = (
-            f"{units.counted(dataset.duplicates, 'row')} equal to an earlier row dropped"
-        )
+    counts = tally.dropped + dataset.dropped
+    for kind, option in selection.describe_dropped(row_options, counts).items():
+        lines[kind] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if tally.problems:
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
+        problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (
-            f"{counts} ({units.counted(len(tally.failed), 'file')} failed), "
+            f"{problems} ({units.counted(len(tally.failed), 'file')} failed), "
             f"listed in {save_dir}/{ERRORS}"
         )
     return lines
@@ -95,15 +93,16 @@ def list_warnings(
     tally: Tally,
     row_options: RowOptions,
     rows_of: Mapping[str, int],
-    duplicates: int,
+    dropped: Mapping[str, int],
     save_dir: Path,
 ) -> list[str]:
     """Return warnings about a dataset, such as options that match little text.
 
-    rows_of: number of rows by split. duplicates: rows that --dedup dropped. save_dir: directory of
-    the dataset.
+    rows_of: number of rows by split. dropped: number of rows that each decision has dropped.
+    save_dir: directory of the dataset.
     """
     rows = sum(rows_of.values())
+    total = rows + sum(dropped.values()) + sum(tally.dropped.values())
     warnings = []
     if missing := sorted({*row_options.fields} - tally.fields_seen):
         warnings.append(
@@ -111,10 +110,10 @@ def list_warnings(
             + (describe_other_fields(tally) or "\nno other field contains text")
         )
     if row_options.fields and (without := tally.problems["no string"]) > tally.documents:
-        total = tally.documents + without
+        documents = tally.documents + without
         warnings.append(
             f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
-            f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
+            f"{documents:,} documents ({100 * tally.documents / documents:.1f} %)"
             + describe_other_fields(tally)
         )
     if names := [name for name, count in tally.as_text.most_common() if count]:
@@ -139,11 +138,9 @@ def list_warnings(
             f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
             f"unclosed quote; {ERRORS} lists the files and lines"
         )
-    if tally.short > rows:
-        warnings.append(
-            f"--min-chars {row_options.min_chars:,} dropped {tally.short:,} of "
-            f"{tally.short + rows + duplicates:,} rows"
-        )
+    for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
+        if tally.dropped[kind] > rows:
+            warnings.append(f"{option} dropped {tally.dropped[kind]:,} of {total:,} rows")
     if row_options.validation_percent and not all(rows_of.values()):
         warnings.append(
             "the validation split is empty: the corpus is too small for --validation-percent "

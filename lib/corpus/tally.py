@@ -1,4 +1,4 @@
-"""Define the options for rows, and count the documents and problems of the input."""
+"""Count the documents and problems of the input."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 from lib.corpus.chat_tally import ChatTally
 
-TRAIN = "train"
-VALIDATION = "validation"
-TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
 ERRORS = "errors.jsonl"
 # Kinds of problems that count a file as failed. The other kinds mean that it has no clean text.
 FAILURES = {
@@ -27,39 +24,20 @@ FAILURES = {
 }
 
 
-@dataclass(frozen=True)
-class RowOptions:
-    """Contain the options of stage 02 that determine how documents become rows."""
-
-    fields: tuple[str, ...] = ()
-    strings: str = "joined"
-    min_chars: int = 0
-    validation_percent: float = 0.0
-    keep_source: bool = False
-    dedup: str = "none"
-    fallback_encoding: str = ""
-    format: str = TEXT
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return the names of the splits of the dataset."""
-        return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
-
-
 @dataclass
 class Tally:
     """Count the documents and problems of some input.
 
-    documents: documents with a row. short: rows shorter than --min-chars. replaced: replacements of
-    invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes. problems: lines of
-    errors.jsonl by kind. failed: paths of failed files. fields_seen: names in --fields that occur.
-    other_fields: number of documents with text under other keys, among the first thousand of each
-    unit. as_text: conversations that became plain text, by format, among the first documents of
-    each file. chat: the tally of a chat dataset.
+    documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
+    replaced: replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed
+    quotes. problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen:
+    names in --fields that occur. other_fields: number of documents with text under other keys,
+    among the first thousand of each unit. as_text: conversations that became plain text, by format,
+    among the first documents of each file. chat: the tally of a chat dataset.
     """
 
     documents: int = 0
-    short: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     lines_lost: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -91,9 +69,12 @@ class Tally:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:
         """Return the tally that `to_json` has converted."""
+        # Parts that an earlier version has kept count only the rows below --min-chars, as `short`.
+        dropped = value.get("dropped", {"short": value.get("short", 0)})
         return cls(
-            **value
+            **{name: count for name, count in value.items() if name != "short"}
             | {
+                "dropped": Counter(dropped),
                 "problems": Counter(value["problems"]),
                 "failed": {*value["failed"]},
                 "fields_seen": {*value["fields_seen"]},

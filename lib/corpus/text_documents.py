@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, BinaryIO
 
 from lib.corpus import conversations, encoding
-from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import SKIPPED, Documents
 from lib.corpus.parts import PartWriter
-from lib.corpus.tally import TRAIN, RowOptions
+from lib.corpus.row_options import TRAIN, RowOptions
+from lib.corpus.selection import RowText
 
 _FIELDS_COUNTED = 1000  # documents of a unit whose other keys are counted
 _INSPECTED = 10  # documents of a file that are checked for conversations
 _MOST_KEYS = 500
 _DEEPEST_KEY = 8
+_BEGINNING = 1 << 20  # bytes of a large text that rules and sidecars see
 
 
 class TextDocuments(Documents):
@@ -63,12 +63,11 @@ class TextDocuments(Documents):
         size: in bytes. sha256: digest of the text.
         """
         self.tally.documents += 1
-        if characters < self._row_options.min_chars:
-            self.tally.short += 1
-            return
-        self._parts[self._split_of(sha256)].add_file(
-            text, size, self._source, sha256[-DIGEST_BYTES:]
-        )
+        row = RowText([_read_beginning(text)], characters)
+        if not self._is_dropped(row):
+            self._parts[self._split_of(sha256)].add_file(
+                text, size, self._source, self._measure(row, sha256)
+            )
 
     def add_value(
         self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
@@ -112,7 +111,7 @@ class TextDocuments(Documents):
             return False
         self._inspect(values)
         self.tally.documents += len(values)
-        if self._hashes or self._row_options.min_chars:
+        if self._hashes or self._rules:
             for text in texts:
                 self._row(text)
         else:
@@ -143,8 +142,8 @@ class TextDocuments(Documents):
                 self.tally.other_fields.update(self._fields.find_others(value))
 
     def _row(self, text: str) -> None:
-        if len(text) < self._row_options.min_chars:
-            self.tally.short += 1
+        row = RowText([text])
+        if self._is_dropped(row):
             return
         data, replaced = encoding.encode_text(text)
         self.tally.replaced += replaced
@@ -152,15 +151,13 @@ class TextDocuments(Documents):
             self._train.add(data, self._source)
             return
         digest = hashlib.sha256(data).digest()
-        self._parts[self._split_of(digest)].add(data, self._source, digest[-DIGEST_BYTES:])
+        self._parts[self._split_of(digest)].add(data, self._source, self._measure(row, digest))
 
 
-def parse_field_names(text: str) -> list[str]:
-    """Return the names in a value of --fields, such as `text,meta.title`."""
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
-    return names
+def _read_beginning(text: BinaryIO) -> str:
+    """Return the first characters of a file of valid UTF-8."""
+    text.seek(0)
+    return text.read(_BEGINNING).decode("utf-8", "ignore")  # the last one may be cut
 
 
 class Fields:

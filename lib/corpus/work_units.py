@@ -5,7 +5,7 @@ The division depends on the input and the options only, not on the number of wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +13,16 @@ from typing import Any, BinaryIO
 
 from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError, from_os_error
-from lib.corpus import columnar_reader, inputs, kinds
+from lib.corpus import columnar_reader, inputs, kinds, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
+from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import escape_path
-from lib.corpus.tally import CHAT, RowOptions, Tally
+from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
@@ -78,14 +79,15 @@ class WorkUnit:
         return sum(span.bytes for span in self.spans)
 
     def part(self, name: str) -> Path:
-        """Return the path of a file of this unit: a split, `SPLIT.digests`, or `errors`."""
+        """Return the path of a file of this unit: a split, `SPLIT.SIDECAR`, or `errors`."""
         return Path(self.out) / f"{self.number:08d}.{name}"
 
     def parts(self) -> list[Path]:
         """Return the paths of all files of this unit."""
         splits = self.row_options.splits
-        digests = [f"{split}.digests" for split in splits if self.row_options.dedup != "none"]
-        return [self.part(name) for name in (*splits, *digests, "errors")]
+        sidecars = selection.list_sidecars(self.row_options)
+        names = [f"{split}.{sidecar}" for split in splits for sidecar in sidecars]
+        return [self.part(name) for name in (*splits, *names, "errors")]
 
 
 @dataclass
@@ -93,9 +95,9 @@ class UnitResult:
     """Describe the result of a unit.
 
     rows, text_bytes: by split. lines: see Documents. rows_of: by split, the number of rows after
-    each span (for --dedup). digests: digests of its parts by file name, if they are kept for a
-    merge. changed: path of the first file that changed since it was listed, and a description of
-    the change.
+    each span (if a decision is on). digests: digests of its parts by file name, if they are kept
+    for a merge. changed: path of the first file that changed since it was listed, and a description
+    of the change.
     """
 
     unit: WorkUnit
@@ -216,11 +218,12 @@ def process_unit(unit: WorkUnit) -> UnitResult:
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
 
+        sidecars = selection.list_sidecars(unit.row_options)
         parts = {
             split: _make_part(
                 unit.row_options,
                 stack.enter_context(_reuse_file(unit.part(split))),
-                create(f"{split}.digests") if unit.row_options.dedup != "none" else None,
+                {name: create(f"{split}.{name}") for name in sidecars},
             )
             for split in unit.row_options.splits
         }
@@ -232,7 +235,7 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             if change := _find_change(unit, span.file):
                 done.changed = span.file.path, change
                 break
-            if unit.row_options.dedup != "none":
+            if sidecars:
                 for split, part in parts.items():
                     done.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
@@ -244,11 +247,11 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     return done
 
 
-def _make_part(row_options: RowOptions, file: BinaryIO, digests: BinaryIO | None) -> Any:
+def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:
     """Return the writer for the rows of a split."""
     if row_options.format == CHAT:
-        return ChatPartWriter(file, digests)
-    return PartWriter(file, row_options.keep_source, digests)
+        return ChatPartWriter(file, sidecars)
+    return PartWriter(file, row_options.keep_source, sidecars)
 
 
 def release_part(part: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lib.core.conversation import Conversation, Place
 from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.tally import RowOptions
+from lib.corpus.row_options import RowOptions
 from lib.tokens.chat import conversations
 
 

@@ -482,7 +482,8 @@ def test_rows_that_are_dropped_leave_the_lines_of_others(read, monkeypatch):
         min_chars=10,
     )
     assert [place.line for _, place in outcome.chats] == [*range(11, 31)]
-    assert outcome.dataset.duplicates == 40 and outcome.dataset.tally.short == 41
+    assert outcome.dataset.dropped["duplicates"] == 40
+    assert outcome.dataset.tally.dropped["short"] == 41
     text_bytes = sum(len(turn["content"]) for chat, _ in outcome.chats for turn in chat.messages)
     assert outcome.dataset.summary()["text_bytes"] == text_bytes
 

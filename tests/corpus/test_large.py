@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 
 from lib.corpus import inputs, json_reader, raw_file, table_reader, work_units, yaml_reader
-from lib.corpus.tally import RowOptions
+from lib.corpus.row_options import RowOptions
 
 LIMIT = 1000
 
@@ -80,7 +80,7 @@ def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     work_units.process_unit(unit)  # imports what is needed
     tracemalloc.start()
     try:
-        assert work_units.process_unit(unit).tally.short == 8000
+        assert work_units.process_unit(unit).tally.dropped["short"] == 8000
         assert tracemalloc.get_traced_memory()[1] < files[0].bytes / 4
     finally:
         tracemalloc.stop()
@@ -170,7 +170,7 @@ def test_the_same_text_large_and_small_is_a_duplicate(read, monkeypatch):
         {"a.txt": text, "b.json": json.dumps(text[:-1]), "c.txt": text[:-1], "d.txt": text},
         dedup="exact",
     )
-    assert outcome.rows == [text, text[:-1]] and outcome.dataset.duplicates == 2
+    assert outcome.rows == [text, text[:-1]] and outcome.dataset.dropped["duplicates"] == 2
     assert [(p["path"], p["kind"]) for p in outcome.problems] == [
         ("c.txt", "duplicate"),
         ("d.txt", "duplicate"),

@@ -14,8 +14,9 @@ from lib.core.errors import StageError, UsageError
 from lib.corpus import conversations, report, saved, split_parts, work_units
 from lib.corpus.chat_tally import ChatTally
 from lib.corpus.inputs import InputFile
+from lib.corpus.row_options import RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.tally import RowOptions, Tally
+from lib.corpus.tally import Tally
 from lib.corpus.work_units import FileSpan, UnitResult, WorkUnit
 
 RUN = "python 02_build_hf_dataset.py --data-folder raw"
@@ -115,12 +116,15 @@ def test_a_saved_dataset_with_two_splits(tmp_path: Path) -> None:
 
 def test_warnings_about_a_dataset() -> None:
     tally = Tally(
-        documents=2, short=9, lines_lost=3, problems=Counter({"no string": 23, "quote": 1})
+        documents=2,
+        dropped=Counter(short=9),
+        lines_lost=3,
+        problems=Counter({"no string": 23, "quote": 1}),
     )
     tally.other_fields["body"] = 23
-    options = RowOptions(fields=("text",), min_chars=5, validation_percent=1)
+    options = RowOptions(fields=["text"], min_chars=5, validation_percent=1)
     rows = {"train": 2, "validation": 0}
-    assert report.list_warnings(tally, options, rows, 0, Path("out")) == [
+    assert report.list_warnings(tally, options, rows, {}, Path("out")) == [
         "--fields: no document has 'text'\n"
         "other fields with text, the most frequent first: body (23)",
         "--fields text found text in only 2 of 25 documents (8.0 %)\n"

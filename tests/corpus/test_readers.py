@@ -16,7 +16,7 @@ import pytest
 from lib.core.errors import StageError
 from lib.corpus import inputs, json_reader, raw_file, work_units
 from lib.corpus.report import list_warnings
-from lib.corpus.tally import RowOptions
+from lib.corpus.row_options import RowOptions
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -302,7 +302,7 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
     assert "998 lines" in first["message"]
     assert "3 lines" in second["message"]
     [warning] = list_warnings(
-        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, {}, Path("out")
     )
     assert "1,001 lines" in warning
 
@@ -322,7 +322,7 @@ def test_a_row_that_looks_like_many_is_told(read):
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "lines 7 to 62" in outcome.problems[0]["message"]
     doubts = list_warnings(
-        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, {}, Path("out")
     )
     assert "1 row of CSV" in doubts[0]
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from lib.corpus import inputs, parts, raw_file, shards, work_units
+from lib.corpus.row_options import RowOptions
 from lib.corpus.shards import Flusher
-from lib.corpus.tally import RowOptions
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_strings_rows_makes_a_row_of_every_string(read):
 
 def test_min_chars_counts_characters_not_bytes(read):
     outcome = read({"a.jsonl": '"éé"\n"ééé"\n"abcd"\n', "b.txt": "éé"}, min_chars=3)
-    assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.short == 2
+    assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.dropped["short"] == 2
     assert [(p["path"], p["kind"]) for p in outcome.problems] == [
         ("a.jsonl", "short"),
         ("b.txt", "short"),

@@ -1,0 +1,166 @@
+"""Decide which rows a dataset keeps: rules, sidecars and decisions, each a row of a table.
+
+A rule looks at one row and drops it for a reason. Workers apply all rules at one point, so their
+order and the number of workers change nothing.
+
+A sidecar is a value of fixed width that a worker computes for each row and writes beside the rows,
+such as a digest of the text. A decision reads sidecars in the order of the rows of the whole
+dataset and says which rows to keep, such as those that equal no earlier row.
+
+Each is switched on by a field of RowOptions, as soon as its value is not the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lib.core import declared
+from lib.corpus.dedup import DIGEST_BYTES, DigestSet
+from lib.corpus.row_options import RowOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class RowText:
+    """The text of a row as rules and sidecars see it.
+
+    strings: the text, or the contents of all turns of a conversation; of a text that is larger
+    than memory only its beginning. characters: the length of the whole text (default: of strings).
+    """
+
+    __slots__ = ("_characters", "_strings")
+
+    def __init__(self, strings: Iterable[str], characters: int | None = None) -> None:
+        self._strings = list(strings)
+        self._characters = characters
+
+    @property
+    def text(self) -> str:
+        """Return the text; the contents of turns are joined by newlines."""
+        return "\n".join(self._strings)
+
+    @property
+    def characters(self) -> int:
+        """Return the number of characters, newlines between turns not included."""
+        return sum(map(len, self._strings)) if self._characters is None else self._characters
+
+
+class Rule(NamedTuple):
+    """Describe a rule.
+
+    option: the field of RowOptions that switches it on. find_reason: function of the text of a row
+    and the value of the option; it returns why the row is dropped, "" to keep it. The reason
+    completes the sentence "3 rows are …".
+    """
+
+    option: str
+    find_reason: Callable[[RowText, Any], str]
+
+
+class Sidecar(NamedTuple):
+    """Describe a sidecar.
+
+    width: bytes per row. measure: function of the text of a row and the SHA-256 of its content;
+    it returns the value of the row, `width` bytes.
+    """
+
+    width: int
+    measure: Callable[[RowText, bytes], bytes]
+
+
+class Decider(Protocol):
+    """Decides about the rows of one dataset, in their order.
+
+    file: what it remembers of the rows so far. A resumed build truncates the file to the recorded
+    progress, and the decider begins with its content.
+    """
+
+    @property
+    def file(self) -> io.BufferedIOBase:
+        """Return the file."""
+        ...
+
+    def add(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Return which of the next n rows to keep (bool [n]); sidecars: uint8 [n, width]."""
+        ...
+
+
+class Decision(NamedTuple):
+    """Describe a decision.
+
+    option: the field of RowOptions that switches it on. sidecars: names of the sidecars that it
+    reads. start: makes the decider of a dataset from the path of its file. problem, reason: the
+    kind and the sentence "3 rows of train are …" in errors.jsonl.
+    """
+
+    option: str
+    sidecars: tuple[str, ...]
+    start: Callable[[Path], Decider]
+    problem: str
+    reason: str
+
+
+def _find_short(row: RowText, min_chars: int) -> str:
+    return "shorter than --min-chars" if row.characters < min_chars else ""
+
+
+# By kind in errors.jsonl, which is also the name of the count in the manifest.
+RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
+
+# By the end of the file name in a part.
+SIDECARS: dict[str, Sidecar] = {
+    "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:])
+}
+
+# By the name of the count in the manifest.
+DECISIONS: dict[str, Decision] = {
+    "duplicates": Decision(
+        "dedup", ("digests",), DigestSet, "duplicate", "duplicates of earlier rows"
+    )
+}
+
+
+def _is_on(row_options: RowOptions, option: str) -> bool:
+    field = next(field for field in dataclasses.fields(row_options) if field.name == option)
+    return getattr(row_options, option) != declared.default_of(field)
+
+
+def list_rules(row_options: RowOptions) -> list[tuple[str, Callable[[RowText, Any], str], Any]]:
+    """Return the kind, the function and the option's value of each rule that is on."""
+    return [
+        (kind, rule.find_reason, getattr(row_options, rule.option))
+        for kind, rule in RULES.items()
+        if _is_on(row_options, rule.option)
+    ]
+
+
+def list_decisions(row_options: RowOptions) -> dict[str, Decision]:
+    """Return the decisions that are on, in their order."""
+    return {
+        name: decision
+        for name, decision in DECISIONS.items()
+        if _is_on(row_options, decision.option)
+    }
+
+
+def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
+    """Return the sidecars that the decisions need."""
+    needed = {
+        name for decision in list_decisions(row_options).values() for name in decision.sidecars
+    }
+    return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
+
+
+def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
+    """Return the option with its value for each rule or decision that dropped rows, by kind."""
+    tables: dict[str, Rule | Decision] = {**RULES, **DECISIONS}
+    return {
+        kind: f"{declared.flag(row.option)} {getattr(row_options, row.option)}"
+        for kind, row in tables.items()
+        if counts.get(kind)
+    }
