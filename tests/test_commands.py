@@ -15,7 +15,8 @@ import pytest
 from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
 from lib.train.config import Config
-from tests.test_repository import ROOT, STAGES, load, name_of
+from tests.scripts import load_script
+from tests.test_repository import ROOT, STAGES, name_of
 
 TOOLS = [
     ROOT / "lib/checkpoints/__main__.py",
@@ -35,6 +36,7 @@ COMMANDS = [*STAGES, *TOOLS]
 READ_FIRST = {"config", "values", "checkpoint_dir"}
 # What a namespace of options is called, out of launch/.
 NAMES = {
+    "row_options",
     "opts",
     "_opts",
     "options",
@@ -63,7 +65,7 @@ def parser_of(path: Path) -> argparse.ArgumentParser:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
         patch.setattr(options.Parser, "parse", hand_out)
         patch.setattr(argparse.ArgumentParser, "parse_args", hand_out)
-        module = load(path)
+        module = load_script(path)
         getattr(module, "parse", getattr(module, "main", None))(["unpack"])
     return caught.value.args[0]
 

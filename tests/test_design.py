@@ -5,10 +5,12 @@ That of a kind of job: test_launch_kubernetes_render.py.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ def copy(tmp_path: Path) -> Path:
     """Return a copy of the code."""
     for name in ("lib", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copyfile(ROOT / "04_train_fsdp.py", tmp_path / "04_train_fsdp.py")
+    for name in ("02_build_hf_dataset.py", "04_train_fsdp.py"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
 
 
@@ -117,3 +120,45 @@ print(descriptions)
         )
         == "['2 layers scaled']\n"
     )
+
+
+def test_a_filter_of_stage_02(copy: Path) -> None:
+    fields, rows = blocks("How to add a filter to stage 02")
+    options = copy / "lib/corpus/row_options.py"
+    before = "    @property\n    def splits("
+    text = options.read_text("utf-8")
+    assert before in text
+    options.write_text(text.replace(before, textwrap.indent(fields, "    ") + "\n" + before))
+    selection = copy / "lib/corpus/selection.py"
+    tables, end, functions = selection.read_text("utf-8").partition("\n\ndef _is_on(")
+    assert end
+    tables = tables.replace("import dataclasses\n", "import dataclasses\nimport hashlib\n", 1)
+    selection.write_text(f"{tables}\n\n{rows}{end}{functions}")
+    texts = ["LOUD AND LARGE", "a text of some length which begins as others do", "another one"]
+    texts += [texts[1] + " and goes on", "ANOTHER LOUD ONE"]
+    (copy / "raw").mkdir()
+    for number, text in enumerate(texts):
+        (copy / f"raw/{number}.txt").write_text(text)
+    build = ("02_build_hf_dataset.py", "--data-folder", "raw", "--no-progress", "--save-dir")
+    run(*build, "plain", cwd=copy)
+    printed = run(*build, "chosen", "--max-capitals", "0.5", "--unique-beginnings", cwd=copy)
+    assert "2 rows dropped by --max-capitals 0.5" in printed
+    assert "1 row dropped by --unique-beginnings" in printed
+    plain, chosen = (
+        json.loads((copy / name / "manifest.json").read_text()) for name in ("plain", "chosen")
+    )
+    assert plain["summary"]["rows"] == 5
+    assert "max_capitals" not in plain["identity"]["options"]  # older datasets stay what they are
+    assert {name: chosen["summary"][name] for name in ("rows", "capitals", "same_beginnings")} == {
+        "rows": 2,
+        "capitals": 2,
+        "same_beginnings": 1,
+    }
+    problems = [
+        json.loads(line) for line in (copy / "chosen/errors.jsonl").read_text().splitlines()
+    ]
+    assert {problem["path"]: problem["kind"] for problem in problems} == {
+        "0.txt": "capitals",
+        "3.txt": "beginning",
+        "4.txt": "capitals",
+    }

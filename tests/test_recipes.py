@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import yaml
 
 from lib.train import checks, plan
 from tests.conftest import ROOT
+from tests.scripts import load_script
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ASKED = (
@@ -30,10 +30,7 @@ KINDS = ("none", "selective", "full")
 
 @pytest.fixture(scope="module")
 def stage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stage_04", ROOT / "04_train_fsdp.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("04_train_fsdp.py")
 
 
 def test_the_models_that_people_ask_for_are_there() -> None:

@@ -8,7 +8,6 @@ stands: rm and mv by a shell, scripts of this project in this process, which sav
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import json
 import os
@@ -58,6 +57,7 @@ from lib.parallel import attention, compiling, gpus, layout, precision
 from lib.tokens import build, split_writer
 from lib.train import balance, checks, earlier, model_files, symptoms
 from tests.conftest import ROOT, run_stage
+from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
 
 CODE = [
@@ -103,13 +103,6 @@ def noted(
     part.rename(part.with_suffix(".json"))
 
 
-def load(script: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"remedy_{Path(script).stem}", ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Terminal:
     """A person in a directory: types commands of this project, and what errors tell to type."""
 
@@ -122,7 +115,7 @@ class Terminal:
         self._patch.setattr(sys, "argv", [str(ROOT / str(script)), *map(str, words)])
         try:
             with redirect_stdout(io.StringIO()) as printed:
-                load(str(script)).main(sys.argv[1:])
+                load_script(str(script)).main(sys.argv[1:])
         finally:
             if torch.distributed.is_initialized():  # a process of its own would end here
                 torch.distributed.destroy_process_group()
@@ -508,7 +501,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     newest.write_bytes(whole[1:])
     trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
-        load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
+        load_script("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
         adapter_files.plan_adapter(
             SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
@@ -547,7 +540,7 @@ def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
     words = [str(ROOT / TRAIN[0]), *map(str, (*TRAIN[1:], *STEPS, "--lr", 0.09))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        opts = load(TRAIN[0]).parse(words[1:])
+        opts = load_script(TRAIN[0]).parse(words[1:])
         opts = replace(opts, min_lr=0.009)
         error = symptoms.divergence_error(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
     done = subprocess.run(["bash", "-c", error.run], capture_output=True, text=True)
@@ -637,7 +630,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     train(patch)
     yield from of_other_models()
     yield lambda: attention._varlen(None, None, None, None, None, dropout=0.1)
-    opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
+    opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
     yield lambda: _raise(symptoms.explain(RuntimeError("can't allocate memory"), opts, run))
     yield lambda: _raise(symptoms.explain(RuntimeError("Connection reset by peer"), opts, run))
@@ -691,7 +684,7 @@ def of_other_models() -> Iterator[Callable[[], object]]:
         Path(name).touch()
     for name in ("merged", "pickled", "outputs/old"):
         yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
-    opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
+    opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     yield lambda: checks.require_shape(replace(opts, cache_dir=Path("nothing")))
     begun, now = ({"options": {}, "inputs": {earlier.TEMPLATE: text}} for text in "ab")
     yield lambda: _raise(
@@ -766,7 +759,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
             words = shlex.split(line)
             script = next((word for word in words if STAGE.search(word)), "")
             if script:
-                load(Path(script).name).parse(words[words.index(script) + 1 :])
+                load_script(Path(script).name).parse(words[words.index(script) + 1 :])
             else:
                 assert (
                     words[0] in ("mv", "accelerate")

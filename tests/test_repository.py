@@ -17,7 +17,8 @@ import pytest
 
 from lib.core import aliases, options
 from tests import form
-from tests.reference import load_stage, parser_of
+from tests.reference import parser_of
+from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
@@ -298,7 +299,7 @@ def test_every_command_that_is_shown_can_be_typed(path: Path) -> None:
     assert shown or path not in (ROOT / "README.md", ROOT / "Makefile", *STAGES)
     for script, arguments in shown:
         assert (ROOT / script).is_file(), f"no stage {script}"
-        load_stage(ROOT / script).parse(arguments)
+        load_script(ROOT / script).parse(arguments)
 
 
 def spans(text: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from types import ModuleType
 
@@ -11,6 +10,7 @@ import pytest
 
 from lib.train import checks
 from tests.conftest import ROOT
+from tests.scripts import load_script
 
 
 def table(first_cell: str) -> list[list[str]]:
@@ -27,10 +27,7 @@ ADAPTED = table("full or adapted, 1 × 4,096 tokens")
 @functools.cache
 def benchmark() -> ModuleType:
     """Return the script that prints the tables of memory."""
-    spec = importlib.util.spec_from_file_location("memory_table", ROOT / "benchmarks/memory.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return load_script("benchmarks/memory.py")
 
 
 def test_it_has_what_people_ask_for() -> None:

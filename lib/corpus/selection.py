@@ -160,7 +160,12 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
     """Return the option with its value for each rule or decision that dropped rows, by kind."""
     tables: dict[str, Rule | Decision] = {**RULES, **DECISIONS}
     return {
-        kind: f"{declared.flag(row.option)} {getattr(row_options, row.option)}"
+        kind: _spell_option(row_options, row.option)
         for kind, row in tables.items()
         if counts.get(kind)
     }
+
+
+def _spell_option(row_options: RowOptions, name: str) -> str:
+    value = getattr(row_options, name)
+    return declared.flag(name) if value is True else f"{declared.flag(name)} {value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from lib.core.paths import Experiment
 from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
 from lib.optim import registry
-from tests.conftest import ROOT
 from tests.models.two_ranks import shard
+from tests.scripts import load_script
 
 
 def save_run(
@@ -57,7 +56,4 @@ def save_run(
 
 def run_stage_05(*arguments: object) -> None:
     """Run stage 05's main in this process."""
-    spec = importlib.util.spec_from_file_location("stage_05", ROOT / "05_export_checkpoint.py")
-    stage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stage)
-    stage.main([str(argument) for argument in arguments])
+    load_script("05_export_checkpoint.py").main([str(argument) for argument in arguments])
