@@ -112,7 +112,7 @@ def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) ->
     total = torch.zeros(())
     count = 0
     for number in numbers:
-        rows = samples.rows(np.array([number]))
+        rows = samples.read_samples(np.array([number]))
         inputs, labels = (torch.from_numpy(part.copy())[0] for part in rows[:2])
         begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[0] == 0).tolist()
         for begin, end in zip(begins, [*begins[1:], len(inputs)], strict=True):
@@ -287,7 +287,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
         [f"{project}/hf_datasets/{name}={weight}" for name, weight in (("talks", 2), ("text", 1))]
     )
     packed = way == "documents"
-    samples = mixture.mix(
+    samples = mixture.mix_samples(
         corpora, [samples_of(project, name, packed) for name in ("talks", "text")]
     )
     held_out = samples_of(project, "talks", packed, "validation")
@@ -295,7 +295,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
     assert losses(project, "mixed") == pytest.approx(expected, rel=1e-5)
     assert metrics(project, "mixed")[-1]["eval/loss"] == pytest.approx(held, rel=1e-5)
     numbers = samples.stream(0, 4 * BATCH, 0)
-    labels, tokens = samples.counts(numbers)
+    labels, tokens = samples.token_counts(numbers)
     assert labels < tokens and metrics(project, "mixed")[-1]["train/tokens_seen"] == tokens
 
 

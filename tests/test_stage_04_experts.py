@@ -142,7 +142,7 @@ def reference(
     schedule = Schedule("cosine", 1e-3, 1e-4, 0, steps)
     found = []
     for step in range(steps):
-        rows = samples.rows(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0))
+        rows = samples.read_samples(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0))
         inputs = torch.from_numpy(rows.inputs.copy())
         labels = torch.from_numpy(rows.labels.copy())
         positions = None if rows.positions is None else torch.from_numpy(rows.positions)
@@ -223,7 +223,7 @@ def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Pat
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
     samples = samples_of(project, "concat")
-    rows = samples.rows(order.sample_numbers(0, 1, len(samples), seed=0))
+    rows = samples.read_samples(order.sample_numbers(0, 1, len(samples), seed=0))
     # transformers shifts labels itself: the last token has none.
     tokens = torch.from_numpy(rows.inputs.copy())
     output = model(tokens, labels=tokens, output_router_logits=True)

@@ -46,7 +46,9 @@ def windows(project: Path) -> Windows:
 
 
 def inputs_of(samples: Windows, step: int) -> np.ndarray:
-    return samples.rows(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)).inputs
+    return samples.read_samples(
+        order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
+    ).inputs
 
 
 def tokens_of_steps(samples: Windows) -> list[set[int]]:

@@ -71,7 +71,7 @@ def reference(
         numbers = order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
         inputs, labels, positions = (
             part if part is None else torch.from_numpy(part.copy())
-            for part in samples.rows(numbers)[:3]
+            for part in samples.read_samples(numbers)[:3]
         )
         logits = model(inputs, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

@@ -18,7 +18,7 @@ import numpy as np
 
 from lib.core import workers
 from lib.tokens.order import Division
-from lib.tokens.samples import IGNORED, Rows, Samples
+from lib.tokens.samples import IGNORED, SampleArrays, Samples
 
 if TYPE_CHECKING:  # who only finds a run's data does not wait for it
     import torch
@@ -145,9 +145,11 @@ class SampleStream(DataStream):
             ordered = self._samples.stream(first, steps * size, self._seed).reshape(steps, size)
             for numbers in ordered:
                 parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
-                batches = [micro_batch(self._samples.rows(part), self._pin) for part in parts]
+                batches = [
+                    micro_batch(self._samples.read_samples(part), self._pin) for part in parts
+                ]
                 first += size
-                yield Step(batches, *self._samples.counts(numbers), Position(first))
+                yield Step(batches, *self._samples.token_counts(numbers), Position(first))
 
 
 def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
@@ -172,7 +174,7 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     per_round = d.micro_batch * d.dp_size
     for start in range(0, total, per_round):
         numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False)
+        batch = micro_batch(samples.read_samples(np.minimum(numbers, len(samples) - 1)), False)
         # A copy: labels and inputs of a window are views of the same tokens.
         left_out = torch.from_numpy(numbers >= total)[:, None]
         yield batch._replace(labels=batch.labels.masked_fill(left_out, IGNORED))
@@ -206,7 +208,7 @@ def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
     )
 
 
-def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
+def micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
     """Return rows as tensors, in pinned memory if asked for."""
     import torch
 

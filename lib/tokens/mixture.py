@@ -1,8 +1,7 @@
-"""Several corpora in one stream, in exact proportions: `-d a=0.7 -d b=0.3`.
+"""Mix several corpora in exact proportions: `-d a=0.7 -d b=0.3`.
 
-An epoch is as many samples as the corpora have together. Each corpus runs through its own order
-and starts over when it is through. Without weights each has the share of its size, so that an
-epoch holds every sample once.
+An epoch has as many samples as all corpora together. Each corpus has its own order and starts over
+at its end. Without weights, the shares are the sizes, so an epoch contains every sample once.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from lib.core import hashing
 from lib.core.errors import Problems, UsageError
 from lib.tokens import order
 from lib.tokens.dataset import Dataset, find_dataset, open_dataset
-from lib.tokens.samples import Rows, Samples
+from lib.tokens.samples import SampleArrays, Samples
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Names a dataset of the mixture. weight: as given, None for the share of its size."""
+    """Names a dataset of the mixture. weight: as given, None if its size is its share."""
 
     weight: Fraction | None
     dataset: Dataset
@@ -34,30 +33,30 @@ class Corpus:
 
 
 def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
-    """Return the datasets that `DIR` or `DIR=WEIGHT` name.
+    """Open the datasets that `DIR` or `DIR=WEIGHT` name.
 
-    Raises ArtifactError or UsageError that tells all that is wrong with them.
+    Raises one ArtifactError or UsageError that lists all problems.
     """
     problems = Problems()
-    opened = [problems.collect(partial(_open, argument)) for argument in arguments]
+    opened = [problems.collect(partial(_open_corpus, argument)) for argument in arguments]
     problems.raise_if_any()
     corpora = [corpus for corpus in opened if corpus is not None]
     if len({corpus.weight is None for corpus in corpora}) > 1:
         problems.add(
-            "some datasets have a weight and some have none",
+            "some datasets have a weight and others have none",
             expected="-d DIR=WEIGHT for each of them, or for none",
         )
     paths = [corpus.dataset.path.resolve() for corpus in corpora]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         problems.add(
             f"-d {path} is given twice",
-            expected="each dataset once; a weight says how much of it there is",
+            expected="each dataset once; a weight sets its share",
         )
     problems.raise_if_any()
     return corpora
 
 
-def _open(argument: str) -> Corpus:
+def _open_corpus(argument: str) -> Corpus:
     name, text = split_weight(argument)
     if text is None:
         return Corpus(None, open_dataset(find_dataset(name)))
@@ -71,26 +70,26 @@ def _open(argument: str) -> Corpus:
 
 
 def split_weight(argument: str) -> tuple[str, str | None]:
-    """Split `NAME=WEIGHT` as -d takes it; the weight is None for a name alone."""
+    """Split `NAME=WEIGHT`, a value of -d. The weight is None for a name alone."""
     name, equals, text = argument.rpartition("=")
     if not equals or find_dataset(argument).exists():  # names may contain the sign
         return argument, None
     return name, text
 
 
-def fingerprint(corpora: Sequence[Corpus]) -> str:
-    """Identify the content and the proportions of some datasets, wherever they lie."""
+def fingerprint_corpora(corpora: Sequence[Corpus]) -> str:
+    """Identify the content and the proportions of some datasets, independent of their paths."""
     if len(corpora) == 1:
         return corpora[0].dataset.fingerprint
     given = [corpus.weight for corpus in corpora if corpus.weight]
-    weights = _whole(given) if given else None
+    weights = _scale_to_integers(given) if given else None
     return hashing.fingerprint([[corpus.dataset.fingerprint for corpus in corpora], weights])
 
 
-def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
-    """Return the stream of all corpora, samples[i] those of corpora[i].
+def mix_samples(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
+    """Return the samples of all corpora in one stream. samples[i]: those of corpora[i].
 
-    Raises UsageError when one of several has no sample, or the weights are too fine.
+    Raises UsageError if one of several corpora has no sample, or the weights have too many digits.
     """
     if len(corpora) == 1:
         return samples[0]
@@ -105,27 +104,27 @@ def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
     weights = [
         corpus.weight or Fraction(len(part)) for corpus, part in zip(corpora, samples, strict=True)
     ]
-    return Mixture(names(corpora), samples, _whole(weights))
+    return Mixture(name_corpora(corpora), samples, _scale_to_integers(weights))
 
 
-def names(corpora: Sequence[Corpus]) -> list[str]:
-    """Return what to call each: the name of its directory, or the path where that is not enough."""
-    short = [corpus.dataset.path.resolve().name for corpus in corpora]
+def name_corpora(corpora: Sequence[Corpus]) -> list[str]:
+    """Return a name for each corpus: its directory's name, or the path if that is ambiguous."""
+    short_names = [corpus.dataset.path.resolve().name for corpus in corpora]
     return [
-        name if short.count(name) == 1 else str(corpus.dataset.path)
-        for name, corpus in zip(short, corpora, strict=True)
+        name if short_names.count(name) == 1 else str(corpus.dataset.path)
+        for name, corpus in zip(short_names, corpora, strict=True)
     ]
 
 
-def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Return weights as whole numbers; UsageError when they differ by too much."""
+def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
+    """Return integers in the same proportions. Raise UsageError if their sum is too large."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     numbers = [int(weight * scale) for weight in weights]
     numbers = [number // math.gcd(*numbers) for number in numbers]
     if sum(numbers) > order.LARGEST_SUM:
         raise UsageError(
-            "the shares of the datasets are too fine",
-            expected="-d DIR=WEIGHT with numbers of a few digits, as 0.7 and 0.3",
+            "the weights of the datasets have too many digits",
+            expected="-d DIR=WEIGHT with numbers of a few digits, such as 0.7 and 0.3",
             found=", ".join(f"{float(weight):.17g}" for weight in weights),
         )
     return numbers
@@ -133,21 +132,24 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Holds the validation split of a corpus. weight: of its loss in the mean over all."""
+    """Holds the validation split of a corpus. weight: of its loss in the mean over all corpora."""
 
     name: str
     weight: int
     samples: Samples
 
 
-def held_out(
+def list_held_out(
     corpora: Sequence[Corpus], train: Samples, validation: Sequence[Samples | None]
 ) -> list[HeldOut]:
-    """Return the validation splits that there are and that hold a sample."""
+    """Return the validation splits that contain a sample.
+
+    train: the result of `mix_samples`. validation: by corpus, None without such a split.
+    """
     weights = train.weights if isinstance(train, Mixture) else [1]
     return [
         HeldOut(name, weight, samples)
-        for name, weight, samples in zip(names(corpora), weights, validation, strict=True)
+        for name, weight, samples in zip(name_corpora(corpora), weights, validation, strict=True)
         if samples
     ]
 
@@ -155,7 +157,7 @@ def held_out(
 class Mixture(Samples):
     """Numbers the samples of several corpora, one corpus after the other.
 
-    weights: their shares of the stream, whole numbers.
+    parts: the samples of each corpus. weights: their shares of the stream, integers.
     """
 
     def __init__(
@@ -174,49 +176,51 @@ class Mixture(Samples):
         return max(part.most_documents for part in self.parts)
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        corpus, own = order.deal(np.arange(first, first + count), self.weights)
-        chosen = np.empty(count, np.int64)
+        corpus, own = order.interleave(np.arange(first, first + count), self.weights)
+        samples = np.empty(count, np.int64)
         for i, part in enumerate(self.parts):
-            mine = corpus == i
-            chosen[mine] = self._first[i] + order.samples_at(own[mine], len(part), seed, i)
-        return chosen
+            is_own = corpus == i
+            samples[is_own] = self._first[i] + order.samples_at(own[is_own], len(part), seed, i)
+        return samples
 
-    def rows(self, samples: np.ndarray) -> Rows:
-        places, found = self._by_corpus(samples)
-        taken = [self.parts[i].rows(numbers) for i, numbers in found]
-        back = np.argsort(np.concatenate(places))
-        return Rows._make(
+    def read_samples(self, numbers: np.ndarray) -> SampleArrays:
+        split = self._split_by_corpus(numbers)
+        arrays = [part.read_samples(own) for part, _, own in split]
+        back = np.argsort(np.concatenate([places for _, places, _ in split]))
+        return SampleArrays._make(
             None if column[0] is None else np.concatenate(column)[back]
-            for column in zip(*taken, strict=True)
+            for column in zip(*arrays, strict=True)
         )
 
-    def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        each = [self.parts[i].counts(numbers) for i, numbers in self._by_corpus(samples)[1]]
-        return sum(labels for labels, _ in each), sum(tokens for _, tokens in each)
+    def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
+        counts = [part.token_counts(own) for part, _, own in self._split_by_corpus(numbers)]
+        return sum(labels for labels, _ in counts), sum(tokens for _, tokens in counts)
 
-    def means(self) -> tuple[float, float]:
-        each = np.array([part.means() for part in self.parts])
-        labels, tokens = np.average(each, axis=0, weights=self.weights)
+    def mean_counts(self) -> tuple[float, float]:
+        means = np.array([part.mean_counts() for part in self.parts])
+        labels, tokens = np.average(means, axis=0, weights=self.weights)
         return float(labels), float(tokens)
 
-    def describe(self, numbers: int) -> dict[str, str]:
-        """Return a line per corpus: its share, and how often `numbers` samples run through it."""
+    def describe(self, count: int) -> dict[str, str]:
+        """Return a row per corpus: its share, and how many epochs of it `count` samples are."""
         rows = {}
         for name, part, weight in zip(self.names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
             rows[f"  {name}"] = (
                 f"{100 * share:.4g} % of the samples; {len(part):,} in it, "
-                f"{numbers * share / len(part):.2f} passes"
+                f"{count * share / len(part):.2f} passes"
             )
         return rows
 
-    def _by_corpus(
-        self, samples: np.ndarray
-    ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]]]:
-        """Return by corpus that has any: where its samples stand, and its number and theirs."""
-        corpus = np.searchsorted(self._first, samples, side="right") - 1
+    def _split_by_corpus(self, numbers: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
+        """Return the corpora with any of these samples.
+
+        With each corpus come the places of its samples in `numbers`, and their numbers within it.
+        """
+        corpus = np.searchsorted(self._first, numbers, side="right") - 1
         places = [np.flatnonzero(corpus == i) for i in range(len(self.parts))]
-        return (
-            [at for at in places if len(at)],
-            [(i, samples[at] - self._first[i]) for i, at in enumerate(places) if len(at)],
-        )
+        return [
+            (self.parts[i], at, numbers[at] - self._first[i])
+            for i, at in enumerate(places)
+            if len(at)
+        ]

@@ -1,12 +1,12 @@
-"""The order of samples: one endless stream that any number of readers divides alike.
+"""Order the samples of a run: one endless stream, independent of the number of ranks.
 
-Sample number g is `permutation(seed, g // n)(g % n)` of the n samples there are. The permutation
-is a keyed 4-round Feistel network with cycle walking: a bijection of [0, n) with O(1) state, so
-the position in the data is one integer and a resume neither skips nor repeats.
+Position g of the stream is sample `permutation(seed, g // n)(g % n)` of the n samples. The
+permutation is a keyed 4-round Feistel network with cycle walking: a bijection of [0, n) with O(1)
+state. So the position in the data is one integer, and a resume neither skips nor repeats samples.
 (Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002,
 "Ciphers with arbitrary finite domains", for cycle walking.)
 
-Several corpora in given proportions are dealt out by counting, see `deal`: exact, and O(1) too.
+`interleave` mixes several corpora in given proportions. It is exact, and O(1) too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LARGEST_SUM = 3_000_000_000  # its square fits into 64 bits
 
 @dataclass(frozen=True)
 class Division:
-    """Divides a global batch: G = micro_batch × accumulation × dp_size samples.
+    """Divides a global batch of micro_batch × accumulation × dp_size samples.
 
-    dp_rank, dp_size: which of the readers this is, and how many there are.
+    dp_rank, dp_size: the number of this data-parallel rank, and how many there are.
     """
 
     micro_batch: int
@@ -39,33 +39,34 @@ class Division:
 
 
 def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:
-    """Return which samples the numbers [first, first + count) of the stream stand for.
+    """Return the samples at positions [first, first + count) of the stream.
 
-    n: samples in one epoch. Returns int64 [count], each in [0, n); each epoch has its own order.
+    n: samples in one epoch. Returns int64 [count], each in [0, n). Each epoch has its own order.
     """
     return samples_at(np.arange(first, first + count, dtype=np.int64), n, seed)
 
 
-def samples_at(numbers: np.ndarray, n: int, seed: int, corpus: int = 0) -> np.ndarray:
-    """Return which samples some numbers (int64 [N]) of the stream of a corpus stand for."""
-    epochs, positions = np.divmod(numbers, n)
-    chosen = np.empty(len(numbers), np.int64)
+def samples_at(positions: np.ndarray, n: int, seed: int, corpus: int = 0) -> np.ndarray:
+    """Return the samples at some positions (int64 [N]) of the stream of a corpus."""
+    epochs, offsets = np.divmod(positions, n)
+    samples = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
-        of_epoch = epochs == epoch
-        chosen[of_epoch] = permute(positions[of_epoch], n, seed, int(epoch), corpus)
-    return chosen
+        is_in_epoch = epochs == epoch
+        samples[is_in_epoch] = permute(offsets[is_in_epoch], n, seed, int(epoch), corpus)
+    return samples
 
 
-def deal(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpus of each number of a mixed stream, and its number in that corpus's own.
+def interleave(positions: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corpus at each position of a mixed stream, and the position in that corpus.
 
-    weights: the shares, whole numbers whose sum is at most LARGEST_SUM. The first corpus with
-    weight p of the sum q has ⌊g·p/q⌋ of the first g numbers, the others share the rest in the same
-    way: in every prefix each is off its share by less than there are corpora.
+    positions: int64 [N]. weights: the shares, integers whose sum is at most LARGEST_SUM. The first
+    corpus, with weight p of the sum q, gets ⌊g·p/q⌋ of the first g positions. The others share the
+    rest in the same way. So in every prefix, each corpus differs from its share by less than the
+    number of corpora.
     """
-    corpus = np.full(len(numbers), len(weights) - 1, np.int64)
-    own = numbers.copy()
-    left = np.arange(len(numbers))  # places that no corpus has taken yet
+    corpus = np.full(len(positions), len(weights) - 1, np.int64)
+    own = positions.copy()
+    left = np.arange(len(positions))  # places that no corpus has taken yet
     for i, weight in enumerate(weights[:-1]):
         total = sum(weights[i:])
         before = _share(own[left], weight, total)
@@ -79,7 +80,7 @@ def deal(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 
 def _share(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
-    """Return ⌊number · weight / total⌋ without leaving 64 bits."""
+    """Return ⌊number · weight / total⌋, computed within 64 bits."""
     whole, rest = np.divmod(numbers, total)
     return whole * weight + rest * weight // total
 
@@ -98,7 +99,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int, corpus: int = 
 
 @lru_cache
 def _round_keys(seed: int, epoch: int, corpus: int) -> np.ndarray:
-    # The first corpus of a mixture has the order that it has alone.
+    # The first corpus of a mixture has the same order as without the others.
     words = [seed, epoch, corpus] if corpus else [seed, epoch]
     return np.random.SeedSequence(words).generate_state(_ROUNDS, np.uint64)
 

@@ -29,7 +29,7 @@ from lib.core import commands, hashing, log, manifest, publish, units, verified
 from lib.core.errors import ArtifactError
 from lib.core.paths import MANIFEST
 from lib.tokens import build, store
-from lib.tokens.samples import IGNORED, Rows, Samples
+from lib.tokens.samples import IGNORED, SampleArrays, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
@@ -61,14 +61,14 @@ class Packs(Samples):
         """Return the largest number of pieces in a pack, plus one for its padding."""
         return int(np.diff(self._index["packs"][:]).max(initial=0)) + 1
 
-    def rows(self, samples: np.ndarray) -> Rows:
+    def read_samples(self, numbers: np.ndarray) -> SampleArrays:
         """Return the samples as inputs, labels, positions and the lengths without padding."""
-        shape = (len(samples), self.seq_length)
+        shape = (len(numbers), self.seq_length)
         inputs = np.zeros(shape, np.int64)
         positions = np.zeros(shape, np.int64)
         labels = np.full(shape, IGNORED, np.int64)
-        lengths = np.zeros(len(samples), np.int64)
-        for row, pack in enumerate(samples):
+        lengths = np.zeros(len(numbers), np.int64)
+        for row, pack in enumerate(numbers):
             filled = 0
             for start, length, is_end in self._pieces(int(pack)):
                 place = slice(filled, filled + length)
@@ -84,16 +84,16 @@ class Packs(Samples):
                 filled += length
             positions[row, filled:] = np.arange(self.seq_length - filled)
             lengths[row] = filled
-        return Rows(inputs, labels, positions, lengths)
+        return SampleArrays(inputs, labels, positions, lengths)
 
-    def counts(self, samples: np.ndarray) -> tuple[int, int]:
+    def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
         packs = self._index["packs"]
         tokens = sum(
-            int(np.abs(self._index["lengths"][packs[p] : packs[p + 1]]).sum()) for p in samples
+            int(np.abs(self._index["lengths"][packs[p] : packs[p + 1]]).sum()) for p in numbers
         )
-        return int(self._index["labels"][samples].sum()), tokens
+        return int(self._index["labels"][numbers].sum()), tokens
 
-    def means(self) -> tuple[float, float]:
+    def mean_counts(self) -> tuple[float, float]:
         """Return the label tokens and the tokens without padding of a sample on average.
 
         If all tokens are labels, the first token of each document still is none. This method does
@@ -224,22 +224,22 @@ def split_overfull_packs(bins: np.ndarray, fewest: int) -> np.ndarray:
     """
     if not len(bins):
         return bins
-    held = np.bincount(bins)
-    fewest = max(fewest, 2 * len(bins) // len(held))
-    limits = range(fewest, max(fewest, int(held.max())) + 1)
-    most_added = len(held) // _PACKS_PER_ADDED
+    items = np.bincount(bins)  # of each bin
+    fewest = max(fewest, 2 * len(bins) // len(items))
+    limits = range(fewest, max(fewest, int(items.max())) + 1)
+    most_added = len(items) // _PACKS_PER_ADDED
     limit = limits[
-        bisect_left(limits, True, key=lambda limit: ((held - 1) // limit).sum() <= most_added)
+        bisect_left(limits, True, key=lambda limit: ((items - 1) // limit).sum() <= most_added)
     ]
-    full = np.flatnonzero(held[bins] > limit)
+    full = np.flatnonzero(items[bins] > limit)
     full = full[np.argsort(bins[full], kind="stable")]
-    _, of, count = np.unique(bins[full], return_inverse=True, return_counts=True)
+    _, group, count = np.unique(bins[full], return_inverse=True, return_counts=True)
     parts = (count + limit - 1) // limit
-    place = np.arange(len(full)) - (np.cumsum(count) - count)[of]
-    part = place * parts[of] // count[of]
-    further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, minus one
+    place = np.arange(len(full)) - (np.cumsum(count) - count)[group]
+    part = place * parts[group] // count[group]
+    further = len(items) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, minus one
     bins = bins.copy()
-    bins[full] = np.where(part, further[of] + part, bins[full])
+    bins[full] = np.where(part, further[group] + part, bins[full])
     return bins
 
 
@@ -266,12 +266,14 @@ def _build_packs(
 def _pack_split(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Cut the documents of a split into pieces and pack them; return the index and statistics."""
     ends = np.asarray(split.ends, np.int64)
-    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    begins, ends = begins[ends > begins], ends[ends > begins]
-    per_document = (ends - begins + capacity - 1) // capacity
+    firsts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    is_filled = ends > firsts
+    firsts = firsts[is_filled]
+    ends = ends[is_filled]
+    per_document = (ends - firsts + capacity - 1) // capacity
     owner = np.repeat(np.arange(len(ends)), per_document)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(per_document) - per_document, per_document)
-    starts = begins[owner] + number * capacity
+    starts = firsts[owner] + number * capacity
     lengths = np.minimum(ends[owner] - starts, capacity)
     is_end = starts + lengths == ends[owner]
     bins = split_overfull_packs(best_fit(lengths, capacity), choose_document_limit(capacity))

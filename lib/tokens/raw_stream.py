@@ -28,7 +28,7 @@ from lib.tokens.order import Division
 from lib.tokens.raw_encoder import EncodedBlock
 from lib.tokens.raw_reader import Block, SkippedRecords
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
-from lib.tokens.samples import Rows
+from lib.tokens.samples import SampleArrays
 
 if TYPE_CHECKING:
     import torch
@@ -355,7 +355,8 @@ class RawStream(DataStream):
             for part in (tokens[:-1], tokens[1:])
         )
         batches = [
-            micro_batch(Rows(*part, None), self._pin) for part in zip(inputs, labels, strict=True)
+            micro_batch(SampleArrays(*part, None), self._pin)
+            for part in zip(inputs, labels, strict=True)
         ]
         total = d.global_batch * length
         return Step(batches, total, total, Position(samples_after, cursor))

@@ -1,4 +1,4 @@
-"""What a numbered sample is, whatever the way of packing, and windows of the token stream."""
+"""Number the samples of a token store; cut windows of the token stream (`--packing concat`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lib.tokens.store import Labels, Numbers
 IGNORED = -100  # the label that no loss is computed for
 
 
-class Rows(NamedTuple):
-    """Holds samples, int64 [samples, T] each; positions None: they run from 0 to T - 1.
+class SampleArrays(NamedTuple):
+    """Holds several samples, int64 [samples, T] each.
 
-    lengths: int64 [samples], the tokens before the padding; None where nothing is padded.
+    positions: None if they run from 0 to T - 1 in every sample. lengths: int64 [samples], the
+    tokens before the padding; None if there is no padding.
     """
 
     inputs: np.ndarray
@@ -26,45 +27,45 @@ class Rows(NamedTuple):
 
 
 class Samples(ABC):
-    """Numbers samples from 0: windows of the token stream, packs of documents, or a mixture."""
+    """Numbers samples from 0: windows of the token stream, packed documents, or a mixture."""
 
     @property
     def most_documents(self) -> int:
-        """Return the most documents of a sample, its padding counted as one."""
+        """Return the largest number of documents in a sample; padding counts as one."""
         return 1
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples in an epoch."""
 
     @abstractmethod
-    def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples of some numbers as inputs, labels and positions."""
+    def read_samples(self, numbers: np.ndarray) -> SampleArrays:
+        """Return the samples with these numbers, int64 [samples]."""
 
     @abstractmethod
-    def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        """Return the label tokens and the tokens without padding of some samples."""
+    def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
+        """Return the label tokens and the tokens without padding of these samples."""
 
-    def describe(self, numbers: int) -> dict[str, str]:
-        """Return what a plan for `numbers` samples says beside their number."""
+    @abstractmethod
+    def mean_counts(self) -> tuple[float, float]:
+        """Return the mean label tokens and tokens without padding of a sample."""
+
+    def describe(self, count: int) -> dict[str, str]:
+        """Return further rows for the printed plan of a run that reads `count` samples."""
         return {}
 
-    @abstractmethod
-    def means(self) -> tuple[float, float]:
-        """Return the label tokens and the tokens without padding of a sample on average."""
-
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        """Return the samples at positions [first, first + count) of the endless stream."""
+        """Return the sample numbers at positions [first, first + count) of the endless stream."""
         return order.sample_numbers(first, count, len(self), seed)
 
 
 class Windows(Samples):
-    """Cuts windows of the token stream, across documents (`--packing concat`).
+    """Cuts windows of the token stream, across documents.
 
-    Sample i is tokens [i·T, i·T + T], T + 1 of them: T inputs and the token after each.
+    Sample i consists of the T + 1 tokens from i·T on: T inputs, and the token after each of them.
+    An incomplete window at the end is dropped.
 
-    tokens: uint16|uint32 [N]; labels: of them, None where each is one. len() is the number of
-    whole samples; the tail that fills no window is left out.
+    tokens: uint16|uint32 [N]. labels: which tokens are labels; None if all are.
     """
 
     def __init__(self, tokens: Numbers, seq_length: int, labels: Labels | None = None) -> None:
@@ -75,34 +76,34 @@ class Windows(Samples):
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
-    def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples as inputs and labels, two views of the same tokens without a mask."""
-        tokens = self.take(samples)
-        if self._labels is None:
-            return Rows(tokens[:, :-1], tokens[:, 1:], None)
-        return Rows(
-            tokens[:, :-1], np.where(self._are_labels(samples), tokens[:, 1:], IGNORED), None
-        )
+    def read_samples(self, numbers: np.ndarray) -> SampleArrays:
+        """Return inputs and labels. Without a label mask, they are two views of the same tokens."""
+        tokens = self.read_windows(numbers)
+        labels = tokens[:, 1:]
+        if self._labels is not None:
+            labels = np.where(self._are_labels(numbers), labels, IGNORED)
+        return SampleArrays(tokens[:, :-1], labels, None)
 
-    def take(self, samples: np.ndarray) -> np.ndarray:
-        """Return int64 [len(samples), T + 1]."""
-        taken = np.empty((len(samples), self.seq_length + 1), np.int64)
-        for row, start in zip(taken, (samples * self.seq_length).tolist(), strict=True):
-            row[:] = self.tokens[start : start + self.seq_length + 1]  # one pass: copy and widen
-        return taken
+    def read_windows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the tokens of windows, int64 [samples, T + 1]."""
+        windows = np.empty((len(numbers), self.seq_length + 1), np.int64)
+        for window, start in zip(windows, (numbers * self.seq_length).tolist(), strict=True):
+            # This copies and widens in one pass.
+            window[:] = self.tokens[start : start + self.seq_length + 1]
+        return windows
 
-    def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        tokens = len(samples) * self.seq_length
-        return tokens if self._labels is None else int(self._are_labels(samples).sum()), tokens
+    def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
+        tokens = len(numbers) * self.seq_length
+        return tokens if self._labels is None else int(self._are_labels(numbers).sum()), tokens
 
-    def means(self) -> tuple[float, float]:
+    def mean_counts(self) -> tuple[float, float]:
         share = 1.0 if self._labels is None else self._labels.total / max(1, len(self.tokens))
         return self.seq_length * share, self.seq_length
 
-    def _are_labels(self, samples: np.ndarray) -> np.ndarray:
-        """Return bool [len(samples), T]: whether the token after each is a label."""
+    def _are_labels(self, numbers: np.ndarray) -> np.ndarray:
+        """Return whether the token after each input is a label, bool [samples, T]."""
         assert self._labels is not None
-        found = np.empty((len(samples), self.seq_length), bool)
-        for row, start in zip(found, (samples * self.seq_length + 1).tolist(), strict=True):
+        are_labels = np.empty((len(numbers), self.seq_length), bool)
+        for row, start in zip(are_labels, (numbers * self.seq_length + 1).tolist(), strict=True):
             row[:] = self._labels[start : start + self.seq_length]
-        return found
+        return are_labels

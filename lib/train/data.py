@@ -62,7 +62,7 @@ class Data:
         rows = plan.describe() | self.train.describe(numbers)
         if isinstance(self.train, RawDocuments):
             return rows
-        labels, tokens = self.train.means()
+        labels, tokens = self.train.mean_counts()
         if labels < tokens:
             kind = "trained" if self.chat else "with a label"
             rows["without padding"] = (
@@ -118,10 +118,10 @@ def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path
 def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     """Return the samples of all corpora, making the index of packs first where it is needed."""
     splits = [_split(config, tokens) for tokens in stores]
-    train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
+    train = mixture.mix_samples(inputs.corpora, [split["train"] for split in splits])
     return Data(
         train,
-        mixture.held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
+        mixture.list_held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
         counts.merge_facts([*filter(None, map(counts.read_facts, stores))]),
     )
 

@@ -139,7 +139,7 @@ def find_inputs(
         **(
             _shards_identity(config, shards)
             if shards
-            else {"dataset": mixture.fingerprint(corpora)}
+            else {"dataset": mixture.fingerprint_corpora(corpora)}
         ),
         **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {}),
         **lora_from.fingerprint(config, adapter, identity),

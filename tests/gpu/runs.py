@@ -317,7 +317,7 @@ def _validation(place: Place, rows: int, length: int) -> Any:
     )
     found = store.open_store(path)
     windows = Windows(found.splits["validation"].tokens, length)
-    return torch.from_numpy(windows.take(np.arange(rows)).astype(np.int64))
+    return torch.from_numpy(windows.read_windows(np.arange(rows)).astype(np.int64))
 
 
 def chat(place: Place) -> None:

@@ -22,7 +22,7 @@ from lib.core import log
 from lib.core.errors import UsageError
 from lib.parallel import attention
 from lib.tokens.batches import micro_batch
-from lib.tokens.samples import Rows
+from lib.tokens.samples import SampleArrays
 
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 
@@ -175,7 +175,7 @@ def test_the_model_gets_boundaries_and_the_longest_document(implementation: str)
     """The mark is on the very tensor that the model gets, which `to` may have made."""
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
     positions = np.array([[*range(100), *range(156)]] * 2)
-    rows = Rows(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
+    rows = SampleArrays(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
     batch = micro_batch(rows, pin=False).to(torch.device("meta"))
     given = attention.make_inputs(model, batch)
     assert given["max_length_q"] == given["max_length_k"] == 256

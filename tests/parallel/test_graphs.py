@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from lib.parallel import attention, compiling, graphs, loss, parallelize
 from lib.tokens import batches as tokens
 from lib.tokens.batches import MicroBatch, longest_document, micro_batch
-from lib.tokens.samples import Rows
+from lib.tokens.samples import SampleArrays
 
 CPU = torch.device("cpu")
 LENGTH = 64
@@ -99,7 +99,7 @@ def batch(documents: int, longest: int, generator: np.random.Generator) -> Micro
     lengths = [longest, *np.diff([0, *cuts, room])]
     positions = np.concatenate([np.arange(length) for length in lengths]).reshape(2, LENGTH)
     ids = generator.integers(0, 64, (2, LENGTH + 1))
-    made = micro_batch(Rows(ids[:, :-1], ids[:, 1:], positions), pin=False)
+    made = micro_batch(SampleArrays(ids[:, :-1], ids[:, 1:], positions), pin=False)
     assert documents <= len(made.boundaries) - 1 <= documents + 1
     return made
 

@@ -57,7 +57,7 @@ def test_windows_that_are_whole(tokens: int, samples: int) -> None:
 
 def test_windows_cover_every_token_as_input_once_and_label_it_with_the_next() -> None:
     w = windows(7, tail=3)
-    taken = w.take(np.arange(len(w)))
+    taken = w.read_windows(np.arange(len(w)))
     assert taken.shape == (7, T + 1) and taken.dtype == np.int64
     assert np.array_equal(taken[:, :-1].ravel(), np.arange(7 * T))
     assert np.array_equal(taken[:, 1:], taken[:, :-1] + 1)
@@ -65,7 +65,7 @@ def test_windows_cover_every_token_as_input_once_and_label_it_with_the_next() ->
 
 def test_large_ids_stay_positive() -> None:
     w = Windows(np.array([65_535, 65_534, 3, 4, 65_535], dtype=np.uint16), T)
-    assert w.take(np.array([0])).tolist() == [[65_535, 65_534, 3, 4, 65_535]]
+    assert w.read_windows(np.array([0])).tolist() == [[65_535, 65_534, 3, 4, 65_535]]
 
 
 def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:

@@ -278,8 +278,8 @@ def test_tokens_by_pread_equal_the_mapped_ones(
     for seq_length in (8, 16):
         chosen = np.array([3, 0, 5])
         assert np.array_equal(
-            Windows(read.tokens, seq_length).rows(chosen).inputs,
-            Windows(mapped.tokens, seq_length).rows(chosen).inputs,
+            Windows(read.tokens, seq_length).read_samples(chosen).inputs,
+            Windows(mapped.tokens, seq_length).read_samples(chosen).inputs,
         )
 
     def refuse(*args: object, **options: object) -> None:

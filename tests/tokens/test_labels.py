@@ -38,14 +38,14 @@ def packs_of(split: Split, tmp_path: Path, name: str) -> packing.Packs:
 def check(samples: Samples) -> None:
     """Assert that counts and means are those of the rows."""
     chosen = np.array([3, 0, len(samples) - 1, 3])
-    rows = samples.rows(chosen)
-    assert samples.counts(chosen)[0] == (rows.labels != IGNORED).sum()
+    rows = samples.read_samples(chosen)
+    assert samples.token_counts(chosen)[0] == (rows.labels != IGNORED).sum()
     if not isinstance(samples, Mixture):
         every = np.arange(len(samples))
-        labels, tokens = samples.counts(every)
+        labels, tokens = samples.token_counts(every)
         left_out = 0 if isinstance(samples, packing.Packs) else T + 1
-        assert samples.means()[0] * len(samples) == pytest.approx(labels, abs=left_out)
-        assert samples.means()[1] * len(samples) == pytest.approx(tokens)
+        assert samples.mean_counts()[0] * len(samples) == pytest.approx(labels, abs=left_out)
+        assert samples.mean_counts()[1] * len(samples) == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -58,14 +58,14 @@ def test_labels_are_those_of_the_store(
     split = split_of(lengths, seed)
     bits = split.labels[:]
     windows = Windows(split.tokens, T, split.labels)
-    rows = windows.rows(np.arange(len(windows)))
+    rows = windows.read_samples(np.arange(len(windows)))
     end = len(windows) * T
     assert np.array_equal(
         rows.labels.ravel(),
         np.where(bits[1 : end + 1], split.tokens[1 : end + 1].astype(np.int64), IGNORED),
     )
     packs = packs_of(split, tmp_path, "a")
-    rows = packs.rows(np.arange(len(packs)))
+    rows = packs.read_samples(np.arange(len(packs)))
     assert (rows.labels != IGNORED).any(1).all()
     if seed < 3:  # nothing is cut
         assert (rows.labels != IGNORED).sum() == bits.sum()

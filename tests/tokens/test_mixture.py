@@ -46,7 +46,7 @@ def corpora(*weights: str | None) -> list[Corpus]:
 )
 def test_every_prefix_has_the_shares(weights: list[int]) -> None:
     count = 5000
-    corpus, own = order.deal(np.arange(count), weights)
+    corpus, own = order.interleave(np.arange(count), weights)
     for i, weight in enumerate(weights):
         mine = corpus == i
         assert own[mine].tolist() == list(range(mine.sum()))  # its own stream, without a gap
@@ -57,7 +57,7 @@ def test_every_prefix_has_the_shares(weights: list[int]) -> None:
 def test_dealing_needs_no_history_and_no_more_than_64_bits() -> None:
     weights = [1_999_999_999, 1_000_000_001]
     first = 10**15
-    corpus, own = order.deal(np.arange(first, first + 100), weights)
+    corpus, own = order.interleave(np.arange(first, first + 100), weights)
     before = first * weights[0] // sum(weights)
     assert own[corpus == 0].tolist() == list(range(before, before + (corpus == 0).sum()))
     assert own[corpus == 1].tolist() == list(
@@ -74,14 +74,14 @@ def test_a_stream_may_be_cut_anywhere() -> None:
 
 
 def test_without_weights_an_epoch_holds_every_sample_once() -> None:
-    mixed = mixture.mix(corpora(None, None, None), parts(10, 7, 23))
+    mixed = mixture.mix_samples(corpora(None, None, None), parts(10, 7, 23))
     assert len(mixed) == 40
     for epoch in range(3):
         assert sorted(mixed.stream(epoch * 40, 40, seed=0)) == list(range(40))
 
 
 def test_with_weights_each_corpus_keeps_its_own_epochs() -> None:
-    mixed = mixture.mix(corpora("0.5", "0.25", "0.25"), parts(10, 7, 23))
+    mixed = mixture.mix_samples(corpora("0.5", "0.25", "0.25"), parts(10, 7, 23))
     seen = mixed.stream(0, 400, seed=0)
     of_first = seen[seen < 10]
     assert len(of_first) == 200
@@ -93,25 +93,25 @@ def test_with_weights_each_corpus_keeps_its_own_epochs() -> None:
 def test_rows_come_in_the_order_asked_for() -> None:
     mixed = Mixture(["a", "b"], parts(10, 7), [1, 1])
     wanted = np.array([12, 0, 16, 9, 10])
-    rows = mixed.rows(wanted)
+    rows = mixed.read_samples(wanted)
     assert rows.inputs[:, 0].tolist() == [10_008, 0, 10_024, 36, 10_000]
     assert np.array_equal(rows.labels, rows.inputs + 1) and rows.positions is None
-    assert mixed.counts(wanted) == (5 * T, 5 * T)
+    assert mixed.token_counts(wanted) == (5 * T, 5 * T)
 
 
 def test_one_corpus_is_itself_whatever_its_weight() -> None:
     [alone] = parts(10)
-    assert mixture.mix(corpora("0.3"), [alone]) is alone
-    assert mixture.fingerprint(corpora("0.3")) == "f0"
+    assert mixture.mix_samples(corpora("0.3"), [alone]) is alone
+    assert mixture.fingerprint_corpora(corpora("0.3")) == "f0"
 
 
 def test_the_fingerprint_knows_shares_but_not_how_they_are_written() -> None:
     same = {
-        mixture.fingerprint(corpora(*weights))
+        mixture.fingerprint_corpora(corpora(*weights))
         for weights in (("0.7", "0.3"), ("7", "3"), ("70", "30.0"), ("7e-1", "3e-1"))
     }
     others = {
-        mixture.fingerprint(corpora(*weights))
+        mixture.fingerprint_corpora(corpora(*weights))
         for weights in ((None, None), ("0.6", "0.4"), ("0.3", "0.7"), ("1", "1"))
     }
     assert len(same) == 1 and len(others) == 4 and not same & others
@@ -119,9 +119,9 @@ def test_the_fingerprint_knows_shares_but_not_how_they_are_written() -> None:
 
 def test_what_cannot_be_mixed_is_refused() -> None:
     with pytest.raises(UsageError, match="shorter than one sample"):
-        mixture.mix(corpora("1", "1"), parts(10, 0))
-    with pytest.raises(UsageError, match="too fine"):
-        mixture.mix(corpora("1", "1e-12"), parts(10, 10))
+        mixture.mix_samples(corpora("1", "1"), parts(10, 0))
+    with pytest.raises(UsageError, match="too many digits"):
+        mixture.mix_samples(corpora("1", "1e-12"), parts(10, 10))
 
 
 def test_arguments(of_stage_02: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_arguments(of_stage_02: Path, tmp_path: Path) -> None:
         (["{}=-1"], "not a weight"),
         (["{}=nan"], "not a weight"),
         (["{}=1/0"], "not a weight"),
-        (["{}=1", "{}"], "some have none"),
+        (["{}=1", "{}"], "others have none"),
         (["{}=1", "{}=2"], "given twice"),
         (["{}=1", "none_such=1", "{}=y"], "2 problems"),
     ):

@@ -104,7 +104,7 @@ def test_packs_of_an_earlier_version_are_used_as_they_are(
     _, new = make(documents, tmp_path / "new", 128)
     every = np.arange(len(before))
     assert len(packs) == len(before) != len(new) == 202
-    for one, other in zip(packs.rows(every), before.rows(every), strict=True):
+    for one, other in zip(packs.read_samples(every), before.read_samples(every), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -123,10 +123,10 @@ def make(
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
 def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents: list[int]):
     tokens, packs = make(documents, tmp_path, 8)
-    rows = packs.rows(np.arange(len(packs)))
+    rows = packs.read_samples(np.arange(len(packs)))
     seen = rows.inputs[rows.inputs > 0]
     assert sorted(seen.tolist()) == tokens.tolist()
-    labels, count = (mean * len(packs) for mean in packs.means())
+    labels, count = (mean * len(packs) for mean in packs.mean_counts())
     assert count == pytest.approx(len(tokens))
     assert labels == pytest.approx((rows.labels != IGNORED).sum() - documents.count(0))
     ends = set(np.cumsum(documents).tolist())  # tokens count from 1, so these end a document
@@ -134,14 +134,14 @@ def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents:
     assert np.array_equal(rows.labels, expected)
     steps = np.diff(rows.positions, axis=1)
     assert ((steps == 1) | (rows.positions[:, 1:] == 0)).all() and (rows.positions[:, 0] == 0).all()
-    label_tokens, count = packs.counts(np.arange(len(packs)))
+    label_tokens, count = packs.token_counts(np.arange(len(packs)))
     assert (label_tokens, count) == (int((rows.labels != IGNORED).sum()), len(tokens))
 
 
 def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
     documents = [5, 8, 3, 7, 8, 1, 2, 6]
     _, packs = make(documents, tmp_path, 8)
-    rows = packs.rows(np.arange(len(packs)))
+    rows = packs.read_samples(np.arange(len(packs)))
     begins = set((np.cumsum(documents) - documents + 1).tolist())
     assert set(rows.inputs[(rows.positions == 0) & (rows.inputs > 0)].tolist()) == begins
     assert len(packs) == sum(documents) // 8  # and here they fill every window
