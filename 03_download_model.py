@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stage 03: fetch a model or raw text from the Hugging Face Hub, or make a model from scratch.
+"""Stage 03: download a model or raw text from the Hugging Face Hub, or create a model from scratch.
 
   python 03_download_model.py --model-name ORG/NAME
   python 03_download_model.py --model-name ORG/NAME --revision v1.0 --dry-run
@@ -8,13 +8,14 @@
   python 03_download_model.py --from-scratch --config-json FILE --tokenizer .cache/models/ORG--NAME
   python 03_download_model.py --verify
 
-A model becomes .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/), a plain directory that
-can be copied to a machine without network and that `from_pretrained` loads: config, tokenizer and,
-from the Hub, safetensors weights. Raw text becomes raw_text/ORG--NAME/, for stage 01. Each file is
-checked against the digest the Hub declares; what a Hugging Face cache (HF_HOME) on this machine
-holds is not fetched. Pickles and code only with the options that say so. A model from scratch has
-no weights: stage 04 draws them from its seed. HF_TOKEN, --token or a login opens gated
-repositories, HF_ENDPOINT names a mirror. --verify and --from-scratch never go online.
+A model is written to .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/): config, tokenizer
+and, from the Hub, safetensors weights. `from_pretrained` loads this plain directory, which can be
+copied to a machine without a network. Raw text is written to raw_text/ORG--NAME/, for stage 01.
+Each file is checked against the digest that the Hub declares. Files in the Hugging Face cache of
+this machine (HF_HOME) are not downloaded again. Pickles and code are downloaded only with their
+options. A model from scratch has no weights; stage 04 initialises them from its seed. HF_TOKEN,
+--token or a login gives access to gated repositories, and HF_ENDPOINT names a mirror. --verify and
+--from-scratch never use the network.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from lib.models.scratch import Design
 
 STAGE = "03_download_model.py"
 KIND = directory.KIND
-_MODES = {  # what may stand beside the option that chooses the mode
+_MODES = {  # the options that each mode accepts
     "--model-name": {"model_name", "revision", "token", "allow_pickle", "trust_remote_code"},
     "--dataset-name": {"dataset_name", "revision", "token", "include", "dst_root"},
     "--from-scratch": {
@@ -50,29 +51,29 @@ _MODES = {  # what may stand beside the option that chooses the mode
 
 
 def parse(argv: Sequence[str]) -> options.Options:
-    """Return the options of this stage; UsageError when they contradict each other."""
+    """Return the options of this stage. Raises UsageError if they contradict each other."""
     parser = options.Parser(__doc__)
     add = parser.add_argument
     add(
         "--model-name",
         metavar="ORG/NAME",
-        help="model to fetch; with --from-scratch the name to give (default: scratch-<size>)",
+        help="model to download; with --from-scratch, its name (default: scratch-<size>)",
     )
     add(
         "--cache-dir",
         type=Path,
         default=Path(".cache"),
         metavar="DIR",
-        help="models go to DIR/models/",
+        help="write models to DIR/models/",
     )
     add(
         "--verify",
         action="store_true",
-        help="hash everything under --cache-dir, and the files under --dst-root if that is given, "
-        "and name what is damaged, offline",
+        help="check the hash of every file under --cache-dir, and under --dst-root if it is given, "
+        "and report damaged files; needs no network",
     )
     add = parser.add_argument_group("from the Hub").add_argument
-    add("--revision", metavar="R", help="branch, tag or commit to fetch (default: main)")
+    add("--revision", metavar="R", help="branch, tag or commit to download (default: main)")
     add(
         "--token",
         metavar="TOKEN",
@@ -81,62 +82,62 @@ def parse(argv: Sequence[str]) -> options.Options:
     add(
         "--allow-pickle",
         action="store_true",
-        help="where there are only pickled weights, convert them to safetensors; nothing but "
-        "tensors is read from them",
+        help="if a model has only pickled weights, convert them to safetensors; only tensors are "
+        "read, no code runs",
     )
     add(
         "--trust-remote-code",
         action="store_true",
-        help="for a type of model that transformers does not know, fetch the code that comes with "
-        "the model, and run it here; stages 04 and 05 run it only if they are told so, too",
+        help="if transformers does not know the model's type, download the code in its repository "
+        "and run it; stages 04 and 05 need this option too",
     )
     add(
         "--dataset-name",
         metavar="ORG/NAME",
-        help="dataset to fetch raw files of (default: none, a model is prepared)",
+        help="dataset whose raw files to download (default: none, a model is prepared)",
     )
     add(
         "--include",
         action="append",
         default=[],
         metavar="GLOB",
-        help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to what "
-        "is there, unless --overwrite (default: none; '*' takes all)",
+        help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to files "
+        "of earlier runs, unless --overwrite is given (default: none; '*' matches all files)",
     )
     add(
         "--dst-root",
         type=Path,
         metavar="DIR",
-        help="the files go to DIR/ORG--NAME/ (default: raw_text)",
+        help="write the files to DIR/ORG--NAME/ (default: raw_text)",
     )
     add = parser.add_argument_group("from scratch").add_argument
-    add("--from-scratch", action="store_true", help="make a model without weights, offline")
+    add("--from-scratch", action="store_true", help="create a model without weights; no network")
     add(
         "--model-size",
         choices=tuple(scratch.SIZES),
-        help="number of parameters, about (default: none, it or --config-json is needed)",
+        help="approximate number of parameters (default: none; this or --config-json is required)",
     )
     add(
         "--config-json",
         type=Path,
         metavar="FILE",
-        help="instead of a size: a config.json of any architecture that transformers knows "
+        help="instead of a size, a config.json of any architecture that transformers supports "
         "(default: none)",
     )
     add(
         "--vocab-size",
         type=options.positive_int,
         metavar="N",
-        help="tokens of the vocabulary; the model's is padded to a multiple of "
-        f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 1,024 "
-        "for 1M, 4,096 for tiny, 32,000 for the others)",
+        help="tokens in the vocabulary; the model's embedding is padded to a multiple of "
+        f"{scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or FILE; otherwise 1,024 for "
+        "1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
     add(
         "--train-tokenizer",
         type=Path,
         metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
-        "(default: none, it or --tokenizer is needed)",
+        "(default: none; this or --tokenizer is required)",
     )
     add(
         "--tokenizer",
@@ -144,14 +145,14 @@ def parse(argv: Sequence[str]) -> options.Options:
         metavar="DIR",
         help="directory with a tokenizer to copy (default: none)",
     )
-    parser.add_common("fetch (threads, 2 connections each, 8 at most), hash or train (threads)")
+    parser.add_common("download (threads, 2 connections each, at most 8), hash or train (threads)")
     opts = parser.parse(argv)
     check_combination(opts)
     return opts
 
 
 def choose_mode(opts: options.Options) -> str:
-    """Return the option that says what to do."""
+    """Return the option that selects the mode of this run."""
     for mode in ("--verify", "--from-scratch", "--dataset-name"):
         if getattr(opts, mode[2:].replace("-", "_")):
             return mode
@@ -159,23 +160,23 @@ def choose_mode(opts: options.Options) -> str:
 
 
 def check_combination(opts: options.Options) -> None:
-    """Raise UsageError naming every contradiction among the options."""
+    """Raise one UsageError with all contradictions among the options."""
     problems = Problems()
     mode = choose_mode(opts)
     for key in sorted(set.union(*_MODES.values()) - _MODES[mode]):
         if getattr(opts, key):
             places = " or ".join(place for place, keys in _MODES.items() if key in keys)
-            problems.add(f"--{key.replace('_', '-')} belongs to {places}, not to {mode}")
+            problems.add(f"--{key.replace('_', '-')} is an option of {places}, not of {mode}")
     if mode == "--model-name" and not opts.model_name:
         problems.add(
-            "nothing to prepare",
+            "no model or dataset is named",
             run=commands.help_of(),
             expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify",
         )
     if mode == "--dataset-name" and not opts.include:
         problems.add(
             "--dataset-name needs --include GLOB",
-            expected="files to fetch, such as 'en/*.json.gz', or '*' for all of them",
+            expected="paths of files to download, such as 'en/*.json.gz', or '*' for all files",
         )
     if mode == "--from-scratch":
         if bool(opts.model_size) == bool(opts.config_json):
@@ -190,8 +191,8 @@ def check_combination(opts: options.Options) -> None:
             )
         if opts.train_tokenizer and (opts.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
             problems.add(
-                f"--vocab-size {opts.vocab_size} is too small to train: the bytes and "
-                f"special tokens alone take {tokenizer.SMALLEST_VOCABULARY}"
+                f"--vocab-size {opts.vocab_size} is too small: the bytes and special tokens alone "
+                f"need {tokenizer.SMALLEST_VOCABULARY}"
             )
     for key in ("model_name", "dataset_name"):
         if name := getattr(opts, key):
@@ -204,15 +205,15 @@ def main(argv: list[str]) -> None:
     opts = parse(argv)
     {
         "--verify": verify_all,
-        "--from-scratch": make_from_scratch,
-        "--dataset-name": fetch_dataset,
-        "--model-name": fetch_model,
+        "--from-scratch": create_from_scratch,
+        "--dataset-name": download_dataset,
+        "--model-name": download_model,
     }[choose_mode(opts)](opts)
 
 
-def fetch_model(opts: options.Options) -> None:
-    """Fetch a model from the Hub."""
-    # Check the inputs. Neither the Hub nor its library is needed to see that all is done.
+def download_model(opts: options.Options) -> None:
+    """Download a model from the Hub."""
+    # Check the inputs. An earlier run's result is recognised without the Hub and its library.
     name = opts.model_name
     revision = opts.revision or "main"
     began = time.monotonic()
@@ -225,15 +226,15 @@ def fetch_model(opts: options.Options) -> None:
     print_plan(
         opts,
         {
-            "fetch": f"model {name} at {revision} from {repository.name_hub()}",
+            "download": f"model {name} at {revision} from {repository.name_hub()}",
             "files": "config, tokenizer, safetensors weights, licence and model card",
-            "into": target,
+            "to": target,
         },
     )
     if opts.dry_run:
         return
 
-    # Ask the Hub, and refuse what cannot be trained before the large files come.
+    # Ask the Hub, and refuse models that cannot be trained before large files are downloaded.
     from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
     with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name, revision):
@@ -255,11 +256,11 @@ def fetch_model(opts: options.Options) -> None:
             )
 
             # Verify and publish.
-            from lib.models import check  # not before the Hub has set up the library for itself
-            from lib.planning.advice import Advice
+            from lib.models import check  # after RemoteModel has set the library's variables
+            from lib.planning.training_memory import TrainingMemory
 
             facts = check.check_build(build, weights=True, name=name, trust_code=bool(model.code))
-            training = Advice.of(build.dir, bool(model.code))
+            training = TrainingMemory.estimate(build.dir, bool(model.code))
             build.publish(
                 stage=STAGE,
                 options=options.to_plain_values(opts),
@@ -271,12 +272,12 @@ def fetch_model(opts: options.Options) -> None:
         f"done in {units.duration(time.monotonic() - began)}: {model.describe_source()}; "
         f"{model.describe_checks()}"
     )
-    facts.print(target, training.rows())
+    facts.print(target, training.table_rows())
     log.info(f"next: {next_command(opts, name)}")
 
 
-def fetch_dataset(opts: options.Options) -> None:
-    """Fetch raw files of a dataset for stage 01."""
+def download_dataset(opts: options.Options) -> None:
+    """Download raw files of a dataset for stage 01."""
     # Check the inputs.
     name = opts.dataset_name
     revision = opts.revision or "main"
@@ -296,9 +297,9 @@ def fetch_dataset(opts: options.Options) -> None:
     print_plan(
         opts,
         {
-            "fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
-            "files": " or ".join(opts.include) + (", with those there" if is_more else ""),
-            "into": target.parent,
+            "download": f"dataset {name} at {revision} from {repository.name_hub()}",
+            "files": " or ".join(opts.include) + (", with earlier files" if is_more else ""),
+            "to": target.parent,
         },
     )
     if opts.dry_run:
@@ -323,7 +324,7 @@ def fetch_dataset(opts: options.Options) -> None:
             show_progress=not opts.no_progress,
         )
 
-        # Publish: what is whole moves to its place, then the manifest says so.
+        # Publish: move the complete files to their places, then write the manifest.
         before = raw_text.list_fetched(target)
         build.publish(
             stage=STAGE,
@@ -340,8 +341,8 @@ def fetch_dataset(opts: options.Options) -> None:
     log.info(f"next: {then}")
 
 
-def make_from_scratch(opts: options.Options) -> None:
-    """Make the config and the tokenizer of a model that has no weights yet."""
+def create_from_scratch(opts: options.Options) -> None:
+    """Create the config and the tokenizer of a model without weights."""
     offline.enable()
     # Check the inputs.
     began = time.monotonic()
@@ -366,14 +367,14 @@ def make_from_scratch(opts: options.Options) -> None:
             "model": name,
             **design.describe(vocabulary),
             "tokenizer": design.describe_tokenizer(),
-            "into": target,
+            "to": target,
         },
     )
     if opts.dry_run:
         return
 
     from lib.models import check
-    from lib.planning.advice import Advice
+    from lib.planning.training_memory import TrainingMemory
 
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
@@ -383,7 +384,7 @@ def make_from_scratch(opts: options.Options) -> None:
         # Verify and publish.
         facts = check.check_build(build, weights=False, name=name)
         design.require_same(identity, name)
-        training = Advice.of(build.dir)
+        training = TrainingMemory.estimate(build.dir)
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
         origin = {"source": "scratch", "commit": None}
         build.publish(
@@ -394,12 +395,12 @@ def make_from_scratch(opts: options.Options) -> None:
         )
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    facts.print(target, training.rows())
+    facts.print(target, training.table_rows())
     log.info(f"next: {next_command(opts, name)}")
 
 
 def verify_all(opts: options.Options) -> None:
-    """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
+    """Check the hash of every prepared file. Raises ArtifactError with all damaged files."""
     began = time.monotonic()
     found = verify.find_artifacts(opts.cache_dir, opts.dst_root)
     total = sum(artifact.bytes for artifact in found)
@@ -413,34 +414,34 @@ def verify_all(opts: options.Options) -> None:
     log.info(
         f"done in {units.duration(time.monotonic() - began)}: "
         f"{units.counted(len(found), 'artifact')}, "
-        f"{units.size(total)}, every byte as it was written"
+        f"{units.size(total)}, no damage found"
     )
 
 
 def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str) -> bool:
-    """Tell whether the artifact is there; if so, print the next command."""
+    """Return whether the artifact is complete; if so, print the next command."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
     place = target.parent if kind == raw_text.KIND else target
-    log.info(f"already done: {place} (--overwrite makes it again)\nnext: {then}")
+    log.info(f"already done: {place} (--overwrite repeats it)\nnext: {then}")
     return True
 
 
 def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
-    """Print what will be done."""
+    """Print the rows of the plan and, for a dry run, that nothing was done."""
     log.info("plan")
     log.table(rows)
     if opts.dry_run:
-        log.info("dry run: the Hub was not asked and nothing was written")
+        log.info("dry run: no request was sent and nothing was written")
 
 
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
     dataset = opts.train_tokenizer or lookup.guess_dataset()
-    elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
-    trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too
+    place = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
+    trust = ["--trust-remote-code"] if opts.trust_remote_code else []
     return commands.train(
-        "-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere, *trust
+        "-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *place, *trust
     )
 
 

@@ -96,7 +96,7 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in told
     hub.requests.clear()
     more = fetch(stage).stdout  # adds to what is there
-    assert "with those there" in more and ".hub" not in more
+    assert "with earlier files" in more and ".hub" not in more
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in [*FILES, "README.md"]}
     assert not hub.paths(FILES[0]) and hub.paths(FILES[1])
     hub.requests.clear()
@@ -162,7 +162,7 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     told = stage(
         SCRIPT, "--dataset-name", "../x", "--model-size", "1B", "--allow-pickle", expect=2
     ).stderr
-    assert "4 problems" in told and "--allow-pickle belongs to --model-name" in told
+    assert "4 problems" in told and "--allow-pickle is an option of --model-name" in told
     repo.sizes[FILES[0]] = 10**15
     assert "not enough room" in fetch(stage, expect=4).stderr
     repo.gated = True

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from lib.planning import advice, capacity, memory_check
+from lib.planning import capacity, memory_check, training_memory
 from lib.planning.child_process import NoAnswer, in_child_process
 from lib.planning.trace import StepConfig
 from lib.train import fitting
@@ -69,10 +69,10 @@ def test_stage_03_goes_on_without_figures(
 ) -> None:
     caplog.set_level("INFO", "pipeline")
     LARGE.save_pretrained(tmp_path)
-    monkeypatch.setattr(advice, "Estimates", Endless)
-    monkeypatch.setattr(advice, "_PATIENCE_S", 0.1)
-    found = advice.Advice.of(tmp_path)
-    assert found.summary() == {} and found.rows() == {}
+    monkeypatch.setattr(training_memory, "Estimates", Endless)
+    monkeypatch.setattr(training_memory, "_PATIENCE_S", 0.1)
+    memory = training_memory.TrainingMemory.estimate(tmp_path)
+    assert memory.summary() == {} and memory.table_rows() == {}
     assert "memory could not be estimated: it takes longer than 0.1 s" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What stage 03 says that training takes is what stage 04 plans."""
+"""Stage 03 and stage 04 estimate the same memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from lib.models import architecture
-from lib.planning.advice import Advice
 from lib.planning.memory import Estimates
+from lib.planning.training_memory import TrainingMemory
 from lib.train import plan
 from tests.planning.test_memory import ASKED
 
@@ -31,23 +31,23 @@ from tests.planning.test_memory import ASKED
         ),
     ],
 )
-def test_both_stages_say_the_same(tmp_path: Path, config: PretrainedConfig) -> None:
+def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig) -> None:
     config.save_pretrained(tmp_path)
-    advice = Advice.of(tmp_path)
+    memory = TrainingMemory.estimate(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     planned = Estimates(model)
-    for gpus, needed in advice.per_gpu.items():
+    for gpus, needed in memory.per_gpu.items():
         given = replace(
             ASKED,
             batch_size=1,
-            seq_length=advice.tokens,
+            seq_length=memory.tokens,
             precision="bf16",
             activation_checkpointing="none",
             plan_gpus=[gpus],
         )
         case = plan.step_config(given, model, gpus, True)
         assert needed == pytest.approx(planned.step(case).total, rel=0.1)
-    assert advice.per_gpu[1] > 3 * advice.per_gpu[8] and set(advice.per_gpu) == {1, 8, 64}
+    assert memory.per_gpu[1] > 3 * memory.per_gpu[8] and set(memory.per_gpu) == {1, 8, 64}
 
 
 def test_experts_are_shared_by_more_ranks_than_there_are(tmp_path: Path) -> None:
