@@ -1,4 +1,5 @@
-"""When a row of the log is read and written: one step later, unless something else needs it."""
+# covers: lib/train/rows.py lib/train/report.py
+"""A row is written one step later, or at once before a save, a validation or a stop."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ RUN = (
 STOPPED_AT = 4  # the step in which a signal comes
 FAILS_AT = 4  # the step in which an error comes
 NEVER = 1000
-# FSDP calls others for the weights.
+# Collectives of the trainer itself; FSDP uses others for the weights.
 EXCHANGES = (
     "all_reduce",
     "all_gather",
@@ -54,7 +55,7 @@ EXCHANGES = (
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down, in order: launched steps, rows that are read, what is asked and exchanged."""
+    """Records launched steps, rows that are read, waits for the device and collectives."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -62,14 +63,14 @@ class Recorder(TorchDispatchMode):
         self._silent = False
 
     def note(self, kind: str, value: Any = None) -> None:
-        """Append an entry, unless it belongs to something that waits for the device anyway."""
+        """Append an entry, except within work that waits for the device anyway."""
         if not self._silent:
             with self._path.open("a") as file:
                 file.write(json.dumps([kind, value]) + "\n")
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Leave out what is done meanwhile."""
+        """Record nothing in the block."""
         before = self._silent
         self._silent = True
         yield
@@ -84,7 +85,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(rank: int) -> None:
-    """Record what the training loop does, from its first step on."""
+    """Record the training loop from its first step."""
     from lib.checkpoints.checkpointer import Checkpointer
     from lib.parallel.stop_request import StopRequest
     from lib.train import report
@@ -96,7 +97,7 @@ def record(rank: int) -> None:
     def around(
         owner: Any, name: str, begins: str = "", ends: str = "", silent: bool = False
     ) -> None:
-        """Note when a function begins and ends, and the step of its first argument, if any."""
+        """Record when a function begins and ends, with the step of its first argument, if any."""
         real = getattr(owner, name)
 
         def noted(*parts: Any, **named: Any) -> Any:
@@ -190,7 +191,7 @@ def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks
             ("reading", 7),
             ("saving", None),
         ]
-        # Outside of a row nothing is asked or exchanged; for a row the ranks exchange numbers once.
+        # Only reading a row waits for the device, and it exchanges numbers in one collective.
         is_reading = False
         exchanged = 0
         for kind, _ in order[: order.index(("saving", None))]:
@@ -207,7 +208,7 @@ def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks
 
 
 def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return what the rows of each step say of the training, but for times and memory."""
+    """Return the row of each step without times and memory."""
     return {
         row["step"]: {
             key: value
@@ -221,8 +222,8 @@ def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_a_row_says_the_same_whenever_it_is_written(project: Path, ranks: int) -> None:
-    """Each is written at once where each step is saved."""
+def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks: int) -> None:
+    """If every step is saved, every row is written at once."""
     rows = []
     for name, every in (("late", NEVER), ("at_once", 1)):
         run(
@@ -347,16 +348,16 @@ def fail(rank: int) -> None:
     def advance_or_fail(state: TrainState, step: Any) -> None:
         advance(state, step)
         if state.step == FAILS_AT:
-            raise RuntimeError("of no matter which kind")
+            raise RuntimeError("any error")
 
     TrainState.advance = advance_or_fail
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_error_leaves_the_row_before_it_or_says_that_it_is_missing(
+def test_an_error_leaves_the_previous_row_or_logs_that_it_is_missing(
     project: Path, ranks: int
 ) -> None:
-    """What no rank has exchanged with the others a failing rank cannot ask them for."""
+    """A failing rank cannot ask the others for figures that were not exchanged."""
     printed = run(
         project,
         "--log-freq",
@@ -369,7 +370,7 @@ def test_an_error_leaves_the_row_before_it_or_says_that_it_is_missing(
         ranks=ranks,
         expect=1,
     )
-    assert "of no matter which kind" in printed
+    assert "any error" in printed
     rows = [row["step"] for row in metrics(project, "run")]
     assert rows == ([1, 2, 3] if ranks == 1 else [1, 2])
     if ranks > 1:

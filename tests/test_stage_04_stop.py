@@ -1,4 +1,5 @@
-"""Stopping a run in good order, by whatever reason, and ending one that hangs."""
+# covers: lib/parallel/stop_request.py lib/core/watchdog.py
+"""A run stops after a complete step for each reason, and a run that hangs is ended."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def stop(project: Path, reason: str) -> str:
     "reason",
     [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1", "--max-minutes", "the stop file"],
 )
-def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
-    if reason == "SIGTERM":  # as a person starts it
+def test_each_reason_to_stop_saves_and_exits_with_75(project: Path, reason: str) -> None:
+    if reason == "SIGTERM":  # as without a launcher
         process = start(project)
         process.terminate()
         output = process.communicate(timeout=60)[0]
@@ -81,22 +82,26 @@ def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None
     assert not (project / "outputs" / "run" / "stop").exists()
 
 
-def ask_while_loading(rank: int) -> None:
-    """Ask for the end while the weights are read, which may take minutes."""
+def signal_while_loading(rank: int) -> None:
+    """Send SIGTERM while the weights are read, which may take minutes."""
     from lib.train import model
 
     load = model.first_weights
 
-    def asked(*arguments: object) -> None:
+    def load_after_signal(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         load(*arguments)
 
-    model.first_weights = asked
+    model.first_weights = load_after_signal
 
 
-def test_a_signal_while_the_weights_load_ends_the_first_step(project: Path) -> None:
+def test_a_signal_while_the_weights_load_ends_the_run_after_step_1(project: Path) -> None:
     done = run_stage(
-        "04_train_fsdp.py", *ENDLESS, cwd=project, expect=75, before=f"{__name__}:ask_while_loading"
+        "04_train_fsdp.py",
+        *ENDLESS,
+        cwd=project,
+        expect=75,
+        before=f"{__name__}:signal_while_loading",
     )
     assert "stopped by SIGTERM after step 1, which is saved" in done.stdout + done.stderr
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
@@ -104,7 +109,7 @@ def test_a_signal_while_the_weights_load_ends_the_first_step(project: Path) -> N
 
 
 @pytest.mark.slow  # torchrun gives the stopped rank half a minute to end
-def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> None:
+def test_if_a_rank_hangs_the_others_end_with_their_stacks(project: Path) -> None:
     process = start(project, "--watchdog-minutes", 0.1, ranks=2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     of_rank = {_environment(pid).get("RANK"): int(pid) for pid in children}
@@ -118,9 +123,9 @@ def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> N
     stacks = (project / "outputs" / "run" / "logs" / "rank_00000.stacks.txt").read_text()
     assert "in train" in stacks and "Thread" in stacks
     seen = run_stage("launch/monitor.py", "run", "--once", cwd=project).stdout
-    told = next(line for line in seen.splitlines() if "waited for" in line)
+    hang = next(line for line in seen.splitlines() if "waited for" in line)
     assert re.search(
-        r"rank 0 hung in gloo:\w+, number \d+ of group \w+, and waited for rank 1$", told.strip()
+        r"rank 0 hung in gloo:\w+, number \d+ of group \w+, and waited for rank 1$", hang.strip()
     )
 
 

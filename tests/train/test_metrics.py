@@ -1,4 +1,5 @@
-"""metrics.jsonl and TensorBoard."""
+# covers: lib/train/metrics.py lib/train/journal.py lib/core/append_only.py
+"""metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def steps_of(experiment: Experiment) -> list[int]:
     return [row["step"] for row in records.read_log_rows(experiment.metrics)]
 
 
-def test_figures_come_back_as_they_were(experiment: Experiment) -> None:
+def test_figures_are_written_without_rounding(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 4), **{"train/learning_rate": 1e-17 / 3})
     rows = records.read_log_rows(experiment.metrics)
     assert [row["train/loss"] for row in rows] == [1 / 4, 1 / 5, 1 / 6]
@@ -49,14 +50,14 @@ def test_figures_come_back_as_they_were(experiment: Experiment) -> None:
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time"]) for row in rows)
 
 
-def test_a_line_is_there_as_soon_as_it_is_written(experiment: Experiment) -> None:
+def test_a_row_is_on_disk_at_once(experiment: Experiment) -> None:
     sink = Metrics(experiment, 0, 0)
     sink.write({"step": 1})
     assert steps_of(experiment) == [1]
     sink.close()
 
 
-def test_a_resume_drops_what_is_about_to_be_run_again(experiment: Experiment) -> None:
+def test_a_resume_drops_the_rows_of_repeated_steps(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 10))
     write(experiment, 5, range(6, 8))
     assert steps_of(experiment) == [1, 2, 3, 4, 5, 6, 7]
@@ -81,7 +82,7 @@ def test_a_resume_drops_what_is_about_to_be_run_again(experiment: Experiment) ->
         b"\xff\xfe",
     ],
 )
-def test_a_line_torn_by_a_crash_is_left_out(experiment: Experiment, torn: bytes) -> None:
+def test_a_line_torn_by_a_crash_is_ignored(experiment: Experiment, torn: bytes) -> None:
     write(experiment, 0, range(1, 3))
     with experiment.metrics.open("ab") as file:
         file.write(torn)
@@ -91,11 +92,11 @@ def test_a_line_torn_by_a_crash_is_left_out(experiment: Experiment, torn: bytes)
     assert all(json.loads(line) for line in experiment.metrics.read_text().splitlines())
 
 
-def test_nothing_logged_yet(experiment: Experiment) -> None:
+def test_a_missing_file_has_no_rows(experiment: Experiment) -> None:
     assert records.read_log_rows(experiment.metrics) == []
 
 
-def test_a_loss_that_is_no_number_is_kept(experiment: Experiment) -> None:
+def test_a_loss_of_nan_is_kept(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 2), **{"eval/loss": math.nan})
     assert math.isnan(records.read_log_rows(experiment.metrics)[0]["eval/loss"])
 
@@ -107,7 +108,7 @@ def test_only_rank_0_writes(experiment: Experiment) -> None:
 
 @pytest.fixture
 def room(experiment: Experiment) -> Iterator[Callable[[int], None]]:
-    """Return a function that sets how many bytes any file may hold (-1: as many as one likes)."""
+    """Return a function that limits the size of all files in bytes (-1: no limit)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -116,10 +117,10 @@ def room(experiment: Experiment) -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_what_finds_no_room_waits_and_is_told_once(
+def test_rows_on_a_full_disk_wait_and_one_warning_is_logged(
     experiment: Experiment, room: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The disk takes a part of a row, then nothing; a rewind meanwhile needs no room."""
+    """The disk takes a part of a row and then nothing. A rewind in between needs no space."""
     caplog.set_level(logging.INFO, "pipeline")
     sink = Metrics(experiment, 0, 0)
     sink.write({"step": 1, "train/loss": 1.0})
@@ -134,13 +135,13 @@ def test_what_finds_no_room_waits_and_is_told_once(
     sink.close()
     rows = records.read_log_rows(experiment.metrics)
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 1), (3, 3), (4, 4)]
-    told = [text for text in caplog.messages if "metrics.jsonl" in text]
-    assert len(told) == 2 and "metrics.jsonl cannot be written: No space" in told[0]
-    assert told[1] == "metrics.jsonl can be written again"
+    messages = [text for text in caplog.messages if "metrics.jsonl" in text]
+    assert len(messages) == 2 and "metrics.jsonl cannot be written: No space" in messages[0]
+    assert messages[1] == "metrics.jsonl can be written again"
 
 
 def test_a_full_disk_overwrites_the_old_state(experiment: Experiment, monkeypatch) -> None:
-    """When the disk has no room for another file, and after the end no more as `running`."""
+    """The disk has no space for a new file. After the end, `running` is not written."""
     journal = Journal(experiment, 0)
     journal.write_state("running", step=1, note="longer than the one that comes")
 
@@ -154,7 +155,7 @@ def test_a_full_disk_overwrites_the_old_state(experiment: Experiment, monkeypatc
     assert read_state(experiment)["status"] == "disk_full"
 
 
-def test_other_sinks_may_fail_in_any_way(
+def test_tensorboard_and_wandb_may_fail(
     experiment: Experiment, caplog: pytest.LogCaptureFixture
 ) -> None:
     experiment.tensorboard.write_text("a file in the way")
@@ -176,15 +177,15 @@ def test_other_sinks_may_fail_in_any_way(
     ]
 
 
-def test_wandb_stays_offline_and_may_be_broken(
+def test_wandb_stays_offline_and_may_be_missing(
     experiment: Experiment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[dict] = []
+    calls: list[dict] = []
     rows: list[dict] = []
     run = SimpleNamespace(log=lambda figures, step: rows.append(figures), finish=lambda: None)
 
     def init(**how: object) -> SimpleNamespace:
-        asked.append(how)
+        calls.append(how)
         return run
 
     package = SimpleNamespace(init=init)
@@ -194,13 +195,13 @@ def test_wandb_stays_offline_and_may_be_broken(
         sink.write({"step": 1, "train/loss": 1.0})
         sink.close()
         monkeypatch.setitem(sys.modules, "wandb", None)  # the second time it cannot be imported
-    assert [how["mode"] for how in asked] == ["offline"] and len(rows) == 1
+    assert [how["mode"] for how in calls] == ["offline"] and len(rows) == 1
     assert offline.OFFLINE_ENVIRONMENT["WANDB_MODE"] == "offline"
     assert [text for text in caplog.messages if text.startswith("wandb cannot be used")]
 
 
-def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
-    """However many rows there are; a point of many rows has their mean."""
+def test_the_plot_has_few_points_with_the_right_means(tmp_path: Path) -> None:
+    """A point that stands for many rows has their mean loss."""
     curve = Curve()
     rows = 100_000
     for step in range(1, rows + 1):
@@ -223,7 +224,7 @@ def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_tensorboard_has_the_figures_and_forgets_the_steps_run_again(
+def test_tensorboard_gets_the_figures_and_ignores_repeated_steps(
     experiment: Experiment,
 ) -> None:
     accumulator = pytest.importorskip(

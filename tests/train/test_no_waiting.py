@@ -1,4 +1,4 @@
-"""Between two log steps the host never waits for the device: no number is read from it."""
+"""Between two rows the host never waits for the device, because it reads no number from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch, boundaries
 
 CPU = torch.device("cpu")
-# What hands a number, or a size that depends on numbers, to the host.
+# Operations that return a number, or a size that depends on numbers, to the host.
 WAITING = {
     "aten::_local_scalar_dense",
     "aten::item",
@@ -30,8 +30,8 @@ WAITING = {
 }
 
 
-class Watched(TorchDispatchMode):
-    """Fails where an operation makes the host wait."""
+class WaitForbidden(TorchDispatchMode):
+    """Fails if an operation makes the host wait."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
@@ -42,7 +42,7 @@ class Watched(TorchDispatchMode):
 
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let attention over documents be one operation, as on a GPU; here without boundaries."""
+    """Make attention over documents one operation, as on a GPU, but without boundaries."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
         return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -52,7 +52,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("packed", [False, True], ids=["windows", "documents"])
-def test_three_steps(
+def test_steps_between_two_rows_never_wait_for_the_device(
     group: dist.ProcessGroup,
     by_kernel: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +85,9 @@ def test_three_steps(
     documents = (positions, torch.from_numpy(boundaries(positions.numpy()))) if packed else ()
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
     for number in range(4):
-        with Watched() if number else torch.enable_grad():  # the first step makes the states
+        with (
+            WaitForbidden() if number else torch.enable_grad()
+        ):  # the first step creates the states
             scale = guard.loss_factor(48)
             registry.set_learning_rate(steps, 1e-3 / (number + 1))
             value = loss.token_loss_sum(model, batch.to(CPU), scale)

@@ -1,4 +1,5 @@
-"""Which steps are recorded, and by whom; tests/test_stage_04.py reads what a run writes."""
+# covers: lib/train/meters.py
+"""The profiler under Nsight Systems; tests/test_stage_04.py reads the files that a run writes."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ import torch
 from lib.train import meters
 
 
-def test_under_nsight_the_steps_are_its_range(
+def test_under_nsight_the_span_is_the_capture_range(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """CUDA lets one tool listen, so torch's profiler stays off."""
-    told: list[str] = []
+    """CUDA allows only one profiler, so torch's stays off."""
+    calls: list[str] = []
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "7")
     for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: told.append(name))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(meters, "profile", None)
     profiler = meters.Profiler((3, 4), tmp_path, 0, torch.device("cuda"))
     for step in range(1, 7):
         profiler.begin_step(step)
-        told.append(str(step))
+        calls.append(str(step))
         profiler.end_step(step)
-    assert " ".join(told) == "1 2 start 3 4 wait stop 5 6" and not list(tmp_path.iterdir())
+    assert " ".join(calls) == "1 2 start 3 4 wait stop 5 6" and not list(tmp_path.iterdir())

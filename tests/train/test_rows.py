@@ -1,4 +1,5 @@
-"""A row is captured without waiting for a GPU, and read behind an event that covers all of it."""
+# covers: lib/train/rows.py lib/train/meters.py
+"""A row is captured without waiting for a GPU, and read after the GPU has reached its end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STEP_MS = 10.0
 
 
 class Device:
-    """Stands for a GPU and its events, which a CPU does not have: it runs behind the host."""
+    """Simulates a GPU that runs behind the host, with its events."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -42,13 +43,15 @@ class Device:
 
             def elapsed_time(self, ended: Any) -> float:
                 assert self.is_timed and ended.is_timed
-                assert max(self.place, ended.place) <= device.reached, "not reached yet"
+                assert max(self.place, ended.place) <= device.reached, (
+                    "the device has not reached it"
+                )
                 return (ended.place - self.place) * STEP_MS
 
         self.Event = Event
 
 
-def test_a_row_waits_for_its_own_step_alone(
+def test_reading_a_row_waits_for_no_later_step(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
@@ -78,11 +81,11 @@ def test_a_row_waits_for_its_own_step_alone(
     routers = RouterLoad([], CPU, "", 0.0)
     captured = capture_row(state, stream, meters, window, routers, torch.tensor(1.5), 1e-3, {})
     at = device.recorded
-    step(100.0)  # the next one, which the row says nothing of
+    step(100.0)  # the next step, which is not in the row
     guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0)
-    assert device.reached == 0, "captured without waiting"
+    assert device.reached == 0, "capturing waited for the device"
     row, skipped = read_row(captured, SimpleNamespace(tokens_per_step=32), layout, stream, meters)
-    assert device.reached == at < device.recorded, "nothing of the next step is waited for"
+    assert device.reached == at < device.recorded, "reading waited for the next step"
     assert (row["step"], row["train/loss"], row["train/loss_mean"]) == (3, 1.5, 1.0)
     assert row["train/grad_norm"] == 1.5 and row["memory/max_peak_gib"] == 2.0
     assert row["time/forward"] == STEP_MS and row["time/total"] == STEP_MS * 21 / 2
@@ -90,7 +93,7 @@ def test_a_row_waits_for_its_own_step_alone(
     assert skipped == (0, 0, 0)
 
 
-def test_numbers_on_the_way_to_the_host_are_copies() -> None:
+def test_captured_counts_are_copies() -> None:
     guard = StepGuard("bf16", 30.0, CPU)
     optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])
     parameter.grad = torch.full((2,), float("nan"))
@@ -100,7 +103,7 @@ def test_numbers_on_the_way_to_the_host_are_copies() -> None:
     assert counts.tolist() == [1, 0, 1] and guard.count_skipped().tolist() == [1, 0, 2]
 
 
-def test_a_rollback_forgets_the_step_after_the_divergence() -> None:
+def test_a_rollback_forgets_skipped_steps() -> None:
     guard = StepGuard("bf16", 30.0, CPU)
     saved = guard.state()
     optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])

@@ -1,4 +1,5 @@
-"""What a record holds comes back, and what other ranks have read does not."""
+# covers: lib/train/state.py
+"""The state of a run is saved in a checkpoint's record and restored from it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.train.test_plan import make
 
 
 def state_of(group: dist.ProcessGroup) -> TrainState:
-    """Return the state of a run that has not begun; its optimizer has states."""
+    """Return the state of a run before its first step, with optimizer states."""
     model = nn.Linear(2, 2)
     optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     registry.named_states(model, optimizer)
@@ -34,7 +35,7 @@ def state_of(group: dist.ProcessGroup) -> TrainState:
     )
 
 
-def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: Path) -> None:
+def test_a_record_restores_the_state(group: dist.ProcessGroup, tmp_path: Path) -> None:
     state = state_of(group)
     for tokens in (7, 9):
         state.advance(Step([], 1, tokens, Position(8, Cursor(1, 2, None, 3))))
@@ -62,14 +63,16 @@ def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: 
     assert other.state_dict() == record
 
 
-def test_cursors_of_another_number_of_readers_are_void(group: dist.ProcessGroup) -> None:
+def test_cursors_of_another_number_of_readers_are_ignored(group: dist.ProcessGroup) -> None:
     state = state_of(group)
     cursor = {"epoch": 0, "piece": 1, "place": None, "token": 5}
     state.load_state_dict({**state.state_dict(), "samples": 4, "cursors": [cursor, cursor]})
     assert state.position == BEGINNING
 
 
-def test_what_a_run_cannot_go_on_without_is_named(group: dist.ProcessGroup) -> None:
+def test_an_incomplete_record_is_an_error_that_names_the_missing_keys(
+    group: dist.ProcessGroup,
+) -> None:
     record = state_of(group).state_dict()
     for key in ("samples", "optimizer_steps"):
         del record[key]
