@@ -176,7 +176,7 @@ def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path:
     assert only(found, "API server").severity == "error"
     refused = [
         ("--cluster-name", "c", "the kubeconfig has no cluster c"),
-        ("--cluster-name", "b", "--context", "prod", "is of the cluster my-eks"),
+        ("--cluster-name", "b", "--context", "prod", "belongs to my-eks"),
     ]
     for *words, says in refused:
         done = run_stage("launch/check.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)

@@ -324,7 +324,7 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(
 ) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
         job = declared.from_values(JobOptions, job_name="j", image="registry/train:1", **asked)
-        found = kubernetes.completed(job, Kubectl("default"))
+        found = kubernetes.fill_open_options(job, Kubectl("default"))
         return found.instance_type, found.gpus_per_node, found.efa_per_node
 
     def empty() -> None:

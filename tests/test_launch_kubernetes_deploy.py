@@ -1,4 +1,4 @@
-"""launch/kubernetes.py against a cluster: the real kubectl, every verb, failures and cures."""
+"""launch/kubernetes.py against a cluster: the real kubectl, every command, failures and remedies."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
     assert f"{SUCCESS[jobs(kube, kind)[0]['kind']]} since" in said
 
 
-def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
+def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(
         lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
         lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
@@ -203,7 +203,7 @@ def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
     )
     none = ("--activation-checkpointing", "none")
     said = launch("deploy", *ASKED, *QUICK, *TRAIN, *none).stdout
-    assert "cure: --activation-checkpointing selective instead of none" in said
+    assert "remedy: --activation-checkpointing selective instead of none" in said
     assert "attempt 3 of 5" in said and "complete" in said
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -272,7 +272,7 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
 
     kube.on_create = operator
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
-    assert "cure: the image is pulled with the secret ours" in said and "is complete" in said
+    assert "remedy: the image is pulled with the secret ours" in said and "is complete" in said
 
 
 @pytest.mark.long
@@ -421,7 +421,7 @@ def test_what_the_cluster_lacks_is_told_at_once(
     kube.types[:] = CORE
     kube.objects.clear()
     done = launch("deploy", *ASKED, *QUICK, "--image-pull-secret", "none", *TRAIN, expect=2)
-    assert "does not take pytorchjobs.kubeflow.org" in done.stderr
+    assert "does not accept pytorchjobs.kubeflow.org" in done.stderr
     assert "no claim fsx-claim" in done.stderr and "no secret none" in done.stderr
     assert not any(request.startswith("POST") for request in kube.requests)
 
