@@ -1,4 +1,4 @@
-"""launch/kubernetes.py against a cluster: the real kubectl, every command, failures and remedies."""
+"""launch/kubernetes.py against a cluster: the real kubectl, each command, failures, remedies."""
 
 from __future__ import annotations
 
