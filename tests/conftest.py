@@ -63,6 +63,20 @@ def as_it_was():
                 os.environ[name] = _AT_FIRST[name]
 
 
+@pytest.fixture(autouse=True)
+def unchanged_masks() -> Iterator[None]:
+    """Restore the function by which transformers finds packed documents after each test.
+
+    `attention.ask_no_device` replaces it for the whole process, which in stage 04 trains one model.
+    Later tests compare with plain models of transformers.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = masking and masking.find_packed_sequence_indices
+    yield
+    if masking:
+        masking.find_packed_sequence_indices = original
+
+
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return an iterator over files that do not exist: a directory per test would be slow."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
-    masking_utils,
 )
 
 from lib.models.lora import Lora
@@ -41,15 +39,6 @@ MIXTRAL = MixtralConfig(
     num_experts_per_tok=2,
     max_position_embeddings=128,
 )
-
-
-@pytest.fixture(autouse=True)
-def masks_of_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plain models see document boundaries, whatever other tests of this process replaced."""
-    fresh = importlib.util.module_from_spec(masking_utils.__spec__)
-    masking_utils.__spec__.loader.exec_module(fresh)
-    find = fresh.find_packed_sequence_indices
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
 
 
 def reference(

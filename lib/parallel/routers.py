@@ -166,9 +166,12 @@ def paused() -> Iterator[None]:
 @torch.library.custom_op(
     "experts::tally",
     mutates_args=(),
-    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor into) -> (Tensor, Tensor)",
+    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor into, bool with_loss)"
+    " -> (Tensor, Tensor)",
 )
-def _tally(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+def _tally(
+    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
+) -> tuple[Tensor, Tensor]:
     """Return a copy of `chosen`, and how often rows chose each expert per token; add up the load.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
@@ -181,18 +184,21 @@ def _tally(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> tuple
     counts = (choices.view(*valid.shape, -1) * valid[..., None]).sum(1)
     shares = counts / rows
     if not _pauses and torch._C._current_graph_task_id() == -1:
-        probabilities = F.softmax(logits, -1, dtype=torch.float32)
-        mean = (probabilities.view(*valid.shape, -1) * valid[..., None]).sum(1) / rows
-        losses = (shares * mean).sum(1, keepdim=True) * valid.sum(1, keepdim=True)
         experts = logits.shape[1]
         total = into.data
         total[:experts] += counts.double().sum(0)
-        total[-1] += losses.double().sum() * experts
+        if with_loss:
+            probabilities = F.softmax(logits, -1, dtype=torch.float32)
+            mean = (probabilities.view(*valid.shape, -1) * valid[..., None]).sum(1) / rows
+            losses = (shares * mean).sum(1, keepdim=True) * valid.sum(1, keepdim=True)
+            total[-1] += losses.double().sum() * experts
     return chosen.clone(), shares
 
 
 @_tally.register_fake
-def _(logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
+) -> tuple[Tensor, Tensor]:
     shares = logits.new_empty((valid.shape[0], logits.shape[1]), dtype=torch.float32)
     return torch.empty_like(chosen), shares
 
@@ -286,7 +292,7 @@ class RouterLoad:
             if valid is None or not torch.is_grad_enabled():
                 return output
             logits, weights, chosen, *others = output
-            chosen, shares = _tally(logits.detach(), chosen, valid, into)
+            chosen, shares = _tally(logits.detach(), chosen, valid, into, adds_loss)
             if not (adds_loss and logits.requires_grad):
                 return (logits, weights, chosen, *others)
             weights = _Balanced.apply(weights, logits, shares, valid, self._factor)

@@ -54,11 +54,8 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_ask_the_device_nothing(family: str) -> None:
     """The logits stay, and no number is read in a forward pass, with sliding windows too."""
-    monkeypatch.setattr(
-        masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices
-    )
     torch.manual_seed(0)
     model = built(family, "sdpa").eval()
     ids = torch.randint(3, 97, (2, 24))
