@@ -361,7 +361,7 @@ def train(run: Run) -> Divergence | None:
         for number, batch in enumerate(step.batches, 1):
             begin_pass(model, number == len(step.batches), bool(config.keep_gathered))
             with timers("data"):
-                batch = batch.to(layout.device)
+                batch = batch.to(layout)
             with timers("forward"):
                 run.routers.begin_pass(batch)
                 loss = run.loss_sum(batch, scale)

@@ -67,8 +67,8 @@ def as_it_was():
 def unchanged_masks() -> Iterator[None]:
     """Restore the function by which transformers finds packed documents after each test.
 
-    `attention.ask_no_device` replaces it for the whole process, which in stage 04 trains one model.
-    Later tests compare with plain models of transformers.
+    `attention.avoid_device_reads` replaces it for the whole process, which in stage 04 trains one
+    model. Later tests compare with plain models of transformers.
     """
     masking = sys.modules.get("transformers.masking_utils")
     original = masking and masking.find_packed_sequence_indices

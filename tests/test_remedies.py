@@ -629,7 +629,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield from of_saved_splits()
     train(patch)
     yield from of_other_models()
-    yield lambda: attention._varlen(None, None, None, None, None, dropout=0.1)
+    yield lambda: attention._attend_varlen(None, None, None, None, None, dropout=0.1)
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
     yield lambda: _raise(symptoms.explain(RuntimeError("can't allocate memory"), opts, run))
@@ -642,7 +642,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: layout._device(3)
-    yield lambda: attention.choose("varlen", "documents", "fp32", None)
+    yield lambda: attention.pick_implementation("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     for capability in ((8, 0), (9, 0)):
         patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)

@@ -30,6 +30,7 @@ from lib.models.architecture import decoder_layers
 from lib.models.stored import StoredModel, stream_parts
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention
+from lib.parallel.trial import SingleDevice
 
 # Names of the second moments of each optimizer; only whether they are zero is used.
 _SECOND_MOMENTS = ("exp_avg_sq", "exp_avg_root")
@@ -126,8 +127,8 @@ def compute_logits(
     """
     model = copy.deepcopy(model)
     with stream_parts(model, read):
-        attention.settle_rope(model, options["packing"], options["seq_length"])
-        return probe.compute(model, torch.device("cpu"))
+        attention.fix_rope_frequencies(model, options["packing"], options["seq_length"])
+        return probe.compute(model, SingleDevice(torch.device("cpu")))
 
 
 def compute_exported_logits(

@@ -58,7 +58,7 @@ def settle(model: nn.Module, packing: str, precision: str, device: torch.device)
         return label
     takes = SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_takes(heads, by_mask)
     if by_mask:
-        why = attention.lacks_varlen(precision, config)
+        why = attention.varlen_problem(precision, config)
         return f"{label}, by {_KERNELS[takes]}" + (
             f", since {why}; that is several times slower" if why else ""
         )
@@ -97,9 +97,9 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
 
     Empty where the config does not say how many heads there are, and how wide.
     """
-    sizes = attention.head_sizes(config)
-    count = attention.number_in(config, "num_attention_heads")
-    shared = attention.number_in(config, "num_key_value_heads") or count
+    sizes = attention.find_head_sizes(config)
+    count = attention.get_field(config, "num_attention_heads")
+    shared = attention.get_field(config, "num_key_value_heads") or count
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []
     generator = torch.Generator(device).manual_seed(0)  # not the state that dropout goes on from

@@ -17,10 +17,8 @@ from transformers.integrations import moe
 
 from lib.parallel import attention, experts
 from lib.parallel.layout import ParallelLayout, gather
-from lib.parallel.loss import trial
-from lib.tokens.batches import MicroBatch
+from lib.parallel.trial import trial_batch, trial_mode, trial_tokens
 
-_LENGTH = 16  # tokens of the row that experts are tried on
 _NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
 
 _Forward = Callable[..., Tensor]
@@ -39,9 +37,7 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     theirs = model.get_correct_experts_implementation(None)
     if any(module.config._experts_implementation != experts.NAME for module in found):
         return f"{theirs} of transformers, since the family leaves no choice"
-    failures = gather(
-        _try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout.device), layout.control
-    )
+    failures = gather(_try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout), layout.control)
     failure = next(filter(None, failures), "")
     if not failure:
         return f"{experts.NAME}, by grouped products; gradients are gathered, not sorted"
@@ -50,7 +46,7 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
 
 
 def _try(
-    model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, device: torch.device
+    model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, layout: ParallelLayout
 ) -> str:
     """Return what is wrong with the pipeline's own function; empty if nothing is.
 
@@ -58,12 +54,8 @@ def _try(
     other ranks, and ends on each.
     """
     failures: list[str] = []
-    generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
-    tokens = torch.randint(
-        0, model.config.get_text_config().vocab_size, (1, _LENGTH), generator=generator
-    )
-    batch = MicroBatch(tokens, tokens).to(device)
-    with trial(model), _compared(found, theirs, failures):
+    batch = trial_batch(trial_tokens(model), layout)
+    with trial_mode(model), _compared(found, theirs, failures):
         model(**attention.make_inputs(model, batch))
     return next(filter(None, failures), "")
 

@@ -6,8 +6,7 @@ not looked up by family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lib.core import commands, log, units
-from lib.core.errors import UsageError
+from lib.core import log, units
 from lib.models import lora
-from lib.parallel import attention, parallelize
+from lib.parallel import attention
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
-from lib.tokens.batches import MicroBatch, boundaries
+from lib.parallel.trial import LENGTH, require_isolation, trial_batch, trial_mode, trial_tokens
+from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
 # Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small
@@ -29,8 +28,6 @@ from lib.tokens.samples import IGNORED
 AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 26}
 _FEWEST_ROWS = 256  # smaller matrix products waste the device
 _NOISE = 0.02  # nats per token between two ways of rounding in half precision
-_LENGTHS = (9, 14)  # of two documents in one row
-_LEAK = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
 
 
 # Returns the loss of a micro-batch, summed over its label tokens; its gradients are scaled.
@@ -273,14 +270,12 @@ def chunk(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = 
     must call this: two forward passes over a row of 16 tokens.
     """
     head = model.get_output_embeddings()
-    generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
-    tokens = torch.randint(0, head.weight.shape[0], (1, 17), generator=generator)
-    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(layout.device)
-    with trial(model):
-        plain = token_loss_sum(model, batch) / 16
+    batch = trial_batch(trial_tokens(model), layout)
+    with trial_mode(model):
+        plain = token_loss_sum(model, batch) / LENGTH
         head.forward = LossHead(head, AT_ONCE[layout.device.type], compiler)
         try:
-            chunked = token_loss_sum(model, batch) / 16
+            chunked = token_loss_sum(model, batch) / LENGTH
             same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)
         except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
             same = False
@@ -288,55 +283,3 @@ def chunk(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = 
         return "in the output layer, chunk by chunk: the logits of all tokens never exist"
     del head.forward
     return f"from the logits, which {model.config.model_type} models change after the output layer"
-
-
-def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
-    """Raise UsageError when the second of two packed documents depends on the first.
-
-    All ranks must call this: two forward passes over a row of 23 tokens.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
-    tokens = torch.randint(0, vocabulary, (2, sum(_LENGTHS)), generator=generator)
-    tokens[1, _LENGTHS[0] :] = tokens[0, _LENGTHS[0] :]
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    ends = torch.from_numpy(boundaries(positions.numpy()))
-    with trial(model):
-        batches = [
-            MicroBatch(row[None], row[None], positions, ends).to(layout.device) for row in tokens
-        ]
-        second = [
-            model(**attention.make_inputs(model, batch)).logits[0, _LENGTHS[0] :].float()
-            for batch in batches
-        ]
-    moved = (second[0] - second[1]).abs().max()
-    if moved > _LEAK * second[0].std():
-        raise UsageError(
-            f"with {model.config.model_type} models, packed documents see each other",
-            found=f"logits of a document move by {moved:.3g} when the one before it "
-            "in the same sample is changed",
-            hint="take another --attention or another family of models, or windows:",
-            run=commands.as_typed("--packing", "concat"),
-        )
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for the while, and leave no group of shards gathered."""
-    model.eval()
-    try:
-        yield
-    finally:
-        parallelize.reshard(model)
-        model.train()
-
-
-@contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """Try a model without leaving a trace: no dropout, no gradients, and nothing is compiled.
-
-    A graph compiled for the few tokens of a trial would be compiled again for any number of them,
-    and training would go on with that.
-    """
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
-        yield

@@ -271,7 +271,7 @@ def _attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
     if model.config._attn_implementation != "eager":
         model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(attention, "_by_document", _as_by_kernel))
+        stack.enter_context(mock.patch.object(attention, "_attend_by_document", _as_by_kernel))
         if not case.masked:
             stack.enter_context(
                 mock.patch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,14 +28,36 @@ _TILE = 128  # tokens that a thread block of the attention kernel computes at on
 _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
 
 
+class Pass(NamedTuple):
+    """The size of one forward and backward pass of a rank.
+
+    batch: samples. length: tokens of a sample.
+    """
+
+    batch: int
+    length: int
+
+    @property
+    def tokens_per_device(self) -> int:
+        """Return the tokens that one device computes in a pass."""
+        return self.batch * self.length
+
+
+class Rank(Protocol):
+    """The part of a `ParallelLayout` that decides what a rank computes of a micro-batch."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
 class MicroBatch(NamedTuple):
-    """Holds the samples that one rank passes through the model at once.
+    """The samples that one rank passes through the model at once.
 
     input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
-    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32
-    [documents + 1], where documents begin and end in the B·T tokens; None without position_ids.
-    longest: tokens, no document has more; see `longest_document`. None: no more than T. lengths:
-    int64 [B], the tokens of each row before its padding; None where nothing is padded.
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1 in each row.
+    boundaries: int32 [documents + 1], where documents begin and end in the B·T tokens; None without
+    position_ids. longest: a number of tokens that no document exceeds, see `longest_document`;
+    None for T. lengths: int64 [B], the tokens of each row before its padding; None without padding.
     """
 
     input_ids: torch.Tensor
@@ -45,10 +67,16 @@ class MicroBatch(NamedTuple):
     longest: int | None = None
     lengths: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device; from pinned memory it does not wait."""
+    def to(self, rank: Rank) -> MicroBatch:
+        """Return the part of the micro-batch that a rank computes, on its device.
+
+        This is the only place where a sequence may be divided among ranks; today each rank computes
+        whole sequences. The copy does not wait if the tensors are in pinned memory.
+        """
         return MicroBatch._make(
-            part if part is None or isinstance(part, int) else part.to(device, non_blocking=True)
+            part
+            if part is None or isinstance(part, int)
+            else part.to(rank.device, non_blocking=True)
             for part in self
         )
 

@@ -52,11 +52,11 @@ def build_model(
             config,
             attention="auto"
             if config.plan_gpus
-            else attention.flash_or_auto(config.precision, shape),
+            else attention.resolve_flash(config.precision, shape),
         )
     model = architecture.build_on_meta(
         inputs.model_dir,
-        attention.choose(config.attention, config.packing, config.precision, shape),
+        attention.pick_implementation(config.attention, config.packing, config.precision, shape),
         config.trust_remote_code,
     )
     experts.use_own_function(model)
@@ -219,7 +219,7 @@ def pick_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout)
 
     All ranks must call this.
     """
-    attention.ask_no_device(model, config.packing, config.seq_length)
+    attention.avoid_device_reads(model, config.packing, config.seq_length)
     kernel = attention_kernel.settle(model, config.packing, config.precision, layout.device)
     log.info(f"attention: {kernel}")
     if name := experts_trial.pick_function(model, layout):

@@ -254,7 +254,7 @@ def step_config(
             config.attention == "flash_attention_2"
             or (
                 config.attention in ("auto", "varlen")
-                and not attention.lacks_varlen(config.precision, model.config, elsewhere)
+                and not attention.varlen_problem(config.precision, model.config, elsewhere)
             )
         )
     )

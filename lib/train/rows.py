@@ -13,8 +13,9 @@ from torch import nn
 
 from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
-from lib.parallel.loss import LossSum, eval_mode
+from lib.parallel.loss import LossSum
 from lib.parallel.routers import LoadFigures, RouterLoad
+from lib.parallel.trial import eval_mode
 from lib.tokens.batches import DataStream, MicroBatch, Position, evaluation_batches
 from lib.tokens.mixture import HeldOut
 from lib.tokens.samples import IGNORED
@@ -273,7 +274,7 @@ def measure_loss(
     tokens = 0
     with eval_mode(model):
         for batch in batches:
-            total += loss_sum(batch.to(layout.device), 1.0)
+            total += loss_sum(batch.to(layout), 1.0)
             tokens += int((batch.labels != IGNORED).sum())
     loss_total, token_total = layout.total([total.item(), tokens])
     return loss_total / max(token_total, 1)

@@ -78,7 +78,7 @@ def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
     save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export(tmp_path, "--adapter")
-    monkeypatch.setattr(adapter_checks.attention, "settle_rope", lambda *arguments: None)
+    monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
     with pytest.raises(ArtifactError, match="do not compute what was trained"):
         export(tmp_path, "--adapter", "--overwrite")
 

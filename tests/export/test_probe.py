@@ -50,7 +50,7 @@ def test_logits_are_kept_as_numbers_of_a_file_and_none_that_is_not_finite(tmp_pa
     logits = probe.measure(model, LAYOUT)
     assert (len(logits), len(logits[0])) == (16, 256) and model.training
     with torch.no_grad():
-        expected = probe.compute(model.eval(), LAYOUT.device)
+        expected = probe.compute(model.eval(), LAYOUT)
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-6, atol=1e-6)
     local_tensor(model.get_parameter("transformer.h.1.mlp.c_fc.lora_B.weight")).fill_(math.nan)
     assert probe.measure(model, LAYOUT) == []

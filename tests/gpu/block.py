@@ -83,7 +83,7 @@ def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> d
 
     with _sharded(directory, setting) as (model, device):
         if setting != REFERENCE:  # the reference needs its mask; these changes stay
-            attention.ask_no_device(model, packing, 8192)
+            attention.avoid_device_reads(model, packing, 8192)
         if setting.flash_3:
             said = attention_kernel.settle(model, packing, setting.precision, device)
             assert "FlashAttention 3" in said, said
@@ -129,6 +129,7 @@ def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torc
 
 def _batch(place: Place, packing: str, vocabulary: int) -> Any:
     """Return two rows of tokens, in documents of several lengths if packed."""
+    from lib.parallel.trial import SingleDevice
     from lib.tokens.batches import MicroBatch
 
     rows = 2
@@ -143,5 +144,5 @@ def _batch(place: Place, packing: str, vocabulary: int) -> Any:
         positions = torch.cat([torch.arange(each) for each in lengths]).expand(rows, length)
         boundaries = torch.tensor([0, *lengths * rows]).cumsum(0).int()
     return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, boundaries).to(
-        torch.device(place.device)
+        SingleDevice(torch.device(place.device))
     )

@@ -312,6 +312,7 @@ def trained(
 
 def tokens(place: Place, rows: int, model: nn.Module) -> Any:
     """Return the same made-up batch each time."""
+    from lib.parallel.trial import SingleDevice
     from lib.tokens.batches import MicroBatch
 
     ids = torch.randint(
@@ -321,7 +322,7 @@ def tokens(place: Place, rows: int, model: nn.Module) -> Any:
         generator=torch.Generator().manual_seed(0),
     )
     return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).to(
-        torch.device(place.device)
+        SingleDevice(torch.device(place.device))
     )
 
 

@@ -28,6 +28,7 @@ from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import ParallelLayout, make_mesh
+from lib.parallel.trial import eval_mode
 from lib.tokens.batches import MicroBatch
 
 STEPS = 2
@@ -137,7 +138,7 @@ def train(
 
 def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
     """Return a loss without gradients, after which everything must be sharded."""
-    with torch.no_grad(), loss.eval_mode(model):
+    with torch.no_grad(), eval_mode(model):
         found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
     groups = [
         group

@@ -27,6 +27,15 @@ from lib.tokens.samples import SampleArrays
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 
 
+class Model:
+    """Stands in for a model of which only the implementation of attention matters."""
+
+    def __init__(self, implementation: str) -> None:
+        self.config = SimpleNamespace(_attn_implementation=implementation)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> None: ...
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Return a function that stands in for a GPU of some compute capability."""
@@ -41,45 +50,48 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
     gpu(9, 0)
-    assert attention.choose("auto", "documents", "bf16", LLAMA) == "varlen"
-    assert attention.choose("auto", "concat", "fp32", LLAMA) == "sdpa"
+    assert attention.pick_implementation("auto", "documents", "bf16", LLAMA) == "varlen"
+    assert attention.pick_implementation("auto", "concat", "fp32", LLAMA) == "sdpa"
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)  # 260 numbers per head
     cases = [
-        ((9, 0), "fp32", LLAMA, "takes no fp32"),
+        ((9, 0), "fp32", LLAMA, "does not support fp32"),
         ((7, 5), "fp16", LLAMA, "a GPU is older"),
-        ((9, 0), "bf16", wide, "256 numbers per head at most, and this model has 260"),
+        ((9, 0), "bf16", wide, "heads of at most 256 numbers; this model has 260"),
         ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
-        ((9, 0), "bf16", GPT2Config(), "knows no dropout"),
+        ((9, 0), "bf16", GPT2Config(), "dropout of this model"),
         ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel"),
     ]
     for capability, precision, config, says in cases:
         gpu(*capability)
-        assert attention.choose("auto", "documents", precision, config) == "sdpa"
+        assert attention.pick_implementation("auto", "documents", precision, config) == "sdpa"
         with pytest.raises(UsageError, match="varlen cannot train here") as error:
-            attention.choose("varlen", "documents", precision, config)
+            attention.pick_implementation("varlen", "documents", precision, config)
         assert says in error.value.render()
 
 
 def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, capsys) -> None:
     log.setup()
-    assert attention.lacks_flash("bf16", LLAMA) == "there is no GPU for flash_attn"
+    assert attention.flash_problem("bf16", LLAMA) == "flash_attn needs a GPU"
     gpu(9, 0)
-    assert "not installed" in attention.lacks_flash("bf16", LLAMA)
+    assert "not installed" in attention.flash_problem("bf16", LLAMA)
     monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn")
-    assert attention.flash_or_auto("bf16", LLAMA) == "flash_attention_2"
-    assert attention.choose("flash_attention_2", "concat", "bf16", LLAMA) == "flash_attention_2"
+    assert attention.resolve_flash("bf16", LLAMA) == "flash_attention_2"
+    assert (
+        attention.pick_implementation("flash_attention_2", "concat", "bf16", LLAMA)
+        == "flash_attention_2"
+    )
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
     for capability, precision, config, says in (
-        ((9, 0), "fp32", LLAMA, "flash_attn takes no fp32"),
+        ((9, 0), "fp32", LLAMA, "flash_attn does not support fp32"),
         ((7, 5), "fp16", LLAMA, "a GPU is older"),
         ((9, 0), "bf16", wide, "this model has 260"),
     ):
         gpu(*capability)
-        assert attention.flash_or_auto(precision, config) == "auto"
+        assert attention.resolve_flash(precision, config) == "auto"
         told = capsys.readouterr().out
-        assert says in told and "the fastest kernel that there is" in told and told.count("\n") == 1
+        assert says in told and "the fastest kernel available" in told and told.count("\n") == 1
         with pytest.raises(UsageError, match="flash_attention_2 cannot train here") as error:
-            attention.choose("flash_attention_2", "concat", precision, config)
+            attention.pick_implementation("flash_attention_2", "concat", precision, config)
         assert says in error.value.render() and "--attention flash" in error.value.run
 
 
@@ -95,7 +107,7 @@ def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, 
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_the_config_tells_how_wide_heads_are(config: PretrainedConfig, sizes: tuple) -> None:
-    assert attention.head_sizes(config) == sizes
+    assert attention.find_head_sizes(config) == sizes
 
 
 @pytest.mark.parametrize("wide, of_values", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
@@ -106,14 +118,14 @@ def test_the_kernel_gets_heads_of_a_size_that_it_takes(
 
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
-        return attention._by_document(query, key, value, ends, 20, scale, 0)
+        return attention._attend_by_document(query, key, value, ends, 20, scale, 0)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     torch.manual_seed(0)
     parts = [torch.randn(20, 2, size) for size in (wide, wide, of_values)]
     ends = torch.tensor([0, 7, 20])
-    found = attention._by_kernel(*parts, ends, 20, None, 0)
-    torch.testing.assert_close(found, attention._by_document(*parts, ends, 20, None, 0))
+    found = attention._attend_by_kernel(*parts, ends, 20, None, 0)
+    torch.testing.assert_close(found, attention._attend_by_document(*parts, ends, 20, None, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -126,7 +138,7 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(
     def attend(
         query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple
     ) -> Tensor:
-        return attention._by_document(query, key, value, boundaries, 13, None, window[0] + 1)
+        return attention._attend_by_document(query, key, value, boundaries, 13, None, window[0] + 1)
 
     def new(
         query,
@@ -158,25 +170,25 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(
     key = torch.randn(20, 2, 8)
     value = torch.randn(20, 2, 8)
     ends = torch.tensor([0, 7, 20])
-    found = attention._by_kernel(query, key, value, ends, 13, None, window)
-    expected = attention._by_document(query, key, value, ends, 13, None, window)
+    found = attention._attend_by_kernel(query, key, value, ends, 13, None, window)
+    expected = attention._attend_by_document(query, key, value, ends, 13, None, window)
     torch.testing.assert_close(found, expected)
 
 
 def test_a_document_longer_than_said_is_no_silent_mistake() -> None:
     """The kernel of a GPU would leave out its end; on a CPU that fails in every test."""
     parts = [torch.randn(20, 2, 8) for _ in range(3)]
-    with pytest.raises(AssertionError, match="a document of 13 tokens, not of 12"):
-        attention._by_document(*parts, torch.tensor([0, 7, 20]), 12, None, 0)
+    with pytest.raises(AssertionError, match="a document of 13 tokens, more than 12"):
+        attention._attend_by_document(*parts, torch.tensor([0, 7, 20]), 12, None, 0)
 
 
 @pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
 def test_the_model_gets_boundaries_and_the_longest_document(implementation: str) -> None:
     """The mark is on the very tensor that the model gets, which `to` may have made."""
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
+    model = Model(implementation)
     positions = np.array([[*range(100), *range(156)]] * 2)
     rows = SampleArrays(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
-    batch = micro_batch(rows, pin=False).to(torch.device("meta"))
+    batch = micro_batch(rows, pin=False).to(SimpleNamespace(device=torch.device("meta")))
     given = attention.make_inputs(model, batch)
     assert given["max_length_q"] == given["max_length_k"] == 256
     assert given["cu_seq_lens_q"] is given["cu_seq_lens_k"] is batch.boundaries
@@ -196,8 +208,8 @@ def test_the_longest_document_of_a_batch_reaches_the_kernel(
         asked.append(longest)
         return query
 
-    monkeypatch.setattr(attention, "_by_document", note)
+    monkeypatch.setattr(attention, "_attend_by_document", note)
     heads = torch.zeros(2, 4, 256, 8)
-    attention._varlen(None, heads, heads, heads, None, max_length_q=128)
-    attention._varlen(None, heads, heads, heads, None)
+    attention._attend_varlen(None, heads, heads, heads, None, max_length_q=128)
+    attention._attend_varlen(None, heads, heads, heads, None)
     assert asked == [128, 256]

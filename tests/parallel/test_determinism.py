@@ -53,7 +53,7 @@ def test_a_model_has_no_operation_that_cuda_refuses(
         tokens = torch.zeros(2, 16, dtype=torch.int64)
     experts.use_own_function(model)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
-    attention.ask_no_device(model, "concat", 16)
+    attention.avoid_device_reads(model, "concat", 16)
     with Strict():
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
 

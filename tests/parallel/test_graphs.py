@@ -18,6 +18,7 @@ from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lib.parallel import attention, compiling, graphs, loss, parallelize
+from lib.parallel.trial import SingleDevice, eval_mode
 from lib.tokens import batches as tokens
 from lib.tokens.batches import MicroBatch, longest_document, micro_batch
 from lib.tokens.samples import SampleArrays
@@ -89,7 +90,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return found[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in found[1:])
 
     monkeypatch.setattr(tokens, "_TILE", LENGTH // 4)
-    monkeypatch.setattr(attention, "_by_document", attention._by_kernel)
+    monkeypatch.setattr(attention, "_attend_by_document", attention._attend_by_kernel)
 
 
 def batch(documents: int, longest: int, generator: np.random.Generator) -> MicroBatch:
@@ -142,7 +143,7 @@ def test_packed_documents_of_any_number_and_length_run_one_graph(
     """Losses and gradients are those of the plain model."""
     model, plain = models(recompute)
     for one in batches():
-        sums = [loss.token_loss_sum(each, one.to(CPU)) for each in (model, plain)]
+        sums = [loss.token_loss_sum(each, one.to(SingleDevice(CPU))) for each in (model, plain)]
         torch.testing.assert_close(*sums)
         for total in sums:
             total.backward()
@@ -158,9 +159,9 @@ def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
     model, plain = models("none")
     parallelize.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "fp32")
     for one in batches():
-        loss.token_loss_sum(model, one.to(CPU)).backward()
+        loss.token_loss_sum(model, one.to(SingleDevice(CPU))).backward()
     assert len(compiled) == 1
-    with torch.no_grad(), loss.eval_mode(model):
+    with torch.no_grad(), eval_mode(model):
         for one in batches():
             torch.testing.assert_close(
                 loss.token_loss_sum(model, one), loss.token_loss_sum(plain, one)

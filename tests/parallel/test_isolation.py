@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, mas
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
-from lib.parallel import attention, loss
+from lib.parallel import attention
+from lib.parallel.trial import require_isolation
 from lib.tokens.batches import MicroBatch, boundaries
 from tests.models.families import FAMILIES
+from tests.parallel.test_attention import Model
 from tests.train.test_no_waiting import Watched
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
@@ -33,9 +35,9 @@ def test_a_family_keeps_documents_apart_or_is_refused(family: str, how: str) -> 
     before = torch.get_rng_state()
     if family in LEAKS:
         with pytest.raises(UsageError, match="see each other"):
-            loss.require_isolation(model, CPU)
+            require_isolation(model, CPU)
     else:
-        loss.require_isolation(model, CPU)
+        require_isolation(model, CPU)
     assert torch.equal(before, torch.get_rng_state()) and model.training
 
 
@@ -61,7 +63,7 @@ def test_windows_ask_the_device_nothing(family: str) -> None:
     ids = torch.randint(3, 97, (2, 24))
     with torch.no_grad():
         asked = model(input_ids=ids, use_cache=False).logits
-        attention.ask_no_device(model, "concat", 24)
+        attention.avoid_device_reads(model, "concat", 24)
         with Watched():
             logits = model(**attention.make_inputs(model, MicroBatch(ids, ids))).logits
     assert torch.equal(asked, logits)
@@ -98,7 +100,7 @@ def test_rope_asks_how_far_positions_go_where_that_matters(
     rope = LlamaRotaryEmbedding(config)
     positions = torch.arange(24)[None]
     expected = asked(torch.ones(1), positions)
-    attention.settle_rope(rope, packing, 24)
+    attention.fix_rope_frequencies(rope, packing, 24)
     with nullcontext() if asks else Watched():
         found = rope(torch.ones(1), positions)
     assert torch.equal(torch.stack(found), torch.stack(expected))
@@ -115,17 +117,18 @@ def test_packed_documents_ask_where_there_is_a_mask(
     model = SimpleNamespace(
         config=SimpleNamespace(_attn_implementation=implementation), modules=list
     )
-    attention.ask_no_device(model, "documents", 24)
+    attention.avoid_device_reads(model, "documents", 24)
     assert (masking_utils.find_packed_sequence_indices is pytest.fail) == asks
 
 
 def test_flash_attention_is_told_where_rows_end() -> None:
     """Without that, transformers asks the device in each layer."""
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    model = Model("flash_attention_2")
     ids = torch.zeros(3, 8, dtype=torch.int64)
     given = attention.make_inputs(model, MicroBatch(ids, ids))
     assert given["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and given["max_length_q"] == 8
-    assert given["cu_seq_lens_q"].dtype == torch.int32 and "position_ids" not in given
+    assert given["cu_seq_lens_q"].dtype == torch.int32
+    assert given["position_ids"].tolist() == [[*range(8)]]
 
 
 def built(family: str, implementation: str) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from transformers import (
 from lib.core.errors import UsageError
 from lib.parallel import compiling, loss, parallelize
 from lib.parallel.compiling import Compiler
+from lib.parallel.trial import eval_mode, require_isolation
 from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
 
@@ -91,14 +92,14 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
     here = SimpleNamespace(device=torch.device("cpu"))
     loss.chunk(model, here)
-    loss.require_isolation(model, here)
+    require_isolation(model, here)
     assert not graphs
     tokens = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     for _ in range(3):
         loss.token_loss_sum(model, batch).backward()
     assert len(graphs) == 1
-    with torch.no_grad(), loss.eval_mode(model):
+    with torch.no_grad(), eval_mode(model):
         loss.token_loss_sum(model, batch)
     loss.token_loss_sum(model, batch).backward()
     assert len(graphs) == 2

@@ -35,6 +35,7 @@ from lib.models.sharded import Placement
 from lib.parallel import loss, parallelize, routers
 from lib.parallel.compiling import make_compiler
 from lib.parallel.routers import BIAS, LOSS, RouterLoad, find_method, find_routers
+from lib.parallel.trial import eval_mode
 from lib.tokens.batches import BEGINNING, MicroBatch, Step
 
 CPU = torch.device("cpu")
@@ -305,7 +306,7 @@ def test_only_training_steps_count(group: object) -> None:
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
     load.begin_step(step_of(batch), 1.0)
     load.begin_pass(batch)
-    with loss.eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         loss.token_loss_sum(model, batch)
     with routers.paused():
         loss.token_loss_sum(model, batch).backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,4 +235,6 @@ def test_a_row_begins_a_document_whatever_its_positions() -> None:
 
 def test_windows_have_no_boundaries() -> None:
     [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
-    assert batch.boundaries is batch.longest is batch.to(CPU).longest is None
+    assert (
+        batch.boundaries is batch.longest is batch.to(SimpleNamespace(device=CPU)).longest is None
+    )

@@ -47,7 +47,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
         return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
 
-    monkeypatch.setattr(attention, "_by_document", attend)
+    monkeypatch.setattr(attention, "_attend_by_document", attend)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
@@ -75,7 +75,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
     parallelize.shard(model, mesh, "bf16")
     layout = ParallelLayout(0, 1, 0, 1, CPU, mesh, group, group)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
-    attention.ask_no_device(model, "documents" if packed else "concat", 24)
+    attention.avoid_device_reads(model, "documents" if packed else "concat", 24)
     loss.chunk(model, layout)
     steps = registry.build_optimizer(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard = StepGuard("bf16", 30.0, CPU)
@@ -90,7 +90,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
         ):  # the first step creates the states
             scale = guard.loss_factor(48)
             registry.set_learning_rate(steps, 1e-3 / (number + 1))
-            value = loss.token_loss_sum(model, batch.to(CPU), scale)
+            value = loss.token_loss_sum(model, batch.to(layout), scale)
             value.backward()
             total += value.detach()
             guard.clip(steps, 1.0)

@@ -1,0 +1,107 @@
+"""Try a model on a few tokens before training, without leaving a trace.
+
+Several choices are tried on the model itself instead of being looked up by family: how the loss is
+computed, which function computes the experts, and whether packed documents see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lib.core import commands
+from lib.core.errors import UsageError
+from lib.parallel import attention, parallelize
+from lib.parallel.layout import ParallelLayout
+from lib.tokens.batches import MicroBatch, Rank, boundaries
+
+LENGTH = 16  # tokens of a trial row
+_DOCUMENTS = (9, 14)  # tokens of the two documents in the row that `require_isolation` tries
+_LEAK = 0.05  # of the logits' standard deviation: above rounding in bf16, below any leak
+
+
+class SingleDevice(NamedTuple):
+    """A rank without other ranks, for trials outside a process group."""
+
+    device: torch.device
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the context, and reshard the model at its end."""
+    model.eval()
+    try:
+        yield
+    finally:
+        parallelize.reshard(model)
+        model.train()
+
+
+@contextmanager
+def trial_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model without dropout, gradients or compilation inside the context.
+
+    A graph compiled for the few tokens of a trial would be compiled again for any number of tokens,
+    and training would go on with that slower graph.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
+        yield
+
+
+def trial_tokens(
+    model: PreTrainedModel,
+    rows: int = 1,
+    length: int = LENGTH,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the same random tokens each time, int64 [rows, length], on the CPU.
+
+    generator: seeded by the caller, who goes on drawing from it (default: a new one with seed 0).
+    The global random state does not change.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = generator or torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (rows, length), generator=generator)
+
+
+def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> MicroBatch:
+    """Return tokens as the micro-batch of a trial pass of a rank, on its device.
+
+    tokens: int64 [rows, T]. documents: the lengths of the packed documents in each row, T in all;
+    without any, a row is one document. The labels are the tokens themselves.
+    """
+    if not documents:
+        return MicroBatch(tokens, tokens).to(rank)
+    positions = torch.cat([torch.arange(length) for length in documents]).repeat(len(tokens), 1)
+    ends = torch.from_numpy(boundaries(positions.numpy()))
+    return MicroBatch(tokens, tokens, positions, ends).to(rank)
+
+
+def require_isolation(model: PreTrainedModel, layout: ParallelLayout) -> None:
+    """Raise UsageError if the second of two packed documents depends on the first.
+
+    All ranks must call this. It runs two forward passes over a row of 23 tokens.
+    """
+    first, second = _DOCUMENTS
+    tokens = trial_tokens(model, 2, first + second)
+    tokens[1, first:] = tokens[0, first:]  # the rows differ in the first document only
+    with trial_mode(model):
+        batches = [trial_batch(row[None], layout, _DOCUMENTS) for row in tokens]
+        one, other = [
+            model(**attention.make_inputs(model, batch)).logits[0, first:].float()
+            for batch in batches
+        ]
+    difference = (one - other).abs().max()
+    if difference > _LEAK * one.std():
+        raise UsageError(
+            f"with {model.config.model_type} models, packed documents see each other",
+            found=f"the logits of a document change by {difference:.3g} if the document before it "
+            "in the same sample changes",
+            hint="use another --attention or another family of models, or do not pack documents:",
+            run=commands.as_typed("--packing", "concat"),
+        )
