@@ -89,6 +89,74 @@ def test_an_optimizer(copy: Path) -> None:
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
 
 
+def test_a_wrapper_of_attention(copy: Path) -> None:
+    """The profile of a run contains the range that the wrapper opens."""
+    line, module = blocks("How to wrap attention")
+    prepare(copy)
+    train = (
+        *("04_train_fsdp.py", "-d", "corpus", "-m", "model", "--precision", "fp32", "-s", 64),
+        *("-b", 2, "--packing", "documents", "--attention", "varlen", "--eval-freq", 0),
+        *("--max-steps", 3, "--log-freq", 1),
+    )
+    (copy / "lib/parallel/ranges.py").write_text(module)
+    path = copy / "lib/train/model.py"
+    text = path.read_text("utf-8")
+    before = "    attention.avoid_device_reads(model"
+    assert before in text
+    text = text.replace(before, line + before)
+    path.write_text(text.replace("from lib.parallel import ", "from lib.parallel import ranges, "))
+    run(*train, "-e", "wrapped", "--profile", "2:3", cwd=copy)
+    [table] = (copy / "outputs/wrapped/profile").glob("*.txt")
+    assert "attention of a layer" in table.read_text("utf-8")
+
+
+def test_a_wrapper_reaches_every_implementation_of_attention(copy: Path) -> None:
+    """The results stay the same; sdpa stands in for flash_attn and flex, slow or absent here."""
+    printed = run(
+        "-c",
+        """
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from lib.parallel import attention
+from lib.tokens.batches import MicroBatch
+
+def compute_sdpa(module, query, key, value, mask, **options):
+    return AttentionInterface()["sdpa"](module, query, key, value, None, is_causal=True)
+
+for name in ("flash_attention_2", "flex_attention"):
+    AttentionInterface.register(name, compute_sdpa)
+calls = []
+
+def count(attend):
+    def attend_and_count(module, *heads, **options):
+        calls.append(module.config._attn_implementation)
+        return attend(module, *heads, **options)
+    return attend_and_count
+
+model = AutoModelForCausalLM.from_config(LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2))
+tokens = torch.arange(24).reshape(2, 12)
+names = ("sdpa", "eager", "varlen", "flash_attention_2", "flex_attention")
+logits = []
+for wrapped in (False, True):
+    if wrapped:
+        attention.wrap_functions(count)
+    for name in names:
+        model.config._attn_implementation = name
+        with torch.no_grad():
+            inputs = attention.make_inputs(model, MicroBatch(tokens, tokens))
+            logits.append(model(**inputs).logits)
+for number, name in enumerate(names):
+    assert torch.equal(logits[number], logits[number + len(names)]), name
+print(*calls)
+""",
+        cwd=copy,
+    )
+    names = ("sdpa", "eager", "varlen", "flash_attention_2", "flex_attention")
+    assert printed.split() == [name for name in names for _ in range(2)]
+
+
 def test_an_adapter(copy: Path) -> None:
     row, module = blocks("How to add an adapter")
     with (copy / "lib/models/model_changes.py").open("a") as file:

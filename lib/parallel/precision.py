@@ -11,6 +11,7 @@ from lib.core import commands, log
 from lib.core.errors import Problems
 from lib.models import float8
 from lib.models.tensors import COMPUTE_DTYPES
+from lib.tokens.batches import Pass
 
 _WIDTH = 256  # rows and columns of the timed matrix products
 _TRIES = 3  # of each timed product
@@ -71,10 +72,11 @@ def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_l
             "several passes over memory",
             run=commands.as_typed("--compile", "on"),
         )
-    if batch is not None and batch * seq_length % float8.MULTIPLE:
+    tokens = Pass(batch, seq_length).tokens_per_device if batch is not None else 0
+    if tokens % float8.MULTIPLE:
         problems.add(
             f"--precision fp8 needs micro-batches of a multiple of {float8.MULTIPLE} tokens",
-            found=f"{batch * seq_length:,} = {batch} per process (--batch-size) × "
+            found=f"{tokens:,} = {batch} per process (--batch-size) × "
             f"{seq_length:,} (--seq-length)",
         )
     problems.raise_if_any()

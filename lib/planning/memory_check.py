@@ -136,9 +136,7 @@ class MemoryCheck:
     def is_easy(self, case: StepConfig) -> bool:
         """Return whether a step clearly fits, from the shape of the model alone."""
         states = sum(self.states(case).values())
-        kept, gathered = estimate_activations(
-            self.model, case.batch * case.seq_length, case.precision
-        )
+        kept, gathered = estimate_activations(self.model, case.tokens, case.precision)
         if case.keep_gathered:
             gathered += self.gathered(case)
         masks = _PER_MASKED * case.batch * case.seq_length**2 if case.masked else 0
@@ -328,9 +326,7 @@ def _least_recomputed(
     """Return the step with the least recomputation whose passes keep the device busy, if any."""
     best: StepConfig | None = None
     for cases in rows:
-        if best and (
-            best.batch * best.seq_length >= FEW[check.on_gpu] or best.batch == cases[-1].batch
-        ):
+        if best and (best.tokens >= FEW[check.on_gpu] or best.batch == cases[-1].batch):
             break
         largest = _largest_batch(check, cases)
         if largest and (best is None or largest.batch > best.batch):

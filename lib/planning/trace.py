@@ -35,7 +35,7 @@ from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import make_mesh
 from lib.planning import compiled
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
-from lib.tokens.batches import MicroBatch
+from lib.tokens.batches import MicroBatch, Pass
 
 _ROWS_PER_DOCUMENT = 128
 
@@ -70,6 +70,11 @@ class StepConfig:
     optimizer: str = "adamw"
     on_gpu: bool = True
     compiled: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that a device computes in a pass."""
+        return Pass(self.batch, self.seq_length).tokens_per_device
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from lib.planning.child_process import NoAnswer
 from lib.planning.memory import USABLE
 from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
 from lib.planning.trace import StepConfig
+from lib.tokens.batches import Pass
 from lib.train import plan
 from lib.train.config import AUTO, Config
 from lib.train.inputs import KEPT, Inputs, keep_global_batch
@@ -216,7 +217,8 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     most = asked * samples // (steps * dp_size * (config.grad_accum_steps or 1))
     if config.batch_size <= most:
         return config
-    smaller = _candidates(config, ranks, config.batch_size * config.seq_length)
+    tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
+    smaller = _candidates(config, ranks, tokens)
     batch = max([b for b in smaller if b <= most] or smaller[:1])
     if log.rank() == 0:
         log.info(
@@ -229,7 +231,7 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
 
 def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
     """Say once that a pass has too few tokens for a GPU, and which batch fits; on rank 0."""
-    tokens = config.batch_size * config.seq_length
+    tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
     if config.has_auto_batch or tokens >= FEW[fit.on_gpu] or log.rank() != 0:
         return
     ranks = plan.launched_size()
@@ -241,6 +243,7 @@ def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
     larger, _ = _chosen(kept.with_values("", batch_size=AUTO), fit, ranks, _gpus_here())
     batch = larger.batch_size
     if batch > config.batch_size:
+        fitting = Pass(batch, config.seq_length).tokens_per_device
         step = (
             f" with --global-batch-size {whole}"
             if kept.global_batch_size
@@ -248,7 +251,7 @@ def advise(config: Config, fit: MemoryCheck, has_begun: bool) -> None:
         )
         log.warn(
             f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
-            f"{batch} fits by the memory plan ({batch * config.seq_length:,} tokens){step}; "
+            f"{batch} fits by the memory plan ({fitting:,} tokens){step}; "
             "--batch-size auto takes what fits"
         )
 
@@ -366,12 +369,16 @@ def _why(config: Config, fit: MemoryCheck, ranks: int, batches: list[int], batch
             f"the largest that {of_step}has at most {enough:,} tokens "
             "(larger ones are hardly faster)"
         )
-    tokens = f"{batch * config.seq_length:,} tokens in a pass"
+    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a pass"
     return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
 
 
 def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
     """Return the batches that the other options allow, in order; the smallest whatever its size."""
+
+    def tokens(batch: int) -> int:
+        return Pass(batch, config.seq_length).tokens_per_device
+
     division = plan.divide(config, 0, ranks)
     share = division.global_batch // division.dp_size
     if config.global_batch_size:
@@ -379,7 +386,7 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
     else:
         found = [1 << power for power in range(enough.bit_length())]
     if config.precision == "fp8":
-        found = [b for b in found if b * config.seq_length % float8.MULTIPLE == 0]
+        found = [b for b in found if tokens(b) % float8.MULTIPLE == 0]
     if not found:
         raise UsageError(
             f"no --batch-size has tokens in multiples of {float8.MULTIPLE}, as "
@@ -387,4 +394,4 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
             found=f"{config.seq_length:,} tokens per sample (--seq-length), "
             f"{share} samples per process and step",
         )
-    return [b for b in found if b * config.seq_length <= enough] or found[:1]
+    return [b for b in found if tokens(b) <= enough] or found[:1]

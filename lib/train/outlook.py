@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from lib.core import units
+from lib.tokens.batches import Pass
 from lib.tokens.order import Division
 from lib.train.plan import Plan
 
@@ -54,7 +55,7 @@ def rows(plan: Plan, work: Work, hardware: Hardware) -> dict[str, str]:
     found = {"checkpoints": _checkpoints(plan, work)}
     if work.parameters < _TIMED_FROM:
         return found
-    a_pass = plan.division.micro_batch * plan.config.seq_length
+    a_pass = Pass(plan.division.micro_batch, plan.config.seq_length).tokens_per_device
     small = (
         f", longer with only {a_pass:,} tokens in a pass"
         if a_pass < _FULL_PASS[hardware.kind]
