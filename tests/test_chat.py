@@ -33,7 +33,7 @@ def ask(animal: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_export_answers_as_it_was_trained_to_and_ends(tmp_path: Path) -> None:
+def test_an_export_gives_the_trained_answer_and_stops(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "animals.jsonl").write_text(
         "".join(

@@ -155,7 +155,7 @@ def losses(root: Path, run: str = "run") -> list[float]:
     return [row["train/loss"] for row in metrics(root, run)]
 
 
-def test_the_loss_is_that_of_a_plain_loop_over_the_trained_tokens(trained: Path) -> None:
+def test_the_loss_equals_that_of_a_plain_loop_over_trained_tokens(trained: Path) -> None:
     held_out = samples_of(trained, "talks", split="validation")
     expected, held = reference(trained / "model", samples_of(trained, "talks"), STEPS, held_out)
     rows = metrics(trained, "run")
@@ -165,7 +165,7 @@ def test_the_loss_is_that_of_a_plain_loop_over_the_trained_tokens(trained: Path)
     assert "packing: documents" in config and "chat template" in config
 
 
-def test_the_store_holds_what_one_encoder_makes(trained: Path) -> None:
+def test_the_store_equals_the_result_of_one_encoder(trained: Path) -> None:
     """Two processes made it."""
     dataset = open_dataset(trained / "hf_datasets/talks")
     encoder = ChatEncoder(
@@ -180,7 +180,7 @@ def test_the_store_holds_what_one_encoder_makes(trained: Path) -> None:
     assert np.array_equal(split.labels[:], made.trained) and made.trained.any()
 
 
-def test_ranks_and_a_resume_change_nothing(project: Path, trained: Path) -> None:
+def test_ranks_and_a_resume_do_not_change_the_losses(project: Path, trained: Path) -> None:
     shutil.rmtree(project / "outputs/run/checkpoints/step_00000008")
     done = run_stage(*RUN, cwd=project)
     assert "resumed from outputs/run/checkpoints/step_00000004" in done.stdout
@@ -213,7 +213,7 @@ def test_ranks_and_a_resume_change_nothing(project: Path, trained: Path) -> None
     )
 
 
-def test_what_decides_the_labels_is_part_of_a_run(project: Path) -> None:
+def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
     changes = (
         "--train-on",
@@ -242,7 +242,7 @@ def remedy(said: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_text_of_its_own_template(project: Path) -> None:
+def test_a_run_keeps_the_template_it_began_with(project: Path) -> None:
     """Whatever became of the model's, and whatever the error about another one says to type."""
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
     more = (*RUN, "--max-steps", 9)
@@ -299,7 +299,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
     assert labels < tokens and metrics(project, "mixed")[-1]["train/tokens_seen"] == tokens
 
 
-def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
+def test_chat_options_need_a_chat_dataset(project: Path) -> None:
     choices = {field.name: field.metadata["more"].get("choices") for field in list_fields(Config)}
     assert (choices["train_on"], choices["too_long"]) == (TRAIN_ON, TOO_LONG)
     words = ("--train-on", "last", "--too-long", "split", "--chat-template", "other.jinja")

@@ -52,7 +52,7 @@ def starts(batch: MicroBatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_windows_that_are_whole(tokens: int, samples: int) -> None:
+def test_incomplete_windows_are_dropped(tokens: int, samples: int) -> None:
     assert len(Windows(np.arange(tokens, dtype=np.uint16), T)) == samples
 
 
@@ -69,7 +69,7 @@ def test_large_ids_stay_positive() -> None:
     assert w.read_windows(np.array([0])).tolist() == [[65_535, 65_534, 3, 4, 65_535]]
 
 
-def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
+def test_labels_are_the_tokens_after_the_inputs() -> None:
     [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
     assert batch.input_ids.shape == batch.labels.shape == (2, T)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
@@ -93,7 +93,7 @@ def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
             assert sorted(seen) == expected[step]
 
 
-def test_a_resume_goes_on_where_the_run_stood() -> None:
+def test_a_resumed_stream_continues_at_its_position() -> None:
     division = Division(2, 2, 1, 2)
     whole = list(steps(windows(11), 0, division, 6))
     assert [step.after for step in whole] == [Position(8 * k) for k in range(1, 7)]
@@ -104,7 +104,7 @@ def test_a_resume_goes_on_where_the_run_stood() -> None:
         ]
 
 
-def test_a_run_may_stand_at_any_sample() -> None:
+def test_a_stream_can_start_at_any_sample() -> None:
     """A global batch that changes leaves the run where no step of the new size begins."""
     seen = [
         s
@@ -115,7 +115,7 @@ def test_a_run_may_stand_at_any_sample() -> None:
     assert seen == order.sample_numbers(5, 6, 24, 3).tolist()
 
 
-def test_the_order_does_not_depend_on_how_much_is_worked_out_at_once(monkeypatch) -> None:
+def test_the_order_does_not_depend_on_the_chunk_size(monkeypatch) -> None:
     whole = [starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
     monkeypatch.setattr(batches, "_ORDERED_AT_ONCE", 9)
     assert whole == [
@@ -142,13 +142,13 @@ def test_steps_left_early_end_their_thread() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
 
 
-def test_no_step_is_left() -> None:
+def test_a_stream_of_no_steps_is_empty() -> None:
     assert list(steps(windows(3), 0, Division(1, 1, 0, 1), 0, 5)) == []
 
 
 @pytest.mark.parametrize("samples", [1, 5, 12, 13, 23, 24, 25, 40])
 @pytest.mark.parametrize("rounds", [1, 2, 100])
-def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: int) -> None:
+def test_evaluation_does_not_depend_on_the_number_of_ranks(samples: int, rounds: int) -> None:
     w = windows(samples, tail=2)
     size = 12
     expected = list(range(1, min(rounds * size, samples) * T + 1))
@@ -164,7 +164,7 @@ def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: in
         assert all((b.input_ids >= 0).all() for share in shares for b in share)
 
 
-def test_nothing_to_evaluate() -> None:
+def test_an_empty_split_gives_no_evaluation_batches() -> None:
     assert list(evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
 
 
@@ -176,7 +176,7 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
     return packing.prepare_packs(whole, seq_length)["train"]
 
 
-def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:
+def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
     """In training and evaluation, of one corpus or a mixture; padding is a document like others."""
     rng = np.random.default_rng(0)
     length = 1024
@@ -221,14 +221,14 @@ def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:
         (1023, 128, 128),
     ],
 )
-def test_lengths_that_the_kernel_is_told(row: int, longest: int, said: int) -> None:
+def test_the_kernel_gets_one_of_few_lengths(row: int, longest: int, said: int) -> None:
     """A half, a quarter or an eighth of a row, rounded up, and no less than 128 tokens."""
     rest = row - longest
     ends = np.array([0, longest, *range(longest + 1, longest + 1 + rest)], np.int32)
     assert batches.longest_document(ends, row) == said
 
 
-def test_a_row_begins_a_document_whatever_its_positions() -> None:
+def test_each_row_begins_a_document() -> None:
     positions = np.array([[3, 4, 0, 1], [2, 3, 4, 5]])
     assert batches.boundaries(positions).tolist() == [0, 2, 4, 8]
 

@@ -49,7 +49,7 @@ def expected(split: Path, tokenizer: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("extra_ids", "dtype"), [(0, "uint16"), (65_536 - 258, "uint16"), (65_537 - 258, "uint32")]
 )
-def test_a_store_holds_the_ids_of_the_tokenizer_document_by_document(
+def test_a_store_contains_the_tokenizer_s_ids_document_by_document(
     tmp_path: Path, of_stage_02: Path, extra_ids: int, dtype: str
 ) -> None:
     tokenizer = save_tokenizer(tmp_path / "t", bos=True, extra_ids=extra_ids)
@@ -81,7 +81,7 @@ def test_an_empty_split_is_an_empty_store(tmp_path: Path, tokenizer: Path) -> No
     assert len(opened.splits["validation"].tokens) == len(opened.splits["validation"].ends) == 0
 
 
-def test_a_store_is_made_once_per_content(
+def test_a_store_is_built_once_per_content(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     cache = tmp_path / ".cache"
@@ -127,7 +127,7 @@ def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "unfinished"])
-def test_a_damaged_store_is_told_with_the_cure(
+def test_a_damaged_store_is_reported_with_a_remedy(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, damage: str
 ) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path / ".cache")
@@ -189,7 +189,7 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(
 @pytest.mark.parametrize(
     "writes", [1, 6, *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9))]
 )
-def test_a_killed_build_goes_on_to_the_same_bytes(
+def test_a_killed_build_continues_to_the_same_bytes(
     tmp_path: Path,
     of_stage_02: Path,
     tokenizer: Path,
@@ -218,7 +218,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     assert files[0] == files[1]
 
 
-def test_a_disk_that_fails_to_read_costs_no_work(
+def test_a_failing_disk_costs_no_finished_work(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, caplog, monkeypatch
 ) -> None:
     """What was tokenised before stays, as does a note of progress that cannot be read."""
@@ -344,7 +344,7 @@ def test_two_nodes_without_common_locks_build_one_store(
     ]
 
 
-def test_what_is_on_the_disk_is_hashed_before_it_is_published(
+def test_a_store_is_read_back_before_it_is_published(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process wrote into the same file, which keeps its size."""
@@ -416,7 +416,7 @@ def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
     assert not list((tmp_path / ".cache/tokens").iterdir())
 
 
-def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
+def test_a_changed_foreign_dataset_is_tokenised_from_the_start(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fingerprint knows only the ends of its shards, so a killed build looks at times, too."""
@@ -451,7 +451,7 @@ def half_overwritten(path: Path) -> None:
         file.write(bytes(path.stat().st_size // 2))
 
 
-def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
+def test_a_modified_store_is_hashed_before_it_is_used(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sizes are right. What has not been touched since it was found whole is not hashed."""

@@ -119,7 +119,7 @@ def write_ids(path: Path) -> Path:
     return path
 
 
-def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
+def test_the_name_of_a_hub_dataset_is_answered_with_preparing_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,7 @@ def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
         assert "does not exist" in told(name).problem
 
 
-def test_no_train_split(tmp_path: Path) -> None:
+def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no split `train`") as caught:
         open_dataset(save_dict(tmp_path / "d", test=["d"]))
     assert "test" in caught.value.found
@@ -177,7 +177,7 @@ def test_text_in_many_shards_and_with_nulls_comes_in_order(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("columns", [{"content": ["a"]}, {"text": [1]}])
-def test_no_column_of_text(tmp_path: Path, columns: dict) -> None:
+def test_a_dataset_without_a_text_column_is_refused(tmp_path: Path, columns: dict) -> None:
     import datasets
 
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
@@ -186,7 +186,9 @@ def test_no_column_of_text(tmp_path: Path, columns: dict) -> None:
     assert next(iter(columns)) in caught.value.found
 
 
-def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkeypatch) -> None:
+def test_the_error_for_a_missing_dataset_lists_others_and_leftovers(
+    of_stage_02: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(of_stage_02.parents[1])
     with pytest.raises(ArtifactError, match="does not exist") as caught:
         open_dataset(find_dataset("other"))
@@ -200,7 +202,7 @@ def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkey
     assert find_dataset("hf_datasets/corpus") == Path("hf_datasets/corpus")
 
 
-def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
+def test_an_unfinished_dataset_of_stage_02_is_refused(of_stage_02: Path) -> None:
     """What a killed stage 02 leaves is neither ours nor foreign."""
     partial = of_stage_02.rename(of_stage_02.with_name("corpus.partial-81f3"))
     (partial / "manifest.json").unlink()
@@ -208,13 +210,13 @@ def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
         open_dataset(partial)
 
 
-def test_another_artifact_is_no_dataset(tmp_path: Path) -> None:
+def test_another_artifact_is_refused_as_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"kind": "splits/1", "files": []}')
     with pytest.raises(UsageError, match="is not a dataset"):
         open_dataset(tmp_path)
 
 
-def test_a_directory_of_text_is_no_dataset(tmp_path: Path) -> None:
+def test_a_directory_of_text_is_refused_as_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UsageError, match="is not a dataset directory") as caught:
         open_dataset(tmp_path)
@@ -243,7 +245,7 @@ def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(
 
 
 @pytest.mark.parametrize("damage", ["no info", "no state", "torn state", "no shard", "torn dict"])
-def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_foreign_dataset_is_reported(tmp_path: Path, damage: str) -> None:
     path = save_dict(tmp_path / "d", train=["a"] * 100)
     if damage == "no info":
         (path / "train/dataset_info.json").unlink()
@@ -259,7 +261,7 @@ def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
         open_dataset(path)
 
 
-def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch) -> None:
     path = save_dict(tmp_path / "d", train=["a"] * 100)
     read = records.read_json
     fails = [1]
@@ -286,7 +288,7 @@ def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["../../mine/data-00000-of-00001.arrow", "data.bin"])
-def test_no_text_is_read_that_is_not_of_the_dataset(tmp_path: Path, name: str) -> None:
+def test_files_outside_the_dataset_are_not_read(tmp_path: Path, name: str) -> None:
     """What its fingerprint does not know, because it lies elsewhere or is no shard, is refused."""
     path = save_dict(tmp_path / "d", train=["a"] * 100)
     save_dict(tmp_path / "mine", train=["secret"])
@@ -298,7 +300,7 @@ def test_no_text_is_read_that_is_not_of_the_dataset(tmp_path: Path, name: str) -
         open_dataset(path)
 
 
-def test_a_truncated_foreign_shard_is_told_when_it_is_read(tmp_path: Path) -> None:
+def test_a_truncated_foreign_shard_is_reported_when_it_is_read(tmp_path: Path) -> None:
     path = save_dict(tmp_path / "d", train=[f"some text {n}" for n in range(2000)])
     shard = first_shard(path)
     shard.write_bytes(shard.read_bytes()[:-5000])
@@ -329,7 +331,7 @@ def test_other_text_has_another_fingerprint(tmp_path: Path, of_stage_02: Path) -
     assert open_dataset(of_stage_02).fingerprint != before
 
 
-def test_splits_saved_one_by_one_are_taken_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
+def test_splits_saved_one_by_one_are_opened_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
     saved = save_dict(tmp_path / "d", train=["a"], test=["b"])
     (saved / "dataset_dict.json").unlink()
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(saved)])

@@ -40,7 +40,7 @@ def test_a_document_gets_bos_if_the_tokenizer_adds_one_and_eos_if_it_has_one(
     assert nothing == before + after
 
 
-def test_the_ids_are_those_of_the_tokenizer_on_its_own(tokenizer: Path) -> None:
+def test_the_encoder_gives_the_tokenizer_s_ids(tokenizer: Path) -> None:
     encoder = Encoder(tokenizer, 1)
     for text, ids in zip(TEXTS, ids_of(encoder, TEXTS), strict=True):
         assert ids == [*encoder.tokenizer(text)["input_ids"], 1]
@@ -78,21 +78,21 @@ def test_the_vocabulary_ends_above_the_largest_id(tmp_path: Path) -> None:
     assert Encoder(save_tokenizer(tmp_path / "t", bos=True, extra_ids=100), 1).vocab_size == 358
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no tokenizer in"):
         artifacts.tokenizer_fingerprint(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
-def test_a_damaged_tokenizer_is_told(tokenizer: Path, content: str) -> None:
+def test_a_damaged_tokenizer_is_reported(tokenizer: Path, content: str) -> None:
     (tokenizer / "tokenizer.json").write_text(content)
     with pytest.raises(ArtifactError, match="cannot be read") as caught:
         Encoder(tokenizer, 1)
     assert caught.value.found
 
 
-def test_the_fingerprint_is_of_the_files_and_not_of_their_place(tokenizer: Path) -> None:
+def test_the_fingerprint_does_not_depend_on_the_path(tokenizer: Path) -> None:
     before = artifacts.tokenizer_fingerprint(tokenizer)
     moved = tokenizer.rename(tokenizer.with_name("moved"))
     (moved / "config.json").write_text("{}")
@@ -131,7 +131,7 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
     assert ids_of(encoder, ["short", text, ""]) == whole
 
 
-def test_a_tokenizer_that_minds_is_never_cut(tmp_path: Path) -> None:
+def test_texts_are_not_cut_if_that_changes_the_ids(tmp_path: Path) -> None:
     """One that puts a space before every text, as SentencePiece models do."""
     directory = save_tokenizer(tmp_path / "t", bos=False)
     path = directory / "tokenizer.json"
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_minds_is_never_cut(tmp_path: Path) -> None:
     assert not encoder._may_cut
 
 
-def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
+def test_gigatoken_is_used_only_if_its_ids_are_equal(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gigatoken")

@@ -44,7 +44,7 @@ def corpora(*weights: str | None) -> list[Corpus]:
         [333_333, 333_333, 333_334],
     ],
 )
-def test_every_prefix_has_the_shares(weights: list[int]) -> None:
+def test_every_prefix_of_a_mixture_has_the_shares(weights: list[int]) -> None:
     count = 5000
     corpus, own = order.interleave(np.arange(count), weights)
     for i, weight in enumerate(weights):
@@ -54,7 +54,7 @@ def test_every_prefix_has_the_shares(weights: list[int]) -> None:
         assert np.abs(np.cumsum(mine) - expected).max() < len(weights)
 
 
-def test_dealing_needs_no_history_and_no_more_than_64_bits() -> None:
+def test_interleaving_needs_no_history_and_at_most_64_bits() -> None:
     weights = [1_999_999_999, 1_000_000_001]
     first = 10**15
     corpus, own = order.interleave(np.arange(first, first + 100), weights)
@@ -73,7 +73,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         assert np.array_equal(np.concatenate(pieces), whole)
 
 
-def test_without_weights_an_epoch_holds_every_sample_once() -> None:
+def test_without_weights_an_epoch_contains_every_sample_once() -> None:
     mixed = mixture.mix_samples(corpora(None, None, None), parts(10, 7, 23))
     assert len(mixed) == 40
     for epoch in range(3):
@@ -90,7 +90,7 @@ def test_with_weights_each_corpus_keeps_its_own_epochs() -> None:
     assert all(sorted(of_second[i : i + 7]) == list(range(10, 17)) for i in range(0, 98, 7))
 
 
-def test_rows_come_in_the_order_asked_for() -> None:
+def test_samples_are_read_in_the_given_order() -> None:
     mixed = Mixture(["a", "b"], parts(10, 7), [1, 1])
     wanted = np.array([12, 0, 16, 9, 10])
     rows = mixed.read_samples(wanted)
@@ -99,13 +99,13 @@ def test_rows_come_in_the_order_asked_for() -> None:
     assert mixed.token_counts(wanted) == (5 * T, 5 * T)
 
 
-def test_one_corpus_is_itself_whatever_its_weight() -> None:
+def test_a_single_corpus_ignores_its_weight() -> None:
     [alone] = parts(10)
     assert mixture.mix_samples(corpora("0.3"), [alone]) is alone
     assert mixture.fingerprint_corpora(corpora("0.3")) == "f0"
 
 
-def test_the_fingerprint_knows_shares_but_not_how_they_are_written() -> None:
+def test_the_fingerprint_covers_shares_but_not_their_spelling() -> None:
     same = {
         mixture.fingerprint_corpora(corpora(*weights))
         for weights in (("0.7", "0.3"), ("7", "3"), ("70", "30.0"), ("7e-1", "3e-1"))
@@ -117,14 +117,14 @@ def test_the_fingerprint_knows_shares_but_not_how_they_are_written() -> None:
     assert len(same) == 1 and len(others) == 4 and not same & others
 
 
-def test_what_cannot_be_mixed_is_refused() -> None:
+def test_impossible_mixtures_are_refused() -> None:
     with pytest.raises(UsageError, match="shorter than one sample"):
         mixture.mix_samples(corpora("1", "1"), parts(10, 0))
     with pytest.raises(UsageError, match="too many digits"):
         mixture.mix_samples(corpora("1", "1e-12"), parts(10, 10))
 
 
-def test_arguments(of_stage_02: Path, tmp_path: Path) -> None:
+def test_bad_dataset_arguments_are_refused(of_stage_02: Path, tmp_path: Path) -> None:
     other = tmp_path / "name=with sign"
     other.symlink_to(of_stage_02)
     [one] = mixture.open_corpora([str(other)])

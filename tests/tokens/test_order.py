@@ -38,20 +38,20 @@ EVERY_KIND = [
 
 
 @pytest.mark.parametrize("n", EVERY_KIND)
-def test_every_epoch_holds_every_sample_once(n: int) -> None:
+def test_every_epoch_contains_every_sample_once(n: int) -> None:
     for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**40, 7)):
         seen = order.permute(np.arange(n), n, seed, epoch)
         assert seen.dtype == np.int64
         assert np.array_equal(np.sort(seen), np.arange(n))
 
 
-def test_all_small_numbers() -> None:
+def test_every_small_dataset_is_permuted() -> None:
     for n in range(1, 130):
         assert sorted(order.permute(np.arange(n), n, 3, 5)) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [20, 1000, 65_536])
-def test_epochs_and_seeds_have_orders_of_their_own(n: int) -> None:
+def test_epochs_and_seeds_have_different_orders(n: int) -> None:
     orders = {
         order.permute(np.arange(n), n, seed, epoch).tobytes()
         for seed in range(5)
@@ -73,7 +73,7 @@ def test_the_order_looks_random() -> None:
         assert 0.45 < halves < 0.55
 
 
-def test_the_order_is_that_of_every_version() -> None:
+def test_the_order_never_changes_between_versions() -> None:
     """A resumed run must go on in the order it began with, under any release of ours or numpy."""
     assert order.sample_numbers(0, 12, 10, seed=0).tolist() == [1, 9, 6, 4, 7, 0, 8, 3, 5, 2, 7, 1]
     assert order.sample_numbers(0, 5, 1_000_003, seed=17).tolist() == [
@@ -86,7 +86,7 @@ def test_the_order_is_that_of_every_version() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 7, 100])
-def test_how_the_stream_is_cut_does_not_matter(n: int) -> None:
+def test_the_stream_can_be_read_in_any_ranges(n: int) -> None:
     whole = order.sample_numbers(0, 350, n, seed=4)
     for size in (1, 3, 8, 50, 349):
         parts = [

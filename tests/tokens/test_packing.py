@@ -27,7 +27,7 @@ def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("capacity", [1, 7, 64])
-def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) -> None:
+def test_packing_equals_best_fit_decreasing(seed: int, capacity: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, capacity + 1, 300)
     if seed % 2:
@@ -38,7 +38,7 @@ def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) ->
     assert sorted((capacity - filled).astype(int).tolist()) == one_by_one(lengths, capacity)
 
 
-def test_nothing_to_pack() -> None:
+def test_an_empty_split_gives_no_packs() -> None:
     nothing = np.array([], np.int64)
     assert len(packing.split_overfull_packs(packing.best_fit(nothing, 8), 64)) == 0
 
@@ -54,9 +54,7 @@ def test_nothing_to_pack() -> None:
         ([n**4 // 1024**3 + 1 for n in range(1023)] * 100, (1024, 106)),
     ],
 )
-def test_a_pack_of_tiny_documents_does_not_decide_alone(
-    lengths: list[int], most: tuple[int, int]
-) -> None:
+def test_a_pack_of_tiny_documents_is_split(lengths: list[int], most: tuple[int, int]) -> None:
     """Documents of the fullest pack before and after; others stay where they are."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
@@ -84,7 +82,7 @@ def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "most"), [(1024, 64), (2048, 64), (8192, 256)])
-def test_packs_of_many_documents_are_left_alone(tmp_path: Path, seq_length: int, most: int) -> None:
+def test_packs_below_the_limit_stay_unchanged(tmp_path: Path, seq_length: int, most: int) -> None:
     assert packing.choose_document_limit(seq_length) == most
     documents = [seq_length // most] * most + [seq_length] * 2
     _, packs = make(documents, tmp_path, seq_length)
@@ -92,7 +90,7 @@ def test_packs_of_many_documents_are_left_alone(tmp_path: Path, seq_length: int,
 
 
 @pytest.mark.parametrize("limit", [1000, 40], ids=["divided none", "divided more"])
-def test_packs_of_an_earlier_version_are_used_as_they_are(
+def test_packs_of_an_earlier_version_are_used_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Their index has the same kind and identity, and what it divided does not matter."""
@@ -147,7 +145,7 @@ def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
     assert len(packs) == sum(documents) // 8  # and here they fill every window
 
 
-def test_the_index_is_made_once_and_tells_its_losses(
+def test_the_index_is_built_once_and_reports_padding_and_cuts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="pipeline")

@@ -14,7 +14,7 @@ from .conftest import lines, texts
 
 
 @pytest.mark.parametrize("ending", [b"\n", b""])
-def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
+def test_a_line_belongs_to_the_span_where_it_begins(tmp_path: Path, ending: bytes):
     content = lines(texts("a", 30))[:-1] + ending
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
@@ -31,7 +31,7 @@ def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
         assert b"".join(read) == content
 
 
-def test_a_shard_that_shrank_is_told(tmp_path: Path):
+def test_a_shrunk_shard_is_reported(tmp_path: Path):
     """What was there of a span comes first; of the spans behind the end nothing does."""
     content = lines(texts("a", 30))
     path = tmp_path / "a.jsonl"

@@ -109,7 +109,7 @@ def documents(part: RawDocuments, epoch: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_an_epoch_of_all_ranks_holds_every_document_once(mixed, ranks: int):
+def test_an_epoch_of_all_ranks_contains_every_document_once(mixed, ranks: int):
     root, there = mixed
     parts = [documents(part_of(root, rank, ranks)) for rank in range(ranks)]
     assert sorted(itertools.chain(*parts)) == sorted(there)
@@ -123,7 +123,7 @@ def test_the_order_does_not_depend_on_the_number_of_workers(mixed):
     assert one == many
 
 
-def test_a_cursor_goes_on_to_the_token(mixed):
+def test_a_cursor_continues_at_the_exact_token(mixed):
     root, _ = mixed
     runs = TokenRuns(part_of(root), Cursor())
     taken = []
@@ -141,7 +141,7 @@ def test_a_cursor_goes_on_to_the_token(mixed):
     assert bytes(flat.astype(np.uint8)).decode().split("\0")[:50] == documents(part_of(root))[:50]
 
 
-def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
+def test_a_resume_opens_only_the_current_span(mixed, monkeypatch: pytest.MonkeyPatch):
     root, _ = mixed
     runs = TokenRuns(part_of(root), Cursor())
     for _ in range(40):
@@ -187,7 +187,7 @@ class InlineFetcher:
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_other_steps_may_be_asked_for_at_any_time(mixed, fetched: bool):
+def test_any_steps_can_be_requested_at_any_time(mixed, fetched: bool):
     """Data read ahead for steps that a rollback discards is not mixed in."""
     root, _ = mixed
     part = part_of(root, workers=3)
@@ -204,7 +204,7 @@ def test_other_steps_may_be_asked_for_at_any_time(mixed, fetched: bool):
         again.close()
 
 
-def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatch):
+def test_skipped_records_are_counted_and_reported(tmp_path: Path, caplog, monkeypatch):
     monkeypatch.setattr(raw_reader, "LONGEST_LINE_BYTES", 3000)
     monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 1000)
     root = tmp_path / "raw"
@@ -243,7 +243,7 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
 
 
-def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
+def test_a_failing_disk_costs_no_document(mixed, failing_reads):
     """For a moment: the same documents. For good: the run ends, and passes nothing over."""
     expected = documents(part_of(mixed[0]))
     failing_reads(2)
@@ -254,7 +254,7 @@ def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
         documents(part_of(mixed[0]))
 
 
-def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ignored_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(raw_shards.log, "warn", told.append)
     (tmp_path / "z.jsonl").write_text('{"text": "x"}\n')
@@ -271,7 +271,7 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
     assert "reads 1 of the 2 files in org/name" in told[1]
 
 
-def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shards_without_a_document_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ArtifactError, match="does not exist"):
         raw_shards.open_directory(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("x")
@@ -317,7 +317,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raw_shards.open_directory(tmp_path)
 
 
-def test_the_fingerprint_is_of_the_content(mixed, tmp_path: Path):
+def test_the_fingerprint_covers_the_content(mixed, tmp_path: Path):
     root, _ = mixed
     before = raw_shards.open_directory(root).fingerprint
     root.rename(tmp_path / "moved")

@@ -11,7 +11,7 @@ from lib.tokens import readable
 from lib.tokens.store import Split, TokenStore
 
 
-def test_what_is_trained_is_set_apart(tokenizer: Path) -> None:
+def test_trained_parts_are_marked(tokenizer: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     ids = np.array(loaded("ask: ä\x1b[2J\nyes\n\nno", add_special_tokens=True)["input_ids"])
     trained = np.zeros(len(ids), bool)
@@ -30,7 +30,7 @@ def test_what_is_trained_is_set_apart(tokenizer: Path) -> None:
     assert readable.render_sample(ids[:0], trained[:0], loaded, colour=False) == ""
 
 
-def test_brackets_of_the_text_are_no_marks(tokenizer: Path) -> None:
+def test_brackets_in_the_text_are_escaped(tokenizer: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     ids = np.array(loaded("⟦a⟧ b⟧", add_special_tokens=False)["input_ids"])
     trained = np.zeros(len(ids), bool)
@@ -45,7 +45,7 @@ def test_brackets_of_the_text_are_no_marks(tokenizer: Path) -> None:
     assert one_line.count("⟦") == one_line.count("⟧") == 1 and "\\u27e6a" in one_line
 
 
-def test_samples_lie_evenly(tokenizer: Path) -> None:
+def test_printed_samples_are_spread_evenly(tokenizer: Path) -> None:
     ends = np.arange(1, 11) * 3
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     letters = loaded.convert_tokens_to_ids(list("abcdefghij"))

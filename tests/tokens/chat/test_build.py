@@ -79,7 +79,7 @@ def prepare(
     )
 
 
-def test_a_store_holds_the_samples_and_a_bit_for_each_label(
+def test_a_store_contains_the_samples_and_a_bit_for_each_label(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     path = prepare(corpus, tokenizer, tmp_path)
@@ -119,7 +119,7 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
     )
 
 
-def test_what_decides_the_samples_makes_another_store(
+def test_each_option_that_changes_samples_gives_another_store(
     corpus: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     opened = open_dataset(corpus)
@@ -214,7 +214,7 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
     ],
     ids=["nothing", "too long", "no mask", "raises", "all", "too little"],
 )
-def test_what_cannot_be_trained_on_is_refused_and_nothing_is_left(
+def test_untrainable_datasets_are_refused_without_leftovers(
     talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     corpus = chats.save(tmp_path / "d", train=talks)
@@ -313,7 +313,7 @@ def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
     assert (error["kind"], error["line"], error["action"]) == (kind, 2, "dropped")
 
 
-def test_a_dataset_of_odd_rows_alone_names_stage_02(
+def test_a_dataset_without_a_valid_row_is_answered_with_stage_02(
     tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     import datasets
@@ -335,7 +335,7 @@ def test_a_dataset_of_odd_rows_alone_names_stage_02(
     assert f"--data-folder {tmp_path}/d/train --save-dir" in caught.value.run
 
 
-def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
+def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
     path = prepare(corpus, tokenizer, tmp_path)
     kept = Path(shutil.copytree(path, tmp_path / "kept"))
 
@@ -367,7 +367,7 @@ def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: Non
         restored()
 
 
-def test_a_note_of_progress_that_is_torn_begins_anew(
+def test_a_torn_progress_note_restarts_the_build(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(corpus, tokenizer, tmp_path / "whole")

@@ -43,7 +43,7 @@ def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
         ("instruction", "input", "output"),
     ],
 )
-def test_conversations_made_elsewhere_are_told_with_stage_02(
+def test_foreign_conversations_are_answered_with_stage_02(
     tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -110,7 +110,7 @@ def test_other_columns_than_those_of_a_chat_dataset_are_refused(
         assert says in caught.value.found and f"--data-folder {tmp_path}/d " in caught.value.run
 
 
-def test_columns_that_datasets_changes_are_read(tmp_path: Path) -> None:
+def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
     """Strings for large strings, nulls without a type, and messages of role and content alone."""
     import datasets
 

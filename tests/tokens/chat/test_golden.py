@@ -220,7 +220,7 @@ def test_a_system_prompt_that_moves_is_refused_with_both_lines(
 
 
 @pytest.mark.parametrize("name", ["chatml", "gemma 3", "llama 2", "phi 3", "marked"])
-def test_tools_that_a_template_leaves_out_are_not_trained_as_silence(
+def test_conversations_with_omitted_tools_are_dropped(
     encoders: dict[tuple[str, bool], Encoder], name: str
 ) -> None:
     chats = ChatEncoder(

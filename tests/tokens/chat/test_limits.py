@@ -56,7 +56,7 @@ def test_a_template_reaches_nothing_of_python(source: str) -> None:
     assert HELLO[0] == {"role": "user", "content": "hi"} and len(HELLO) == 2
 
 
-def test_a_template_reads_no_other_and_has_no_clock_and_no_chance() -> None:
+def test_a_template_has_no_includes_no_clock_and_no_randomness() -> None:
     for source in (
         "{% include 'x' %}",
         "{% import 'x' as y %}",
@@ -86,7 +86,7 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             slow.render(HELLO)
 
 
-def test_memory_and_what_c_code_computes_are_limited() -> None:
+def test_memory_and_computations_in_c_are_limited() -> None:
     """In a process of its own, which has to live on after each."""
     script = f"""
 import resource, sys, time
@@ -120,7 +120,7 @@ assert peak < 1500
     assert lines[0] == "memory | it took more memory than a conversation may"
 
 
-def test_a_token_that_the_tokenizer_lacks_is_not_written_as_a_word() -> None:
+def test_a_missing_token_is_not_written_as_text() -> None:
     for source in (
         "{{ bos_token }}",
         "{{ bos_token + 'x' }}",
@@ -133,7 +133,7 @@ def test_a_token_that_the_tokenizer_lacks_is_not_written_as_a_word() -> None:
     assert Template(asks, {}).render(HELLO).text == "x"
 
 
-def test_what_a_project_template_needs_is_in_words() -> None:
+def test_a_shipped_template_explains_what_it_cannot_render() -> None:
     plain = Path(ROOT / "chat_templates/plain.jinja").read_text()
     tool = {"role": "tool", "content": "4"}
     for messages, tools in (([*HELLO, tool], None), (HELLO, [{"name": "f"}])):

@@ -174,7 +174,7 @@ def test_an_answer_is_trained_behind_the_text_of_its_prefix(encoder: Encoder, mo
         require_equal(encoder, draw, more)
 
 
-def test_every_form_of_a_look_ahead_makes_one_sample_per_answer(encoder: Encoder) -> None:
+def test_each_form_of_looking_ahead_gives_one_sample_per_answer(encoder: Encoder) -> None:
     """Of three answers, only the last one keeps its thought."""
     draw = random.Random(0)
     conversation = said("a", "b", "c", "d", "e", "f")

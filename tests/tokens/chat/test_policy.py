@@ -55,14 +55,14 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
         (lambda path: path.write_text(" \n"), "is empty"),
     ],
 )
-def test_a_given_template_that_is_none_is_refused(tmp_path: Path, make: object, says: str) -> None:
+def test_an_unreadable_given_template_is_refused(tmp_path: Path, make: object, says: str) -> None:
     make(tmp_path / "it.jinja")
     with pytest.raises(UsageError) as caught:
         policy.find_template(tmp_path, tmp_path / "it.jinja")
     assert says in caught.value.render()
 
 
-def test_a_model_without_a_template_names_those_that_are_here(
+def test_the_error_for_a_missing_template_lists_those_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])

@@ -73,13 +73,13 @@ def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
     assert answers == [str(n) for n in range(12)]
 
 
-def test_parts_are_as_long_as_fits(encoder: Encoder) -> None:
+def test_parts_are_as_long_as_possible(encoder: Encoder) -> None:
     _, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
     assert len(texts(encoder, CHATML, talk(12), dropped.tokens)[0]) == 1
     assert len(texts(encoder, CHATML, talk(12), dropped.tokens - 1)[0]) == 2
 
 
-def test_dropped_by_default_and_counted(encoder: Encoder) -> None:
+def test_long_conversations_are_dropped_by_default_and_counted(encoder: Encoder) -> None:
     found, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
     assert not found and dropped.kind == "too long" and dropped.number == 1
     whole = len(
@@ -91,7 +91,7 @@ def test_dropped_by_default_and_counted(encoder: Encoder) -> None:
     assert dropped.message == f"it has {whole:,} tokens, and a sample has at most 300"
 
 
-def test_a_question_that_does_not_fit_with_its_answer_is_lost_alone(encoder: Encoder) -> None:
+def test_only_a_question_that_does_not_fit_with_its_answer_is_lost(encoder: Encoder) -> None:
     chat = talk(6)
     chat.messages[5]["content"] += "word " * 300  # the third question
     found, [dropped] = texts(encoder, CHATML, chat, 300)
@@ -102,7 +102,7 @@ def test_a_question_that_does_not_fit_with_its_answer_is_lost_alone(encoder: Enc
     assert not found and not dropped.partly and "2 answers" in dropped.message
 
 
-def test_calls_of_tools_are_cut_behind_an_answer(encoder: Encoder) -> None:
+def test_tool_calls_are_cut_after_an_answer(encoder: Encoder) -> None:
     call = {"function": {"name": "add", "arguments": {}}}
     turns = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -131,7 +131,7 @@ def test_the_last_answer_keeps_the_last_turns(encoder: Encoder) -> None:
     assert re.findall(r"⟦a(\d+) ", text) == ["11"] and "u10 " in text and "u2 " not in text
 
 
-def test_all_is_trained_in_parts_too(encoder: Encoder) -> None:
+def test_parts_can_train_all_turns(encoder: Encoder) -> None:
     found, dropped = texts(encoder, CHATML, talk(12), 300, train_on="all")
     assert not dropped
     assert re.findall(r"\ba(\d+) ", "".join(found)) == [str(n) for n in range(12)]
