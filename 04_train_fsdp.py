@@ -356,20 +356,20 @@ def train(run: Run) -> Divergence | None:
         with timers("data"):
             step = next(steps)
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
-        scale = guard.loss_factor(step.label_tokens)
-        run.routers.begin_step(step, scale)
+        scaled = guard.scale_for(step.label_tokens)
+        run.routers.begin_step(step, scaled.loss)
         for number, batch in enumerate(step.batches, 1):
             begin_pass(model, number == len(step.batches), bool(config.keep_gathered))
             with timers("data"):
                 batch = batch.to(layout)
             with timers("forward"):
                 run.routers.begin_pass(batch)
-                loss = run.loss_sum(batch, scale)
+                loss = run.loss_sum(batch, scaled.loss)
             with timers("backward"):
                 loss.backward()
             window.add(loss)
         with timers("update"):
-            grad_norm = guard.clip(optimizer, config.grad_clip)
+            grad_norm = guard.clip(optimizer, config.grad_clip, scaled)
             with timers("optimizer"):
                 optimizer.step()  # changes nothing where the norm is NaN or infinite
             run.routers.end_step(optimizer.found_inf)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -77,6 +78,18 @@ def local_tensor(tensor: Tensor, padded: bool = False) -> Tensor:
     """Return this rank's shard as a plain tensor sharing its memory. padded: with padding."""
     tensor = _masters(tensor) if padded else plain(tensor)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def group_by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+    """Return tensors by the mesh that they are sharded over, None for plain tensors, in order.
+
+    torch's operations on lists of tensors (norms, fused updates) take one mesh at a time.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return groups
 
 
 def is_gathered_in_8_bits(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from lib.models.sharded import local_tensor
+from lib.models.sharded import group_by_mesh, local_tensor
 
 _NORM_WINDOW = 100  # good steps in the running mean of the gradient norm
 _NORM_MIN_STEPS = 20  # good steps before a norm can count as a spike
@@ -27,6 +27,16 @@ class SkippedSteps(NamedTuple):
     in_a_row: int
 
 
+class LossScale(NamedTuple):
+    """The two factors that make the gradients of one step those of the mean loss per token.
+
+    loss: the factor of the summed loss. gradients: the factor by which `StepGuard.clip` multiplies.
+    """
+
+    loss: float
+    gradients: float
+
+
 class StepGuard:
     """Unscale and clip gradients, and make the optimizer skip harmful steps.
 
@@ -35,6 +45,9 @@ class StepGuard:
     `found_inf` set, AdamW changes neither weights nor moments. So neither a rank nor the host waits
     for it. Only fp16 reads it on the host in every step, to adapt its loss scale. The scale grows
     and backs off as in Micikevicius et al. 2018, "Mixed precision training".
+
+    In each step, `scaled = guard.scale_for(tokens)` comes before the first backward pass, and
+    `guard.clip(optimizer, max_norm, scaled)` after the last one.
     """
 
     def __init__(
@@ -60,7 +73,6 @@ class StepGuard:
         # The more ranks, the smaller is the summand of each: it must not underflow.
         is_narrow = precision in _NARROW_PRECISIONS
         self._rank_scale = 2.0 ** math.floor(math.log2(ranks)) if is_narrow else 1.0
-        self._gradient_factor = 1.0  # the part of the scaling that is left for `clip`
         self.good_steps = 0
         self.grow_every = 2000
         self._spike_factor = spike_factor or float("inf")
@@ -68,23 +80,25 @@ class StepGuard:
             torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)
         )
 
-    def loss_factor(self, label_tokens: int) -> float:
-        """Return the factor for the loss, so that `clip` leaves gradients of the mean per token.
+    def scale_for(self, label_tokens: int) -> LossScale:
+        """Return the factors for a step, after which its gradients are those of the mean loss.
 
-        label_tokens: the trained tokens of the step, on all ranks. The factor is a power of two,
-        which no dtype rounds. `clip` applies the rest to the float32 gradients, because bfloat16
-        would round it by up to 0.4 %, and differently for each number of tokens.
+        label_tokens: the trained tokens of the step, on all ranks. The factor of the loss is a
+        power of two, which no dtype rounds. The rest is applied to the float32 gradients, because
+        bfloat16 would round it by up to 0.4 %, and differently for each number of tokens.
         """
         mean = 1 / max(1, label_tokens)  # a batch of conversations can have no trained token
         power = 2.0 ** math.floor(math.log2(mean)) * self._rank_scale
-        self._gradient_factor = mean / power * self._divisor
-        return power * self.scale
+        return LossScale(power * self.scale, mean / power * self._divisor / self.scale)
 
-    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def clip(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, scaled: LossScale
+    ) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 does not clip. With `fold`, sets the optimizer's `grad_scale`, by which it
-        divides the gradients. Returns the norm before clipping, a float32 scalar on the device.
+        max_norm: 0 does not clip. scaled: the factors that the loss of this step was scaled by.
+        With `fold`, sets the optimizer's `grad_scale`, by which it divides the gradients. Returns
+        the norm before clipping, a float32 scalar on the device.
         """
         gradients = [
             p.grad
@@ -92,19 +106,17 @@ class StepGuard:
             for p in group["params"]
             if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        unscale = self._gradient_factor / self.scale
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * unscale
+        norm = _total_norm(gradients) * scaled.gradients
         good_step = self._check_norm(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else 1.0
         optimizer.found_inf = (~good_step).float()
         optimizer.grad_scale = None
-        if max_norm or unscale != 1.0:
+        if max_norm or scaled.gradients != 1.0:
             # torch's own gradient scaler recognises such optimizers by this attribute too.
             if self._fold and getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.grad_scale = torch.ones_like(norm) / (factor * unscale)
+                optimizer.grad_scale = torch.ones_like(norm) / (factor * scaled.gradients)
             else:
-                torch._foreach_mul_([local_tensor(g) for g in gradients], factor * unscale)
+                torch._foreach_mul_([local_tensor(g) for g in gradients], factor * scaled.gradients)
         if self.dynamic:
             self._adapt_scale(bool(torch.isfinite(norm)))
         return norm
@@ -163,3 +175,15 @@ class StepGuard:
         # After a rollback, the counts may include steps that the run will repeat.
         self._skipped.zero_()
         self._spikes.zero_()
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients together, a float32 scalar; all ranks must call this.
+
+    torch computes a norm over one mesh at a time, so gradients are grouped by mesh.
+    """
+    norms = []
+    for tensors in group_by_mesh(gradients).values():
+        norm = torch.nn.utils.get_total_norm(tensors)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)

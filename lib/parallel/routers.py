@@ -305,7 +305,7 @@ class RouterLoad:
         self._window.zero_()
 
     def begin_step(self, step: Step, scale: float) -> None:
-        """Set the factor of the loss's gradient. scale: of the loss sum, see StepGuard."""
+        """Set the factor of the loss's gradient. scale: of the loss sum, see LossScale."""
         self._tokens = step.tokens
         of_labels = max(1, step.label_tokens) / max(1, step.tokens)
         self._factor.fill_(scale * of_labels * self._coefficient / max(1, len(self._routers)))

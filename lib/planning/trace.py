@@ -200,7 +200,8 @@ def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMe
     passes = tracker.phases
     tracker.restart("workspace")
     # Not fp16's guard: it reads the norm, which fake tensors do not have.
-    StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
+    guard = StepGuard("fp32", 0.0, torch.device("cpu"))
+    guard.clip(adamw, 1.0, guard.scale_for(1))
     tracker.making = "optimizer"
     registry.named_states(model, adamw)
     tracker.making = "workspace"

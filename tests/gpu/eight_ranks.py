@@ -46,7 +46,7 @@ def eight_ranks(place: Place) -> None:
     for _ in range(place.size(8, 3)):
         began = time.perf_counter()
         loss.token_loss_sum(model, MicroBatch(ids, ids)).backward()
-        guard.clip(adamw, 1.0)
+        guard.clip(adamw, 1.0, guard.scale_for(1))
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         host.append(1000 * (time.perf_counter() - began))

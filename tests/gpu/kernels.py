@@ -178,12 +178,12 @@ def bad_steps(place: Place) -> None:
             with trained(place, precision, kind) as (model, optimizer, layout):
                 guard = StepGuard(precision, 30.0, layout.device)
                 for bad in (0.0, torch.nan, torch.inf, 0.0):
-                    backward(model, tokens(place, 1, model), guard)
+                    scaled = backward(model, tokens(place, 1, model), guard)
                     if bad:
                         next(model.parameters()).grad.to_local().view(-1)[3] = bad
                     tensors = contents.name_tensors(model, registry.named_states(model, optimizer))
                     before = {name: local(t).clone() for name, t in tensors.items()}
-                    guard.clip(optimizer, 1.0)
+                    guard.clip(optimizer, 1.0, scaled)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                     changed = [
@@ -205,8 +205,8 @@ def gradient_scale(place: Place) -> None:
         with trained(place, precision) as (model, optimizer, layout):
             for samples in (1, 3, 5):
                 guard = StepGuard(precision, 0.0, layout.device)
-                backward(model, tokens(place, 1, model), guard, samples)
-                norms.setdefault(precision, []).append(guard.clip(optimizer, 0.0).item())
+                scaled = backward(model, tokens(place, 1, model), guard, samples)
+                norms.setdefault(precision, []).append(guard.clip(optimizer, 0.0, scaled).item())
                 optimizer.zero_grad(set_to_none=True)
     place.note(**{f"norms in {precision}": found for precision, found in norms.items()})
     for precision, found in norms.items():
@@ -234,8 +234,8 @@ def staging(place: Place) -> None:
                 snapshot = capture_snapshot(tensors, {"step": number}, {}, layout.device, copies)
                 seconds.append(time.monotonic() - began)
                 expected = {name: local(tensor).clone() for name, tensor in tensors.items()}
-            backward(model, tokens(place, 1, model), guard)
-            guard.clip(optimizer, 1.0)
+            scaled = backward(model, tokens(place, 1, model), guard)
+            guard.clip(optimizer, 1.0, scaled)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if number:
@@ -326,14 +326,15 @@ def tokens(place: Place, rows: int, model: nn.Module) -> Any:
     )
 
 
-def backward(model: nn.Module, batch: Any, guard: Any, samples: int = 1) -> None:
-    """Make the gradients of a mean over `samples` times a batch, as the training loop does."""
+def backward(model: nn.Module, batch: Any, guard: Any, samples: int = 1) -> Any:
+    """Compute gradients of a mean over `samples` times a batch; return their LossScale."""
     from lib.parallel import loss
 
-    scale = guard.loss_factor(samples * batch.labels.numel())
+    scaled = guard.scale_for(samples * batch.labels.numel())
     for number in range(samples):
         model.set_requires_all_reduce(number == samples - 1)
-        loss.token_loss_sum(model, batch, scale).backward()
+        loss.token_loss_sum(model, batch, scaled.loss).backward()
+    return scaled
 
 
 def local(tensor: Tensor) -> Tensor:

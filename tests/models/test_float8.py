@@ -77,7 +77,8 @@ def train(model: nn.Module, steps: int) -> list[float]:
         tokens = torch.cat([first, first + torch.cumsum(5 + noise, 1)], 1) % 64
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        StepGuard("fp8", 0.0, CPU).clip(adamw, 1.0)
+        guard = StepGuard("fp8", 0.0, CPU)
+        guard.clip(adamw, 1.0, guard.scale_for(1))
         adamw.step()
         adamw.zero_grad()
         losses.append(loss.item())

@@ -78,7 +78,7 @@ def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision:
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
     guard, optimizer = guarded(model, precision)
     fill_gradients(model, guard.scale)
-    norm = guard.clip(optimizer, max_norm)
+    norm = guard.clip(optimizer, max_norm, guard.scale_for(1))
     assert guard.count_skipped().tolist() == [0, 0, 0]
     torch.testing.assert_close(norm, expected)
     torch.testing.assert_close(gradients(model), gradients(reference))
@@ -92,7 +92,7 @@ def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(
     expected = gradients(model)
     guard, optimizer = guarded(model, precision)
     fill_gradients(model, guard.scale)
-    norm = guard.clip(optimizer, 0)
+    norm = guard.clip(optimizer, 0, guard.scale_for(1))
     assert norm.item() == pytest.approx(torch.cat([g.ravel() for g in expected]).norm().item())
     torch.testing.assert_close(gradients(model), expected)
 
@@ -111,12 +111,13 @@ def test_the_optimizer_may_scale_the_gradients(
     for step in range(5):
         norms = []
         for m, guard, optimizer in zip(models, guards, optimizers, strict=True):
-            fill_gradients(m, guard.loss_factor(1000) * (step + 1) * 100)
+            scaled = guard.scale_for(1000)
+            fill_gradients(m, scaled.loss * (step + 1) * 100)
             m[3].weight.grad = None
             if step == 2:
                 m[1].bias.grad[0] = float("inf")
             before = gradients(m)
-            norms.append(guard.clip(optimizer, max_norm))
+            norms.append(guard.clip(optimizer, max_norm, scaled))
             if guard is guards[1]:
                 torch.testing.assert_close(gradients(m), before, rtol=0, atol=0)
             optimizer.step()
@@ -139,7 +140,7 @@ def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) 
     guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     fill_gradients(model, 100.0)
-    guard.clip(optimizer, 0.5)
+    guard.clip(optimizer, 0.5, guard.scale_for(1))
     assert optimizer.grad_scale is None
     assert nn.utils.get_total_norm(gradients(model)).item() == pytest.approx(0.5, rel=1e-4)
 
@@ -148,9 +149,9 @@ def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
     guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
     optimizer = build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
     fill_gradients(model)
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert optimizer.grad_scale is not None
-    guard.clip(optimizer, 0)
+    guard.clip(optimizer, 0, guard.scale_for(1))
     assert optimizer.grad_scale is None
 
 
@@ -158,7 +159,7 @@ def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
     fill_gradients(model)
     model[3].weight.grad = None
     guard, optimizer = guarded(model, "fp32")
-    norm = guard.clip(optimizer, 1.0)
+    norm = guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert torch.isfinite(norm) and model[3].weight.grad is None
 
 
@@ -169,20 +170,20 @@ def test_a_step_that_is_no_number_leaves_all_as_it_was(
 ) -> None:
     guard, optimizer = guarded(model, precision)
     fill_gradients(model, guard.scale)
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     optimizer.step()
     weights = copy.deepcopy(model.state_dict())
     moments = copy.deepcopy(optimizer.state_dict()["state"])
     for _ in range(2):
         fill_gradients(model)
         model[1].bias.grad[0] = value
-        assert not torch.isfinite(guard.clip(optimizer, 1.0))
+        assert not torch.isfinite(guard.clip(optimizer, 1.0, guard.scale_for(1)))
         optimizer.step()
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
     assert guard.count_skipped().tolist() == [2, 0, 2]
     fill_gradients(model, guard.scale)
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     optimizer.step()
     assert guard.count_skipped().tolist() == [0, 0, 0] and torch.isfinite(model[1].bias).all()
     assert not torch.equal(model[1].bias, weights["1.bias"])
@@ -194,10 +195,10 @@ def test_an_overflow_halves_the_scale(model: nn.Module) -> None:
     for expected in (2**15, 2**14):
         fill_gradients(model)
         model[1].bias.grad[0] = float("inf")
-        guard.clip(optimizer, 1.0)
+        guard.clip(optimizer, 1.0, guard.scale_for(1))
         assert (guard.scale, guard.good_steps) == (expected, 0)
     guard.scale = 1.0
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert guard.scale == 1.0
 
 
@@ -209,7 +210,7 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
         fill_gradients(model, guard.scale)
         if step == 1:
             model[1].bias.grad[0] = float("inf")
-        norm = guard.clip(optimizer, 1.0)
+        norm = guard.clip(optimizer, 1.0, guard.scale_for(1))
         seen.append(guard.scale / 2**16)
     assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2, 2]
     reference = copy.deepcopy(model)
@@ -233,23 +234,22 @@ def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: n
     """By a power of two, which the update does not see."""
     for precision, lifted in (("fp16", 4), ("fp8", 4), ("bf16", 1), ("fp32", 1)):
         alone, many = (StepGuard(precision, 30.0, torch.device("cpu"), ranks) for ranks in (1, 6))
-        factors = [guard.loss_factor(1000) for guard in (alone, many)]
-        assert factors[1] == lifted * factors[0]
+        scales = [guard.scale_for(1000) for guard in (alone, many)]
+        assert scales[1].loss == lifted * scales[0].loss
         norms = []
-        for guard, factor in zip((alone, many), factors, strict=True):
-            fill_gradients(model, factor)
-            norms.append(
-                guard.clip(build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1), 1.0).item()
-            )
+        for guard, scaled in zip((alone, many), scales, strict=True):
+            fill_gradients(model, scaled.loss)
+            optimizer = build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+            norms.append(guard.clip(optimizer, 1.0, scaled).item())
         assert norms[0] == norms[1] and alone.state() == many.state()
 
 
 def test_a_step_without_labels_changes_no_weight_to_nan(model: nn.Module) -> None:
     """Windows across conversations may hold nothing that is trained."""
     guard, optimizer = guarded(model, "fp32")
-    assert guard.loss_factor(0) == guard.loss_factor(1)
+    assert guard.scale_for(0) == guard.scale_for(1)
     fill_gradients(model, 0.0)
-    assert guard.clip(optimizer, 1.0) == 0
+    assert guard.clip(optimizer, 1.0, guard.scale_for(1)) == 0
     optimizer.step()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     window = LossWindow(SimpleNamespace(device=torch.device("cpu")))

@@ -59,9 +59,10 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     losses = []
     for step in range(STEPS):
         batch = MicroBatch(tokens[step, :, :-1], tokens[step, :, 1:])
-        total = loss_sum(batch, guard.loss_factor(64 * layout.ranks))
+        scaled = guard.scale_for(64 * layout.ranks)
+        total = loss_sum(batch, scaled.loss)
         total.backward()
-        guard.clip(adamw, 1.0)
+        guard.clip(adamw, 1.0, scaled)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         losses.append(layout.total([total.item()])[0])

@@ -107,11 +107,11 @@ def train(
         for step in range(STEPS):
             seen = []
             total = 0.0
-            factor = guard.loss_factor(16 * passes * layout.ranks)
+            scaled = guard.scale_for(16 * passes * layout.ranks)
             for number in range(passes):
                 parallelize.begin_pass(model, number == passes - 1, kept)
                 row = tokens[step, number][None]
-                found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:]), factor)
+                found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:]), scaled.loss)
                 forward = list(gathered)
                 found.backward()
                 seen.append([forward, gathered[len(forward) :]])
@@ -119,7 +119,7 @@ def train(
                 total += found.item()
             losses.append(layout.total([total])[0])
             assert all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
-            guard.clip(adamw, 1.0)
+            guard.clip(adamw, 1.0, scaled)
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         validated = validate(model, tokens[0, 0][None])

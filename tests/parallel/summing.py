@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.optim import registry
-from lib.optim.guard import StepGuard
+from lib.optim.guard import LossScale, StepGuard
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout, make_mesh
 from lib.parallel.loss import token_loss_sum
@@ -40,11 +40,10 @@ class AveragingGuard(StepGuard):
         super().__init__(precision, 30.0, torch.device("cpu"))
         self._ranks = ranks
 
-    def loss_factor(self, label_tokens: int) -> float:
+    def scale_for(self, label_tokens: int) -> LossScale:
         mean = self._ranks / label_tokens
         power = 2.0 ** math.floor(math.log2(mean))
-        self._gradient_factor = mean / power
-        return power * self.scale
+        return LossScale(power * self.scale, mean / power / self.scale)
 
 
 def train(
@@ -75,15 +74,16 @@ def train(
     found = []
     for step in range(STEPS):
         count = int((labels[step] != IGNORED).sum())
+        scaled = guard.scale_for(count)
         total = 0.0
         numbers = torch.arange(SAMPLES).reshape(PASSES, layout.dp_size, -1)[:, layout.dp_rank]
         for number, part in enumerate(numbers, 1):
             model.set_requires_all_reduce(number == PASSES)
             batch = MicroBatch(tokens[step, part, :-1], labels[step, part])
-            loss = token_loss_sum(model, batch, guard.loss_factor(count))
+            loss = token_loss_sum(model, batch, scaled.loss)
             loss.backward()
             total += loss.item()
-        norm = guard.clip(adamw, 1.0).item()
+        norm = guard.clip(adamw, 1.0, scaled).item()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         found.append([layout.total([total])[0] / count, norm])

@@ -151,12 +151,12 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
     norms = []
     for repeats in (1, 3, 5, 7):
         many = MicroBatch(row.input_ids.repeat(repeats, 1), row.labels.repeat(repeats, 1))
-        scale = guard.loss_factor(int((many.labels != IGNORED).sum()))
+        scaled = guard.scale_for(int((many.labels != IGNORED).sum()))
         model.zero_grad()
-        loss.token_loss_sum(model, many, scale).backward()
+        loss.token_loss_sum(model, many, scaled.loss).backward()
         for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
             master.grad = parameter.grad.float()
-        norms.append(guard.clip(adamw, 1.0).item())
+        norms.append(guard.clip(adamw, 1.0, scaled).item())
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
 
 

@@ -83,7 +83,7 @@ def train(model: nn.Module) -> list[float]:
             loss = loss_of(model, tokens(step * PASSES + number))
             loss.backward()
             found.append(loss.item())
-        found.append(guard.clip(adamw, 1.0).item())
+        found.append(guard.clip(adamw, 1.0, guard.scale_for(1)).item())
         adamw.step()
         adamw.zero_grad()
         with torch.no_grad():

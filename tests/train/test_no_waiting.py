@@ -88,12 +88,12 @@ def test_steps_between_two_rows_never_wait_for_the_device(
         with (
             WaitForbidden() if number else torch.enable_grad()
         ):  # the first step creates the states
-            scale = guard.loss_factor(48)
+            scaled = guard.scale_for(48)
             registry.set_learning_rate(steps, 1e-3 / (number + 1))
-            value = loss.token_loss_sum(model, batch.to(layout), scale)
+            value = loss.token_loss_sum(model, batch.to(layout), scaled.loss)
             value.backward()
             total += value.detach()
-            guard.clip(steps, 1.0)
+            guard.clip(steps, 1.0, scaled)
             steps.step()
             steps.zero_grad(set_to_none=True)
     assert guard.count_skipped()[0] == 0 and total.isfinite()

@@ -82,7 +82,7 @@ def test_reading_a_row_waits_for_no_later_step(
     captured = capture_row(state, stream, meters, window, routers, torch.tensor(1.5), 1e-3, {})
     at = device.recorded
     step(100.0)  # the next step, which is not in the row
-    guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0)
+    guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0, guard.scale_for(1))
     assert device.reached == 0, "capturing waited for the device"
     row, skipped = read_row(captured, SimpleNamespace(tokens_per_step=32), layout, stream, meters)
     assert device.reached == at < device.recorded, "reading waited for the next step"
@@ -97,9 +97,9 @@ def test_captured_counts_are_copies() -> None:
     guard = StepGuard("bf16", 30.0, CPU)
     optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])
     parameter.grad = torch.full((2,), float("nan"))
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     counts = guard.count_skipped()
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert counts.tolist() == [1, 0, 1] and guard.count_skipped().tolist() == [1, 0, 2]
 
 
@@ -108,6 +108,6 @@ def test_a_rollback_forgets_skipped_steps() -> None:
     saved = guard.state()
     optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])
     parameter.grad = torch.full((2,), float("nan"))
-    guard.clip(optimizer, 1.0)
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     guard.restore(saved)
     assert guard.count_skipped().tolist() == [0, 0, 0]
