@@ -160,7 +160,7 @@ def make_optimizer(
 
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build_optimizer(
-        config.optimizer, model, config.lr, (config.beta1, config.beta2), config.weight_decay, wrap
+        config.optimizer, model, config.lr, registry.read_options(config.optimizer, config), wrap
     )
     device = update_device(config, layout)
     guard = StepGuard(

@@ -119,7 +119,7 @@ def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
     restore_buffers(model)
     head = model.get_output_embeddings()
     head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
-    adamw = registry.build_optimizer("adamw", model, 1e-5, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer("adamw", model, 1e-5)
     tokens = torch.randint(0, args.vocab, (args.batch, args.seq_length))
 
     def step() -> list[float]:

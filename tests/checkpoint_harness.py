@@ -33,7 +33,9 @@ def _group() -> dist.ProcessGroup:
 def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, bias=False)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer(
+        "adamw", model, 1e-3, registry.AdamWOptions(weight_decay=0.0)
+    )
     with torch.no_grad():
         for tensor in _tensors(model, optimizer).values():
             tensor.fill_(value)
@@ -97,7 +99,7 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     model = architecture.build_on_meta(Path(model_dir))
     parallelize.shard(model, layout.fsdp, "fp32", False, False)
     parallelize.materialise(model, layout.device, False)
-    adamw = registry.build_optimizer("adamw", model, 0.0, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
     tensors = _tensors(model, adamw)
     record = checkpoint.record()

@@ -29,6 +29,18 @@ def blocks(heading: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
 
 
+# The bytes that memory estimates count are those of the states that the optimizer makes.
+COUNT_STATES = """
+import torch
+from lib.optim import registry
+model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.LayerNorm(20))
+for kind in registry.OPTIMIZERS:
+    states = registry.named_states(model, registry.build_optimizer(kind, model, 1e-3))
+    made = sum(tensor.nbytes for tensor in states.values())
+    assert made == registry.count_state_bytes(kind, model), kind
+"""
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """Return a copy of the code."""
@@ -84,9 +96,23 @@ def test_an_optimizer(copy: Path) -> None:
         "--eval-freq",
         0,
     )
+    assert "--momentum X" in run("04_train_fsdp.py", "--help-all", cwd=copy)
+    for options, error in (
+        (("--momentum", 1), "--momentum must be below 1"),
+        (("--momentum", 0.5, "--optimizer", "adamw"), "--momentum belongs to --optimizer signs"),
+        (("--lr", 0.05), "--lr 0.05 is too large"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *map(str, (*train, *options))],
+            cwd=copy,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and error in done.stderr
     run(*train, "--max-steps", 2, cwd=copy)
     assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
+    run("-c", COUNT_STATES, cwd=copy)
 
 
 def test_a_wrapper_of_attention(copy: Path) -> None:

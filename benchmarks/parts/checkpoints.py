@@ -69,7 +69,9 @@ class Bench:
         parallelize.materialise(self.model, torch.device("cpu"), offload=False)
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
-        self.optimizer = registry.build_optimizer("adamw", self.model, 1e-5, (0.9, 0.95), 0.0)
+        self.optimizer = registry.build_optimizer(
+            "adamw", self.model, 1e-5, registry.AdamWOptions(weight_decay=0.0)
+        )
         self.identity: dict[str, Any] = {"options": {}, "inputs": {}}
         self.tensors = self.capture().tensors
         self.locals = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}

@@ -166,7 +166,7 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     run.model.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
-    adamw = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 1e-3)
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
     write_snapshot(
         run.checkpoints,

@@ -285,7 +285,7 @@ ROWS = (
         titan="training.max_norm",
         aws="grad_clip",
     ),
-    _other("--optimizer", "--optimizer adamw|adamw8bit", trainer="optim", titan="optimizer.name"),
+    _other("--optimizer", "--optimizer NAME", trainer="optim", titan="optimizer.name"),
     _same(
         "--seed",
         offline="seed",

@@ -123,6 +123,35 @@ def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: s
         where.add_argument(*sorted(flags, key=lambda text: text.startswith("--")), **more)
 
 
+def with_options_of(*sources: type, after: str) -> Callable[[type[Declared]], type[Declared]]:
+    """Return a decorator that adds the options of other classes, behind the field `after`.
+
+    It stands below `@dataclass`. Raises TypeError for an option that the class has already.
+    """
+
+    def add_fields(target: type[Declared]) -> type[Declared]:
+        added = {field.name: field for source in sources for field in list_fields(source)}
+        if twice := added.keys() & target.__annotations__.keys():
+            raise TypeError(f"{', '.join(sorted(twice))}: declared twice")
+        annotations: dict[str, Any] = {}
+        for name, kind in target.__annotations__.items():
+            annotations[name] = kind
+            if name == after:
+                annotations |= {field.name: field.type for field in added.values()}
+        for name, field in added.items():
+            fresh = dataclasses.field(
+                default=field.default,
+                default_factory=field.default_factory,
+                kw_only=True,
+                metadata=field.metadata,
+            )
+            setattr(target, name, fresh)
+        target.__annotations__ = annotations
+        return target
+
+    return add_fields
+
+
 def list_fields(declared: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of a class that are options, in the order of their declaration."""
     return [field for field in dataclasses.fields(declared) if field.metadata]

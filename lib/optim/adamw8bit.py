@@ -30,7 +30,7 @@ from lib.core import log, units
 from lib.models.sharded import local_tensor, plain
 from lib.optim import e4m3
 
-BLOCK = 256  # numbers
+BLOCK = 256  # numbers; as in `OptimizerSpec.block`
 _FLOAT8 = torch.float8_e4m3fn
 _MAX_SCALED = 256.0  # in units of the block's scale; e4m3 reaches 448, so no code overflows
 _MIN_SCALE = 1e-30  # of a block of zeros

@@ -1,4 +1,4 @@
-"""What torch compiles: the decoder blocks, the loss, and the update of adamw8bit."""
+"""What torch compiles: the decoder blocks, the loss, and the update of an optimizer."""
 
 from __future__ import annotations
 

@@ -293,16 +293,6 @@ def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Modul
         after.set_modules_to_backward_prefetch([before])
 
 
-def gathered_bytes(model: PreTrainedModel, shard_size: int, precision: str) -> int:
-    """Return the bytes of all weights that FSDP gathers, as they are while they are gathered.
-
-    Frozen weights that a rank has whole are not among them.
-    """
-    return COMPUTE_DTYPES[precision].itemsize * sum(
-        p.numel() for p in model.parameters() if p.requires_grad or shard_size > 1
-    )
-
-
 def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> None:
     """Set how the next pass of a step exchanges gradients and what it leaves gathered.
 

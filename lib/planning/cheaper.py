@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
 from lib.planning.trace import StepConfig
 
@@ -51,9 +52,8 @@ def cheaper_settings(asked: StepConfig, on_gpu: bool = True) -> Iterator[Alterna
         ranks = case.ranks << doublings
         sharded = {**given, "--shard-size": str(ranks)} if "--shard-size" in given else given
         yield Alternative(sharded, replace(case, ranks=ranks, shard_size=ranks), more_ranks=True)
-    if case.optimizer == "adamw":
-        in_8_bits = replace(case, optimizer="adamw8bit")
-        yield Alternative({**given, "--optimizer": "adamw8bit"}, in_8_bits)
+    if smaller := OPTIMIZERS[case.optimizer].smaller:
+        yield Alternative({**given, "--optimizer": smaller}, replace(case, optimizer=smaller))
     if on_gpu and not case.offload:
         given = {**given, "--cpu-offload": "on"}
         case = replace(case, offload=True)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.parallel import evenly, parallelize, recompute
-from lib.planning import trace
+from lib.parallel import evenly, recompute
+from lib.planning import sizes, trace
 from lib.planning.cheaper import cheaper_settings
 from lib.planning.child_process import child_context, start_without_gpus
 from lib.planning.trace import StepConfig, StepMemory
@@ -165,7 +165,7 @@ def print_memory_table(
             plain = replace(case, keep_gathered=False)
             _table(plain, estimates, usable)
             if case.keep_gathered:
-                whole = parallelize.gathered_bytes(model, case.shard_size, case.precision)
+                whole = sizes.count_gathered(model, case.shard_size, case.precision)
                 log.info(
                     "    → all blocks stay gathered, since memory allows it: at most "
                     + units.memory(estimates.step(plain).gathered(whole).total)

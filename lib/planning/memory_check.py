@@ -20,16 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.models.architecture import decoder_layers
 from lib.models.sharded import size_of
-from lib.optim.registry import OPTIMIZERS
-from lib.parallel import parallelize
-from lib.planning import capacity
+from lib.planning import capacity, sizes
 from lib.planning.cheaper import RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.child_process import NoAnswer, Result, in_child_process
 from lib.planning.memory import USABLE, Estimates
@@ -39,7 +35,6 @@ from lib.planning.tracker import Bytes
 FEW = {True: 1 << 13, False: 0}  # tokens in a pass, below which the device waits: a GPU, a CPU
 ENOUGH = {True: 1 << 15, False: 1 << 11}  # tokens in a pass; more hardly help: a GPU, a CPU
 
-_FLOAT32 = 4  # bytes
 _PER_MASKED = 8  # bytes for each pair of tokens in a sample, if attention takes a mask
 # The share of memory that a traced step may take, and bytes to subtract from it. On a GPU the rest
 # is for CUDA, NCCL and fragmentation. On a CPU it is for freed blocks that glibc keeps and for
@@ -53,35 +48,6 @@ _PATIENCE_S = 180  # for all traces of a choice, of some seconds each
 # of the time; the rest serves larger batches, and is a margin for what no estimate covers.
 KEPT_SHARE = 0.15
 _DOUBT = 4  # from this multiple of the estimated activations on, a trace is worth its seconds
-
-_COMPUTE = 2  # bytes of a number in bf16
-# Bytes kept for the backward pass, per token and feature of a layer; counted in bf16 with sdpa,
-# which keeps no attention matrix (transformers 5.23): 46 to 53 for the shapes of Llama, 32 for
-# GPT-NeoX, 43 for Falcon, 114 for GPT-2 with its dropout. The 34 of Korthikanti et al. 2022
-# (arXiv:2205.05198) omit what RMSNorm and RoPE do in float32, and the third matrix of SwiGLU.
-_PER_FEATURE = 50
-_PER_LOGIT = 14  # bf16 logits; in float32 the copy, its softmax and its gradient
-
-
-def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) -> tuple[int, int]:
-    """Estimate the bytes of activations and of gathered weights from the shape of a model.
-
-    tokens: in one pass.
-    """
-    blocks = list(decoder_layers(model).values())
-    largest = max(map(_count_parameters, blocks), default=0)
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    rows, features = embedding.weight.shape
-    wider = 2 if precision == "fp32" else 1
-    # One block, the next one prefetched, the gradients of one; weights and gradients of the head.
-    gathered = wider * _COMPUTE * (3 * largest + 2 * _count_parameters(head or embedding))
-    kept = wider * tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
-    return kept, gathered
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass
@@ -136,7 +102,7 @@ class MemoryCheck:
     def is_easy(self, case: StepConfig) -> bool:
         """Return whether a step clearly fits, from the shape of the model alone."""
         states = sum(self.states(case).values())
-        kept, gathered = estimate_activations(self.model, case.tokens, case.precision)
+        kept, gathered = sizes.estimate_activations(self.model, case.tokens, case.precision)
         if case.keep_gathered:
             gathered += self.gathered(case)
         masks = _PER_MASKED * case.batch * case.seq_length**2 if case.masked else 0
@@ -197,22 +163,12 @@ class MemoryCheck:
         return share * (self.room - self.swap) - less
 
     def states(self, case: StepConfig) -> Bytes:
-        """Return the bytes of a rank's weights, gradients and optimizer states.
-
-        Frozen weights have neither gradients nor states.
-        """
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        trained = self.model.num_parameters(only_trainable=True)
-        total = {
-            "parameters": weights,
-            "gradients": _FLOAT32 * trained,
-            "optimizer": OPTIMIZERS[case.optimizer].state_bytes * trained,
-        }
-        return {kind: round(size / case.shard_size) for kind, size in total.items()}
+        """Return the bytes of a rank's weights, gradients and optimizer states."""
+        return sizes.count_states(self.model, case.optimizer, case.shard_size)
 
     def gathered(self, case: StepConfig) -> int:
         """Return the bytes of all weights while they are gathered."""
-        return parallelize.gathered_bytes(self.model, case.shard_size, case.precision)
+        return sizes.count_gathered(self.model, case.shard_size, case.precision)
 
     def may_gather(self, case: StepConfig) -> bool:
         """Return whether all weights are small enough to stay gathered, if the step fits."""

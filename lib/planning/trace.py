@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.optim import adamw8bit, registry
+from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import make_mesh
@@ -67,7 +67,7 @@ class StepConfig:
     masked: bool = False
     documents: int = 0
     chunked: bool = True
-    optimizer: str = "adamw"
+    optimizer: str = registry.DEFAULT
     on_gpu: bool = True
     compiled: bool = False
 
@@ -176,7 +176,7 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _attention(model, case),
-        mock.patch.dict(adamw8bit.SLICE_NUMBERS, clear=True),  # large pieces, as on a GPU
+        registry.OPTIMIZERS[case.optimizer].as_on_gpu(),
     ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
@@ -186,7 +186,7 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
 
 def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, fake or real, and return the memory that it took."""
-    adamw = registry.build_optimizer(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
+    optimizer = registry.build_optimizer(case.optimizer, model, 1e-5)
     _mark(model, tracker)
     batch = _batch(case)
     for last in (False, True) if case.accumulates else (True,):
@@ -201,11 +201,11 @@ def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMe
     tracker.restart("workspace")
     # Not fp16's guard: it reads the norm, which fake tensors do not have.
     guard = StepGuard("fp32", 0.0, torch.device("cpu"))
-    guard.clip(adamw, 1.0, guard.scale_for(1))
+    guard.clip(optimizer, 1.0, guard.scale_for(1))
     tracker.making = "optimizer"
-    registry.named_states(model, adamw)
+    registry.named_states(model, optimizer)
     tracker.making = "workspace"
-    adamw.step()
+    optimizer.step()
     for moment in passes:  # later steps have states from their beginning
         moment["optimizer"] = tracker.largest["optimizer"]
     forward = passes[:half]

@@ -13,12 +13,11 @@ from importlib import metadata
 from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
+from lib.optim.registry import OPTIMIZERS, find_option_problems
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
 _SHORTEST = 8  # tokens
-# AdamW moves every weight by up to the learning rate in each step, and weights are far below 1.
-_LARGEST_LR = 0.1
 # Parameters below which, and the largest learning rates that are published for such a model:
 # from scratch, and of one that has weights. docs/explanation/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
@@ -44,17 +43,16 @@ def require_sound(config: Config, has_begun: bool) -> None:
             "predicted from those before it in its sample",
             expected=f"{_SHORTEST} tokens or more; 1024 is usual",
         )
-    if config.lr is not None and config.lr > _LARGEST_LR and not has_begun:
+    largest = OPTIMIZERS[config.optimizer].largest_lr
+    if config.lr is not None and config.lr > largest and not has_begun:
         problems.add(
-            f"--lr {config.lr:g} is too large: AdamW moves every weight by up to that "
-            "much in each step",
-            expected=f"1e-5 to 3e-3 as a rule, at most {_LARGEST_LR:g} for a very small model",
+            f"--lr {config.lr:g} is too large for --optimizer {config.optimizer}",
+            expected=f"1e-5 to 3e-3 as a rule, at most {largest:g} for a very small model",
         )
     default = max(DEFAULT_LRS.values())  # at most
     problems.collect(lambda: require_falling(config, default if config.lr is None else config.lr))
-    for name in ("beta1", "beta2"):
-        if getattr(config, name) >= 1:
-            problems.add(f"--{name} must be below 1, got {getattr(config, name):g}")
+    for problem in find_option_problems(config.optimizer, config):
+        problems.add(problem)
     if steps := config.step_limit:
         problems.collect(lambda: require_room(config, steps, has_begun))
     problems.raise_if_any()

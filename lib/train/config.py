@@ -19,8 +19,7 @@ from lib.core.options import (
     positive_int,
 )
 from lib.models import scratch
-from lib.optim import schedule
-from lib.optim.registry import OPTIMIZERS
+from lib.optim import registry, schedule
 from lib.parallel import recompute
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
 
@@ -60,6 +59,7 @@ def _or_switch(
 
 
 @dataclass(frozen=True)
+@declared.with_options_of(*registry.list_option_classes(), after="lr_scheduler")
 class Config:
     """Contains the options of a run; None and AUTO are open until lib/train/settle.py fills them.
 
@@ -348,12 +348,12 @@ class Config:
     )
 
     optimizer: str = option(
-        "adamw",
+        registry.DEFAULT,
         group="optimizer",
         role=RESULT,
         quiet=True,
-        choices=tuple(OPTIMIZERS),
-        help="optimizer; adamw8bit stores each moment in 1 byte per parameter instead of 4",
+        choices=tuple(registry.OPTIMIZERS),
+        help=f"optimizer; {registry.describe_choices()}",
     )
     lr: float = option(
         None,
@@ -382,18 +382,6 @@ class Config:
         choices=schedule.KINDS,
         help="learning rate schedule: cosine, linear, constant or wsd (constant, then decay over "
         "the last fifth of the steps)",
-    )
-    weight_decay: float = option(
-        0.1,
-        role=RESULT,
-        parse=non_negative,
-        help="weight decay of matrices; norms and biases have none",
-    )
-    beta1: float = option(
-        0.9, role=RESULT, parse=non_negative, help="AdamW: decay rate of the first moment"
-    )
-    beta2: float = option(
-        0.95, role=RESULT, parse=non_negative, help="AdamW: decay rate of the second moment"
     )
     grad_clip: float = option(
         1.0,
@@ -470,8 +458,8 @@ class Config:
         None,
         role=ALIKE,
         parse=auto_on_off,
-        help="torch.compile the decoder blocks, the loss and the update of adamw8bit; the first "
-        "step takes a minute longer. on: fail if the blocks cannot be compiled. auto: compile on "
+        help="torch.compile the decoder blocks, the loss and the update of "
+        f"{registry.list_compiled()}; the first step takes a minute longer. on: fail if the blocks cannot be compiled. auto: compile on "
         "GPUs, and warn about parts that cannot be compiled (default: auto)",
     )
     deterministic: bool = option(

@@ -21,7 +21,7 @@ from lib.parallel import recompute
 from lib.parallel.degrees import Degrees
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout, gather
-from lib.planning import capacity
+from lib.planning import capacity, sizes
 from lib.planning.child_process import NoAnswer
 from lib.planning.memory import USABLE
 from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
@@ -32,7 +32,6 @@ from lib.train.config import AUTO, Config
 from lib.train.inputs import KEPT, Inputs, keep_global_batch
 
 _STEPS = 10  # so many a run has at least, where the data and the other options allow it
-_MASTER = 4  # bytes of a parameter, in a checkpoint
 _GIB = 1 << 30
 # From so many nodes on, a replica of the model in each: rings of all GPUs have a latency that grows
 # with their number, and the network between nodes is slower than the links within one.
@@ -144,8 +143,7 @@ def _tell_copies(config: Config, fit: MemoryCheck) -> None:
     That is what is trained.
     """
     case = step_config_here(config, fit.model)
-    each = (_MASTER + OPTIMIZERS[config.optimizer].state_bytes) / case.shard_size
-    copies = each * fit.model.num_parameters(only_trainable=True)
+    copies = sizes.count_checkpoint(fit.model, config.optimizer) / case.shard_size
     are_states_here = case.offload or not fit.on_gpu
     taken = sum(fit.states(case).values()) if are_states_here else 0
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (fit.host - taken) >= 0:

@@ -19,7 +19,7 @@ from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
-from lib.optim.registry import OPTIMIZERS
+from lib.optim.registry import OPTIMIZERS, list_without_blocks
 from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize, precision
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
@@ -105,7 +105,8 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
                 f"--optimizer {config.optimizer} cannot be shared by {shard_size} ranks",
                 found=f"parameters of {' × '.join(map(str, cut[0]))}, of which ranks share the "
                 f"rows of each expert: blocks of {block} numbers would be cut",
-                hint="--shard-size N with no more ranks than experts, or --optimizer adamw",
+                hint="--shard-size N with no more ranks than experts, or --optimizer "
+                + list_without_blocks(),
             )
 
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.models.sharded import size_of
-from lib.optim.registry import OPTIMIZERS
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.planning import flops, memory, saving
+from lib.planning import flops, memory, saving, sizes
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import write
 from lib.train import balance, chats, checks, fitting, outlook
@@ -26,8 +25,6 @@ from lib.train.inputs import Inputs
 from lib.train.model import weights_of
 from lib.train.outlook import Hardware, Work
 from lib.train.plan import Plan
-
-_MASTER_BYTES = 4  # of a parameter, in a checkpoint
 
 
 def show_head(
@@ -257,11 +254,10 @@ def _plan_memory(
 
 def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     """Return what an estimate of the run must know of the model."""
-    saved = model.num_parameters(only_trainable=True)
     return Work(
         model.num_parameters(),
         flops.per_token(model, config.seq_length),
-        saved * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
+        sizes.count_checkpoint(model, config.optimizer),
         inputs.scratch,
         any("validation" in corpus.dataset.splits for corpus in inputs.corpora),
     )

@@ -49,7 +49,9 @@ def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer(
+        "adamw", model, 1e-3, registry.AdamWOptions(weight_decay=0.0)
+    )
     with torch.no_grad():
         for tensor in tensors_of(model, optimizer).values():
             tensor.fill_(value)

@@ -42,7 +42,7 @@ def save_run(
     shard(model, None, [world_size])
     model.to_empty(device="cpu")
     load_pretrained(model, model_dir)
-    adamw = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    adamw = registry.build_optimizer("adamw", model, 1e-3)
     record = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))

@@ -305,7 +305,7 @@ def trained(
         parallelize.shard(model, layout.fsdp, precision)
         parallelize.materialise(model, layout.device, offload=False)
         initialise(model, 0)
-        yield model, registry.build_optimizer(kind, model, 1e-3, (0.9, 0.95), 0.1), layout
+        yield model, registry.build_optimizer(kind, model, 1e-3), layout
     finally:
         layout.stop()
 

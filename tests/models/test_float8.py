@@ -67,7 +67,7 @@ def sharded(
 
 def train(model: nn.Module, steps: int) -> list[float]:
     """Return the losses of so many steps on sentences of a small made-up language."""
-    adamw = registry.build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer("adamw", model, 1e-2)
     float8.update_scales_with(adamw, model)
     generator = torch.Generator().manual_seed(0)
     losses = []

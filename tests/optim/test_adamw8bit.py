@@ -26,7 +26,7 @@ def model_of(*shapes: tuple[int, ...]) -> nn.Module:
 
 
 def build(model: nn.Module, kind: str = "adamw8bit", lr: float = 1e-2) -> torch.optim.Optimizer:
-    return registry.build_optimizer(kind, model, lr, BETAS, 0.1)
+    return registry.build_optimizer(kind, model, lr)
 
 
 def fill_gradients(model: nn.Module, seed: int) -> None:
@@ -208,9 +208,7 @@ def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.Mo
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap if compiled else None
     both = model_of((4, 256), (8, 256))
     late = model_of((4, 256), (8, 256))[1:]
-    ours, theirs = (
-        registry.build_optimizer("adamw8bit", m, 1e-2, BETAS, 0.1, wrap) for m in (both, late)
-    )
+    ours, theirs = (registry.build_optimizer("adamw8bit", m, 1e-2, wrap=wrap) for m in (both, late))
     for seed in range(5):
         fill_gradients(both, seed)
         if seed < 3:
@@ -318,7 +316,7 @@ def test_two_graphs_update_all_parameters_alike(
     models = model_of(*shapes), model_of(*shapes)
     compiler = compiling.make_compiler(True, torch.device("cpu"))
     steps = [
-        registry.build_optimizer("adamw8bit", model, 0.0, BETAS, 0.1, made)
+        registry.build_optimizer("adamw8bit", model, 0.0, wrap=made)
         for model, made in zip(models, (None, compiler.wrap), strict=True)
     ]
     for seed in range(4):
@@ -351,7 +349,7 @@ def test_an_update_that_is_compiled_wrongly_is_not_used(
         models, (None, compiling.make_compiler(True, torch.device("cpu")).wrap), strict=True
     ):
         fill_gradients(model, 1)
-        registry.build_optimizer("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
+        registry.build_optimizer("adamw8bit", model, 1e-2, wrap=made).step()
     assert all(map(torch.equal, *models))
     assert "adamw8bit runs uncompiled" in caplog.text
 
@@ -364,7 +362,7 @@ def test_a_first_step_that_overflows_leaves_the_update_compiled(
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     wrap = compiling.make_compiler(True, torch.device("cpu")).wrap
     steps = [
-        registry.build_optimizer("adamw8bit", model, 1e-2, BETAS, 0.1, made)
+        registry.build_optimizer("adamw8bit", model, 1e-2, wrap=made)
         for model, made in zip(models, (None, wrap), strict=True)
     ]
     for seed in range(2):

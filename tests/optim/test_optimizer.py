@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,15 @@ import torch
 from torch import nn
 
 from lib.optim.guard import StepGuard
-from lib.optim.registry import build_optimizer, set_learning_rate
+from lib.optim.registry import (
+    OPTIMIZERS,
+    build_optimizer,
+    count_state_bytes,
+    named_states,
+    set_learning_rate,
+)
 from lib.train.rows import LossWindow
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -29,7 +37,7 @@ def fill_gradients(model: nn.Module, scale: float = 1.0) -> None:
 def guarded(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Optimizer]:
     """Return a guard and the optimizer it watches over."""
     guard = StepGuard(precision, 30.0, torch.device("cpu"))
-    return guard, build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    return guard, build_optimizer("adamw", model, 1e-2)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -39,7 +47,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
     model[3].weight.requires_grad_(False)
-    decayed, plain = build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.1).param_groups
+    decayed, plain = build_optimizer("adamw", model, 1e-3).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[1].weight)}
     assert {id(p) for p in plain["params"]} == {
@@ -50,16 +58,38 @@ def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
     }
 
 
+def test_no_other_room_names_an_optimizer() -> None:
+    """What differs between optimizers is in `OptimizerSpec`."""
+    names = re.compile(rf"\b({'|'.join(OPTIMIZERS)})\b")
+    files = [*ROOT.glob("0*.py"), *(ROOT / "lib").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
+    assert not [
+        path
+        for path in files
+        if path.parent.name != "optim" and names.search(path.read_text("utf-8"))
+    ]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_bytes_are_those_of_the_states(kind: str) -> None:
+    shapes = (64, 1024), (10, 300), (6, 4, 64), (1024,), (7,)
+    model = nn.ParameterList(torch.randn(shape) for shape in shapes)
+    states = named_states(model, build_optimizer(kind, model, 1e-3))
+    for name, parameter in model.named_parameters():
+        made = sum(tensor.nbytes for key, tensor in states.items() if key.endswith(f".{name}"))
+        assert made == OPTIMIZERS[kind].state_bytes(name, parameter.shape)
+    assert count_state_bytes(kind, model) == sum(tensor.nbytes for tensor in states.values())
+
+
 def test_tied_weights_are_updated_once(model: nn.Module) -> None:
     tied = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10, bias=False))
     tied[1].weight = tied[0].weight
-    groups = build_optimizer("adamw", tied, 1e-3, (0.9, 0.95), 0.1).param_groups
+    groups = build_optimizer("adamw", tied, 1e-3).param_groups
     assert len(groups) == 1 and len(groups[0]["params"]) == 1
 
 
 def test_a_step_is_that_of_the_formula(model: nn.Module) -> None:
     """One AdamW step from zero moments is lr·sign(g), beside lr·decay·w for matrices."""
-    optimizer = build_optimizer("adamw", model, 1.0, (0.9, 0.95), 0.1)
+    optimizer = build_optimizer("adamw", model, 1.0)
     set_learning_rate(optimizer, 1e-2)
     before = copy.deepcopy(model)
     fill_gradients(model)
@@ -107,7 +137,7 @@ def test_the_optimizer_may_scale_the_gradients(
     model[3].weight.requires_grad_(False)
     models = model, copy.deepcopy(model)
     guards = [StepGuard(precision, 30.0, torch.device("cpu"), fold=fold) for fold in (False, True)]
-    optimizers = [build_optimizer(kind, m, 1e-2, (0.9, 0.95), 0.1) for m in models]
+    optimizers = [build_optimizer(kind, m, 1e-2) for m in models]
     for step in range(5):
         norms = []
         for m, guard, optimizer in zip(models, guards, optimizers, strict=True):
@@ -147,7 +177,7 @@ def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) 
 
 def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
     guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
-    optimizer = build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    optimizer = build_optimizer("adamw", model, 1e-2)
     fill_gradients(model)
     guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert optimizer.grad_scale is not None
@@ -239,7 +269,7 @@ def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: n
         norms = []
         for guard, scaled in zip((alone, many), scales, strict=True):
             fill_gradients(model, scaled.loss)
-            optimizer = build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+            optimizer = build_optimizer("adamw", model, 1e-2)
             norms.append(guard.clip(optimizer, 1.0, scaled).item())
         assert norms[0] == norms[1] and alone.state() == many.state()
 

@@ -50,7 +50,7 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     )
     parallelize.parallelize(model, layout.fsdp, "fp32", compiler=compiler)
     wrap = compiler.for_part("the update").wrap if compiler else None
-    adamw = registry.build_optimizer("adamw8bit", model, 1e-2, (0.9, 0.95), 0.1, wrap)
+    adamw = registry.build_optimizer("adamw8bit", model, 1e-2, wrap=wrap)
     guard = StepGuard("fp32", 30.0, layout.device, layout.ranks)
     loss_sum = loss.build_loss(model, layout, "concat", compiler)
     tokens = torch.randint(

@@ -89,7 +89,7 @@ def train(
             with torch.no_grad():
                 local.copy_(0.1 * torch.sin(torch.arange(local.numel()) + number).view_as(local))
     loss.chunk(model, layout)
-    adamw = registry.build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer("adamw", model, 1e-2)
     guard = StepGuard(precision, 30.0, torch.device("cpu"), layout.ranks)
     tokens = torch.randint(
         0, 96, (STEPS, passes, layout.ranks, 17), generator=torch.Generator().manual_seed(1)

@@ -67,7 +67,7 @@ def train(
         )
     )
     parallelize.shard(model, mesh, precision, offload)
-    adamw = registry.build_optimizer(optimizer, model, 1e-2, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer(optimizer, model, 1e-2)
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, :, 1:].clone()
     labels[:, ::5, :3] = IGNORED

@@ -64,7 +64,7 @@ def test_neither_weights_nor_states_have_padding() -> None:
     with trace.fake_mesh(3, 3) as mesh:
         parallelize.parallelize(model, mesh, "fp32")
         parallelize.materialise(model, torch.device("cpu"), offload=False)
-        adamw = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.1)
+        adamw = registry.build_optimizer("adamw", model, 1e-3)
         states = registry.named_states(model, adamw)
         assert {name: plain(p).shape for name, p in model.named_parameters()} == shapes
         assert {name: states[f"exp_avg.{name}"].shape for name in shapes} == shapes

@@ -75,7 +75,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def train(model: nn.Module) -> list[float]:
     """Return the losses and norms of a few steps with accumulation, and an evaluation in each."""
-    adamw = registry.build_optimizer("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    adamw = registry.build_optimizer("adamw", model, 1e-2)
     guard = StepGuard("fp32", 0.0, CPU)
     found = []
     for step in range(STEPS):

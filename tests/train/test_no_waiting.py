@@ -77,7 +77,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     attention.avoid_device_reads(model, "documents" if packed else "concat", 24)
     loss.chunk(model, layout)
-    steps = registry.build_optimizer(kind, model, 1e-3, (0.9, 0.95), 0.1)
+    steps = registry.build_optimizer(kind, model, 1e-3)
     guard = StepGuard("bf16", 30.0, CPU)
     total = torch.zeros((), dtype=torch.float64)
     tokens = torch.randint(0, 96, (2, 25))

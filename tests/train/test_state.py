@@ -24,7 +24,9 @@ from tests.train.test_plan import make
 def state_of(group: dist.ProcessGroup) -> TrainState:
     """Return the state of a run before its first step, with optimizer states."""
     model = nn.Linear(2, 2)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    optimizer = registry.build_optimizer(
+        "adamw", model, 1e-3, registry.AdamWOptions(weight_decay=0.0)
+    )
     registry.named_states(model, optimizer)
     return TrainState(
         model,
