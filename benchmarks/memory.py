@@ -32,7 +32,7 @@ from transformers import (
 from lib.core import options
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
-from lib.parallel import recompute
+from lib.parallel.degrees import RECOMPUTATIONS
 from lib.planning.memory_check import MemoryCheck, choose_step
 from lib.train import plan
 from lib.train.config import Config
@@ -107,7 +107,7 @@ def _cell(fit: MemoryCheck, ranks: int, config: Config) -> str:
                 ranks,
                 True,
             )
-            for kind in recompute.KINDS
+            for kind in RECOMPUTATIONS
         ]
         case = choose_step(fit, [[case] for case in cases], gathers=False)
         if fit.fits(case):

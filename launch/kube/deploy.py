@@ -21,7 +21,7 @@ from lib.core import log, options, units
 from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
 from lib.core.retry import backoff, poll
-from lib.parallel import recompute
+from lib.parallel.degrees import RECOMPUTATIONS, list_more_recomputation
 from lib.train import command_line
 
 _LONGEST_BACKOFF_S = 600.0
@@ -229,10 +229,11 @@ def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFaile
 def _recompute_more(job: Job, kubectl: Kubectl) -> Job | None:
     """Return the job with more activation checkpointing, which does not change the result."""
     now = command_line.parse_options(job.train).activation_checkpointing
-    if now == recompute.KINDS[-1]:
+    kinds = list_more_recomputation(now)
+    if not kinds:
         return None
     # The choice of `auto` on the nodes is unknown here.
-    more = recompute.KINDS[recompute.KINDS.index(now) + 1 if now in recompute.KINDS else -1]
+    more = kinds[0] if now in RECOMPUTATIONS else kinds[-1]
     log.info(f"  remedy: --activation-checkpointing {more} instead of {now}")
     return replace(job, train=(*job.train, f"--activation-checkpointing={more}"))
 

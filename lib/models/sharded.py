@@ -37,7 +37,7 @@ class Placement(NamedTuple):
 
 
 class Padded:
-    """Marks modules of which parameters have more rows than are used, see lib/parallel/evenly.py.
+    """Marks modules with parameters that have unused rows, see lib/parallel/placement.py.
 
     rows: those of each padded parameter without padding.
     """

@@ -1,4 +1,4 @@
-"""Over how many ranks a run divides what; asked before torch is imported."""
+"""Choices of parallelism and recomputation, for options that are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from typing import NamedTuple
 from lib.core import units
 from lib.core.errors import UsageError
 
+# What activation checkpointing recomputes: nothing, cheap operations, or everything but the input
+# of a block. Each needs less memory and more time than the one before.
+RECOMPUTATIONS = ("none", "selective", "full")
+
+
+def list_more_recomputation(kind: str) -> tuple[str, ...]:
+    """Return the kinds of recomputation that need less memory. kind: `auto` counts as none."""
+    now = RECOMPUTATIONS.index(kind) if kind in RECOMPUTATIONS else 0
+    return RECOMPUTATIONS[now + 1 :]
+
 
 class Degrees(NamedTuple):
     """Says over how many ranks each thing is divided; only `shard` may be more than 1 so far.
 
-    shard: a replica of the model; None: as many as there are. context: a sequence; its ranks are
-    neighbours and read the same samples. experts: those of a layer, among the ranks of a replica.
+    shard: ranks that share a replica of the model, None for all ranks. context: ranks that share a
+    sequence; they are neighbours and read the same samples. experts: ranks of a replica that share
+    the experts of a layer.
     """
 
     shard: int | None = None
@@ -20,9 +31,9 @@ class Degrees(NamedTuple):
     experts: int = 1
 
     def replicas(self, ranks: int) -> int:
-        """Return how many replicas of the model the ranks of a launch hold.
+        """Return the number of replicas of the model on the ranks of a launch.
 
-        Raises UsageError, with the product, where they cannot be divided like this.
+        Raises UsageError, with the product, if the ranks cannot be divided like this.
         """
         shard = self.shard or ranks
         product = f"ranks = replicas × {shard} (--shard-size)"
@@ -42,9 +53,9 @@ class Degrees(NamedTuple):
         return ranks // shard
 
     def dp_rank(self, rank: int) -> int:
-        """Return which of the readers of samples a rank is."""
+        """Return the number of a rank among the ranks that read different samples."""
         return rank // self.context
 
     def dp_size(self, ranks: int) -> int:
-        """Return how many readers of samples there are among the ranks of a launch."""
+        """Return the number of ranks of a launch that read different samples."""
         return ranks // self.context

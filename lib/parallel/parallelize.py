@@ -7,7 +7,7 @@ a module's name, and a checkpoint fits whatever was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,9 +31,10 @@ from lib.models.architecture import decoder_layers
 from lib.models.lora import ExpertFactor, Factor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.parallel import evenly, experts
+from lib.parallel import experts, placement
 from lib.parallel.compiling import Compiler
 from lib.parallel.offload import copy_ahead
+from lib.parallel.placement import ParameterPlacement
 
 _AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
@@ -171,22 +172,27 @@ def shard(
     acts through the sharding. Raises UsageError for a model without blocks: sharding just the root
     would gather the whole model at once.
     """
+    blocks = list(decoder_layers(model).values())
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
     compute = COMPUTE_DTYPES[precision]
     ranks = mesh.size(-1)
+    sizes = placement.shard_sizes(ranks)
+    placement.pad_parameters(model, sizes)
+    placements = {p: placement.place(name, p.shape, sizes) for name, p in model.named_parameters()}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
-        "shard_placement_fn": lambda p: Shard(evenly.sharded_dim(p.shape, ranks)),
+        "shard_placement_fn": lambda p: Shard(placements[p].dim),
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     elif ranks == 1:
-        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
-    blocks = list(decoder_layers(model).values())
-    if not blocks:
-        raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
-    evenly.pad(model, ranks)
+        options["ignored_params"] = {
+            p for p in model.parameters() if not p.requires_grad and placements[p].ranks == 1
+        }
+    _shard_on_other_meshes(model, mesh, placements, options, keep_gathered and not offload)
     for block in blocks:
         kept = not offload and (keep_gathered or block is blocks[-1])
         fully_shard(block, reshard_after_forward=not kept, **options)
@@ -218,6 +224,20 @@ def shard(
     )
 
 
+def _shard_on_other_meshes(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[nn.Parameter, ParameterPlacement],
+    options: dict[str, Any],
+    keep_gathered: bool,
+) -> None:
+    """Shard the modules whose parameters are on another mesh than the default one."""
+    meshes = placement.derive_meshes(mesh)
+    for name, module in placement.modules_on_other_meshes(model, placements):
+        its_options = {**options, "mesh": meshes[name]}
+        fully_shard(module, reshard_after_forward=not keep_gathered, **its_options)
+
+
 def describe_gathered(offload: bool, keep_gathered: bool) -> str:
     """Return what stays gathered from forward to backward, and why, as part of a sentence."""
     if offload:
@@ -239,7 +259,8 @@ def gradient_divisor(mesh: DeviceMesh) -> int:
     Told to divide by 1, FSDP2 (torch 2.11 to 2.13) divides each gradient of such a replica in a
     copy. Without a factor NCCL averages while it reduces; `StepGuard` takes that out.
     """
-    return mesh.size() if mesh.size(-1) == 1 and mesh.device_type in _AVERAGED_ON else 1
+    is_alone = mesh.size(-1) == 1 and set(placement.shard_sizes(1)) == {placement.FSDP}
+    return mesh.size() if is_alone and mesh.device_type in _AVERAGED_ON else 1
 
 
 def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import recompute
+from lib.parallel.degrees import list_more_recomputation
 from lib.planning.trace import StepConfig
 
 RECOMPUTE_OPTION = "--activation-checkpointing"
@@ -32,7 +32,7 @@ def cheaper_settings(asked: StepConfig, on_gpu: bool = True) -> Iterator[Alterna
     if off:
         asked = replace(asked, keep_gathered=False)
         yield Alternative(off, asked)
-    for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1 :]:
+    for kind in list_more_recomputation(asked.recompute):
         yield Alternative({**off, RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
     case = replace(asked, recompute="full")
     for batch in reversed(range(1, asked.batch)):

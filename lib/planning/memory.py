@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.parallel import evenly, recompute
+from lib.parallel import placement
+from lib.parallel.degrees import RECOMPUTATIONS
+from lib.parallel.placement import ParameterPlacement
 from lib.planning import sizes, trace
 from lib.planning.cheaper import cheaper_settings
 from lib.planning.child_process import child_context, start_without_gpus
@@ -47,7 +49,10 @@ class Estimates:
         short = [trace.shortened(model, _SHORT + more) for more in (0, 1)]
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = trace.makes_loss(self._models[0])
-        self._sizes = [(p.shape, p.element_size(), p.requires_grad) for p in model.parameters()]
+        self._parameters = [
+            (name, p.shape, p.element_size(), p.requires_grad)
+            for name, p in model.named_parameters()
+        ]
         self._traced: dict[StepConfig, StepMemory] = {}
         self._shares: dict[StepConfig, float] = {}
         self._progress = progress
@@ -114,9 +119,14 @@ class Estimates:
             self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first
 
+    def _place(self, case: StepConfig) -> list[ParameterPlacement]:
+        """Return how ranks share each parameter."""
+        ranks = placement.shard_sizes(case.shard_size)
+        return [placement.place(name, shape, ranks) for name, shape, *_ in self._parameters]
+
     def _dims(self, case: StepConfig) -> list[int]:
         """Return for each parameter the dimension along which it is sharded."""
-        return [evenly.sharded_dim(shape, case.shard_size) for shape, *_ in self._sizes]
+        return [placed.dim for placed in self._place(case)]
 
     def _shards(self, case: StepConfig) -> dict[str, float]:
         """Return the size of the first rank's shards, which are the largest, by kind.
@@ -126,10 +136,10 @@ class Estimates:
         """
         weights = 0.0
         trained = 0.0
-        for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
-            elements = (
-                math.prod(shape) / case.shard_size * evenly.unevenness(shape, case.shard_size, dim)
-            )
+        for (_, shape, size, is_trained), placed in zip(
+            self._parameters, self._place(case), strict=True
+        ):
+            elements = math.prod(shape) / placed.ranks * placed.largest
             weights += elements * size
             trained += elements if is_trained else 0.0
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
@@ -192,7 +202,7 @@ def _table(asked: StepConfig, estimates: Estimates, usable: float) -> None:
         f"{', in host memory' if asked.offload else ''}; in {name}:"
     )
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
-    for times, kind in product(_BATCHES, recompute.KINDS):
+    for times, kind in product(_BATCHES, RECOMPUTATIONS):
         case = replace(asked, batch=asked.batch * times, recompute=kind)
         _row(case, estimates, usable, unit, case == asked)
     if _peak(step) > usable:

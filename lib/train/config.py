@@ -20,7 +20,7 @@ from lib.core.options import (
 )
 from lib.models import scratch
 from lib.optim import registry, schedule
-from lib.parallel import recompute
+from lib.parallel.degrees import RECOMPUTATIONS
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
 
 AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
@@ -449,7 +449,7 @@ class Config:
         parse=_or_switch("full", "none"),
         nargs="?",
         const="full",
-        choices=(AUTO, *recompute.KINDS),
+        choices=(AUTO, *RECOMPUTATIONS),
         help="activations to recompute in the backward pass: none, selective (cheap operations) or "
         "full (whole blocks; also without a value). auto: the least that fits in memory; a "
         "resumed run does not go below its earlier value",
@@ -459,8 +459,9 @@ class Config:
         role=ALIKE,
         parse=auto_on_off,
         help="torch.compile the decoder blocks, the loss and the update of "
-        f"{registry.list_compiled()}; the first step takes a minute longer. on: fail if the blocks cannot be compiled. auto: compile on "
-        "GPUs, and warn about parts that cannot be compiled (default: auto)",
+        f"{registry.list_compiled()}; the first step takes a minute longer. on: fail if the blocks "
+        "cannot be compiled. auto: compile on GPUs, and warn about parts that cannot be compiled "
+        "(default: auto)",
     )
     deterministic: bool = option(
         False,

@@ -17,10 +17,9 @@ from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.models import float8
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import recompute
-from lib.parallel.degrees import Degrees
-from lib.parallel.evenly import cuts_blocks
+from lib.parallel.degrees import RECOMPUTATIONS, Degrees
 from lib.parallel.layout import ParallelLayout, gather
+from lib.parallel.placement import list_cut_shapes
 from lib.planning import capacity, sizes
 from lib.planning.child_process import NoAnswer
 from lib.planning.memory import USABLE
@@ -178,7 +177,7 @@ def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config
         ),
         strict=True,
     )
-    most = max(kinds, key=recompute.KINDS.index)
+    most = max(kinds, key=RECOMPUTATIONS.index)
     if config.has_auto_batch:
         if log.rank() == 0 and min(batches) != config.batch_size:
             log.info(
@@ -263,7 +262,7 @@ def _chosen(
     """
     kinds: Sequence[str] = [config.activation_checkpointing]
     if kinds == [AUTO]:
-        kinds = recompute.KINDS[recompute.KINDS.index(kept) :] if kept else recompute.KINDS
+        kinds = RECOMPUTATIONS[RECOMPUTATIONS.index(kept) :] if kept else RECOMPUTATIONS
     batches = (
         _candidates(config, ranks, ENOUGH[fit.on_gpu])
         if config.batch_size == AUTO
@@ -335,11 +334,7 @@ def _node(config: Config, fit: MemoryCheck, ranks: int, per_node: int) -> int:
     is_open = config.shard_size is None and fit.on_gpu and not config.cpu_offload
     if not is_open or per_node < 2 or ranks % per_node or ranks // per_node < _NODES:
         return 0
-    return (
-        0
-        if any(cuts_blocks(p.shape, per_node, block) for p in fit.model.parameters())
-        else per_node
-    )
+    return 0 if list_cut_shapes(fit.model, per_node, block) else per_node
 
 
 def _gpus_here() -> int:

@@ -34,7 +34,7 @@ from lib.hub.dataset import HubDataset
 from lib.models import chat_files, directory, lookup, tokenizer
 from lib.models.peft_adapter import PeftAdapter
 from lib.models.scratch import Design
-from lib.parallel import recompute
+from lib.parallel.degrees import RECOMPUTATIONS
 from lib.tokens import build, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
@@ -89,7 +89,7 @@ class Inputs:
             self.begun.get(part, {}).get("activation_checkpointing")
             for part in ("settled", "options")
         ]
-        return next((kind for kind in found if kind in recompute.KINDS), "")
+        return next((kind for kind in found if kind in RECOMPUTATIONS), "")
 
     def require_unchanged(self) -> None:
         """Raise UsageError when the model is not the one any more that the run was planned with."""

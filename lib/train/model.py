@@ -22,8 +22,8 @@ from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS, list_without_blocks
 from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize, precision
 from lib.parallel.compiling import Compiler
-from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
+from lib.parallel.placement import list_cut_shapes
 from lib.parallel.routers import RouterLoad
 from lib.train import balance, earlier, plan
 from lib.train.config import AUTO, Config
@@ -99,7 +99,7 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
     here = [] if config.prepare_only else [plan.launched_size()]
     for ranks in config.plan_gpus or here:
         shard_size = min(config.shard_size or ranks, ranks)
-        cut = [p.shape for p in model.parameters() if cuts_blocks(p.shape, shard_size, block)]
+        cut = list_cut_shapes(model, shard_size, block)
         if block > 1 and cut:
             raise UsageError(
                 f"--optimizer {config.optimizer} cannot be shared by {shard_size} ranks",

@@ -14,7 +14,8 @@ from lib.checkpoints import commit
 from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.parallel import meeting, recompute
+from lib.parallel import meeting
+from lib.parallel.degrees import list_more_recomputation
 from lib.train import journal, meters
 from lib.train.config import Config
 from lib.train.plan import launched_size
@@ -115,9 +116,7 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
             meters.write_snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     remedies = []
-    current = config.activation_checkpointing
-    kinds = recompute.KINDS
-    if more := kinds[kinds.index(current) + 1 :] if current in kinds else kinds[1:]:
+    if more := list_more_recomputation(config.activation_checkpointing):
         remedies.append(f"--activation-checkpointing {more[0]}")
     if (config.batch_size or 1) > 1:
         remedies.append("a smaller --batch-size with the same --global-batch-size")

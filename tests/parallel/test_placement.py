@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 
 from lib.models.sharded import local_tensor, plain
 from lib.optim import registry
-from lib.parallel import evenly, parallelize
+from lib.parallel import parallelize, placement
+from lib.parallel.placement import FSDP
 from lib.planning import trace
-from tests.conftest import run_stage
+from tests.conftest import ROOT, run_stage
 from tests.test_stage_04_reference import MIXTRAL
 from tests.training import SMALL_RUN, metrics, save_model, steps_saved
 
@@ -30,13 +34,11 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
     whole = model.num_parameters()
-    shapes = [p.shape for p in model.parameters()]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     for ranks in range(1, 129):
         most = sum(
-            shape.numel()
-            / ranks
-            * evenly.unevenness(shape, ranks, evenly.sharded_dim(shape, ranks))
-            for shape in shapes
+            shape.numel() / ranks * placement.place(name, shape, {FSDP: ranks}).largest
+            for name, shape in shapes.items()
         )
         assert most <= 1.15 * whole / ranks, ranks
     for ranks in (3, 16, 24, 100):  # as FSDP2 has it
@@ -50,10 +52,10 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
 
 def test_what_has_few_rows_is_shared_as_before() -> None:
     assert [
-        evenly.sharded_dim(shape, 64)
+        placement.place("weight", shape, {FSDP: 64}).dim
         for shape in ((96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))
     ] == [0, 0, 1, 0, 0]
-    assert evenly.sharded_dim((40, 60, 8), 64) == 1
+    assert placement.place("weight", (40, 60, 8), {FSDP: 64})[2:4] == (1, 4)
 
 
 def test_neither_weights_nor_states_have_padding() -> None:
@@ -161,3 +163,53 @@ def test_as_on_one_rank(project: Path) -> None:
             exported[0].named_parameters(), other.parameters(), strict=True
         ):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=key)
+
+
+def train_on_two_meshes(code: Path, optimizer: str, ranks: int, file: Path) -> dict[str, Any]:
+    """Return what ranks find that run a copy of the code, see two_meshes.py."""
+    words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = str(ROOT / "tests/parallel/two_meshes.py")
+    done = subprocess.run(
+        [sys.executable, "-m", *words, script, str(file), optimizer],
+        cwd=code,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text("utf-8"))
+
+
+@pytest.mark.slow
+def test_parameters_can_be_on_another_mesh(tmp_path: Path) -> None:
+    """In a copy of the code, each rank holds all experts and shares the rest with the other."""
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    path = tmp_path / "lib/parallel/placement.py"
+    text = path.read_text("utf-8")
+    for before, after in (
+        ("    return {FSDP: mesh}", "    return {FSDP: mesh, 'experts': _replicas(mesh)}"),
+        ("    return {FSDP: shard_size}", "    return {FSDP: shard_size, 'experts': 1}"),
+        ("    return FSDP\n", "    return 'experts' if '.experts.' in name else FSDP\n"),
+        (
+            "def shard_sizes(",
+            "def _replicas(mesh):\n"
+            "    from torch.distributed.device_mesh import init_device_mesh\n"
+            "    names = ('replicate', 'shard')\n"
+            "    return init_device_mesh('cpu', (mesh.size(), 1), mesh_dim_names=names)\n\n\n"
+            "def shard_sizes(",
+        ),
+    ):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    path.write_text(text)
+    for optimizer in ("adamw", "adamw8bit"):
+        one, both, other = (
+            train_on_two_meshes(code, optimizer, ranks, tmp_path / "found.json")
+            for ranks, code in ((1, ROOT), (2, ROOT), (2, tmp_path))
+        )
+        assert both["groups"] == [[2], [2]]
+        assert sorted(other["groups"]) == [[2], [2], [2, 1]]
+        for found in (both, other):
+            for kind in ("weights", "states"):
+                assert found[kind] == pytest.approx(one[kind], rel=1e-3)
+            for row, expected in zip(found["steps"], one["steps"], strict=True):
+                assert row == pytest.approx(expected, rel=1e-4)

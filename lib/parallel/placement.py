@@ -1,0 +1,165 @@
+"""Decide how ranks share each parameter: over which mesh, which dimension, which padding.
+
+FSDP2 shards a parameter along its first dimension. For the weights of a layer's experts, that is
+the number of experts: of 8 experts, some of 6 ranks would hold two and some one, and some of 16
+ranks none. Such a parameter is sharded along its next dimension, the rows of each expert's matrix.
+FSDP2 (2.13) shards other dimensions than the first only in equal parts, so the rows are padded if
+necessary. Neither the module nor a checkpoint sees the padding.
+
+All parameters are on one mesh so far. To put some on another one, as expert parallelism does, add
+it to `derive_meshes` and `shard_sizes`, and name it in `choose_mesh`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lib.models.sharded import ROWS, Padded
+
+FSDP = "fsdp"  # name of the default mesh
+_EVEN = 1.15  # of the mean: the largest shard that is still even
+
+
+class ParameterPlacement(NamedTuple):
+    """Says how ranks share a parameter.
+
+    mesh: its name. ranks: the number of ranks that share it. dim: the sharded dimension. padding:
+    rows to append to that dimension. largest: the size of the first rank's shard, which is the
+    largest one, as a multiple of the mean.
+    """
+
+    mesh: str
+    ranks: int
+    dim: int
+    padding: int
+    largest: float
+
+
+def derive_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return all meshes by name; all ranks must call this.
+
+    mesh: the default one, (shard) or (replicate, shard). The last dimension of each mesh shards.
+    """
+    return {FSDP: mesh}
+
+
+def shard_sizes(shard_size: int) -> dict[str, int]:
+    """Return for each mesh the number of ranks that share a parameter.
+
+    shard_size: that number for the default mesh.
+    """
+    return {FSDP: shard_size}
+
+
+def choose_mesh(name: str) -> str:
+    """Return the name of the mesh of a parameter. name: of the parameter in the model."""
+    return FSDP
+
+
+def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> ParameterPlacement:
+    """Return how ranks share a parameter.
+
+    shape: of the whole parameter, with or without padding. sizes: see `shard_sizes`.
+    """
+    mesh = choose_mesh(name)
+    ranks = sizes[mesh]
+    dim = _choose_dim(shape, ranks)
+    padding = -shape[dim] % ranks if dim == ROWS else 0
+    return ParameterPlacement(mesh, ranks, dim, padding, _largest_shard(shape, ranks, dim))
+
+
+def _choose_dim(shape: Sequence[int], ranks: int) -> int:
+    """Return the dimension along which ranks share a parameter.
+
+    A matrix is always shared by its rows, because one with few rows is small. With more dimensions,
+    the second one is chosen if that is more even, which it is not for a convolution of
+    [channels, 1, width].
+    """
+    first = _largest_shard(shape, ranks, 0)
+    return ROWS if len(shape) > 2 and first > max(_EVEN, _largest_shard(shape, ranks, ROWS)) else 0
+
+
+def _largest_shard(shape: Sequence[int], ranks: int, dim: int) -> float:
+    """Return the size of the first rank's shard as a multiple of the mean."""
+    return math.ceil(shape[dim] / ranks) * ranks / shape[dim]
+
+
+def list_cut_shapes(model: nn.Module, shard_size: int, block: int) -> list[Sequence[int]]:
+    """Return the shapes of the parameters whose blocks would be split between ranks.
+
+    block: numbers of a row that must be on the same rank. Padding counts as a split, because the
+    blocks after it would begin elsewhere.
+    """
+    sizes = shard_sizes(shard_size)
+    return [p.shape for name, p in model.named_parameters() if _is_cut(name, p.shape, sizes, block)]
+
+
+def _is_cut(name: str, shape: Sequence[int], sizes: Mapping[str, int], block: int) -> bool:
+    placed = place(name, shape, sizes)
+    if placed.dim != ROWS:
+        return False
+    numbers = shape[ROWS] // placed.ranks * math.prod(shape[ROWS + 1 :])
+    return bool(placed.padding or numbers % block)
+
+
+def pad_parameters(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Pad the parameters of a model on the meta device that ranks cannot share in equal parts.
+
+    Modules with such parameters get a subclass of the same name, see `Padded`.
+    """
+    for prefix, module in list(model.named_modules()):
+        rows: dict[str, int] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            placed = place(f"{prefix}.{name}".lstrip("."), shape, sizes)
+            if not placed.padding:
+                continue
+            rows[name] = shape[ROWS]
+            shape[ROWS] += placed.padding
+            padded = parameter.new_empty(shape)
+            module.register_parameter(
+                name, nn.Parameter(padded, requires_grad=parameter.requires_grad)
+            )
+        if rows:
+            cls = type(module)
+            properties = {name: _hide_padding(name, size) for name, size in rows.items()}
+            module.__class__ = type(cls.__name__, (Padded, cls), {"rows": rows, **properties})
+
+
+def _hide_padding(name: str, rows: int) -> property:
+    """Return a property for a parameter that returns the gathered parameter without padding."""
+
+    def narrow(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):
+            return parameter
+        return parameter.narrow(ROWS, 0, rows)
+
+    return property(narrow)
+
+
+def modules_on_other_meshes(
+    model: nn.Module, placements: Mapping[nn.Parameter, ParameterPlacement]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules whose parameters are all on one other mesh, with its name.
+
+    Raises ValueError for a module that itself has parameters on several meshes, or on another mesh
+    than its children: FSDP2 gathers the parameters of a module together.
+    """
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        own = {placements[p].mesh for p in module.parameters(recurse=False)}
+        meshes = {placements[p].mesh for p in module.parameters()}
+        if module in seen or meshes <= {FSDP}:
+            continue
+        if len(meshes) == 1:
+            seen |= set(module.modules())
+            yield meshes.pop(), module
+        elif own - {FSDP}:
+            raise ValueError(f"{name}: parameters on the meshes {', '.join(sorted(meshes))}")
