@@ -1,8 +1,7 @@
-"""Any Hugging Face causal LM made ready to train: recompute → compile → shard → materialise.
+"""Prepare a Hugging Face causal LM for training: checkpointing → compile → shard → materialise.
 
-What a decoder block does besides its layers, to forget and recompute activations and to be
-compiled, wraps the block's own `forward`, inside of what sharding hooks around it: neither changes
-a module's name, and a checkpoint fits whatever was chosen.
+Activation checkpointing and compilation wrap the `forward` of each decoder block, inside the hooks
+of FSDP. Neither changes the names of modules, so a checkpoint can be loaded with other settings.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.offload import copy_ahead
 from lib.parallel.placement import ParameterPlacement
 
-_AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
-# What selective checkpointing keeps: the results that are expensive to recompute. The rest
-# (norms, activations, rotations) costs memory traffic alone.
+_AVERAGED_ON = ("cuda",)  # not on CPUs, where results stay as they were
+# Operations whose results selective checkpointing keeps, because they are expensive to recompute.
+# The others (norms, activations, rotations) only cost memory traffic.
 _KEPT = {
     "aten::mm",
     "aten::addmm",
@@ -53,11 +52,11 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-# To this, transformers' own functions (5.17 to 5.23) add the biases of experts in place. PyTorch
-# refuses to keep what changes, and rightly: the biases would be added twice.
+# transformers' own functions (5.17 to 5.23) add the biases of experts to its result in place.
+# PyTorch rightly refuses to keep a result that changes: the biases would be added twice.
 _BIASED = "aten::_grouped_mm"
-# Families whose experts have biases attend by matrix products: the scores would be kept, which grow
-# with the square of the sequence length.
+# Families whose experts have biases compute attention by matrix products. Their scores grow with
+# the square of the sequence length, too large to keep.
 _SCORES = "aten::bmm"
 
 
@@ -70,39 +69,38 @@ def parallelize(
     offload: bool = False,
     keep_gathered: bool = False,
 ) -> str:
-    """Wrap the blocks of a meta-device model, shard it in place, and return how it is sharded.
+    """Wrap the blocks of a meta-device model, shard it in place, and describe it for the log.
 
-    What the arguments are: see `wrap_blocks` and `shard`. All ranks must call this.
+    For the arguments see `wrap_blocks` and `shard`. All ranks must call this.
     """
     wrap_blocks(model, recompute, compiler)
     return shard(model, mesh, precision, offload, keep_gathered)
 
 
 def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> None:
-    """Wrap the forward of every decoder block; must come before sharding.
+    """Wrap the forward of every decoder block; call this before sharding.
 
-    recompute: none, selective (what is cheap) or full (all but the block's input). compiler: None
-    to leave them as they are.
+    recompute: one of RECOMPUTATIONS. compiler: None leaves the blocks uncompiled.
     """
     for block in decoder_layers(model).values():
         forward = block.forward
         if recompute != "none":
-            forward = _recomputing(forward, block if recompute == "selective" else None)
+            forward = _with_recomputation(forward, block if recompute == "selective" else None)
         if compiler is not None:
             forward = compiler.wrap(forward)
         if forward is not block.forward:
             block.forward = forward
 
 
-def _kept(block: nn.Module) -> Set[str]:
+def _kept_operations(block: nn.Module) -> Set[str]:
     """Return the operations whose results a block keeps with selective checkpointing."""
     biased = [module for module in block.modules() if getattr(module, "has_bias", False)]
     kept = _KEPT - {_SCORES} if biased else _KEPT
     return kept - {_BIASED} if any(map(experts.adds_in_place, biased)) else kept
 
 
-def _rank(block: nn.Module) -> int:
-    """Return the rank of a block's adapters, 0 without any."""
+def _lora_rank(block: nn.Module) -> int:
+    """Return the rank of a block's LoRA adapter, 0 without one."""
     return max(
         (
             min(module.weight.shape[-2:])
@@ -113,15 +111,20 @@ def _rank(block: nn.Module) -> int:
     )
 
 
-def _recomputing(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
-    """Return a forward whose activations are recomputed. block: None to keep none of them."""
+def _with_recomputation(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
+    """Return a forward that recomputes activations.
+
+    block: its module, to keep the results of some operations; None keeps only the block's input.
+    """
 
     def selective() -> Any:
-        # Asked in each pass: the function that computes the experts is tried after sharding.
-        return create_selective_checkpoint_contexts(partial(_policy, _kept(block), rank))
+        # Evaluated in each pass, because the function of the experts is chosen after sharding.
+        return create_selective_checkpoint_contexts(
+            partial(_checkpoint_policy, _kept_operations(block), rank)
+        )
 
     contexts: dict[str, Any] = {} if block is None else {"context_fn": selective}
-    rank = 0 if block is None else _rank(block)
+    rank = 0 if block is None else _lora_rank(block)
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -131,18 +134,18 @@ def _recomputing(forward: Callable[..., Any], block: nn.Module | None) -> Callab
     return recomputed
 
 
-def _policy(
+def _checkpoint_policy(
     kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any
 ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
-    # What adapters add is as large as what their linears give, and cheap: a product over the rank.
-    # It is `addmm` uncompiled, `mm` compiled, and `bmm` for experts.
-    is_added = (
+    # The output of a LoRA adapter is as large as that of its linear layer, but cheap: a product
+    # over the rank. It is `addmm` uncompiled, `mm` compiled, and `bmm` for experts.
+    is_lora = (
         (name == "aten::addmm" and arguments[1].shape[1] <= rank)
         or (name == "aten::mm" and arguments[0].shape[1] <= rank)
         or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
     )
-    keep = name in kept and not is_added
+    keep = name in kept and not is_lora
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -153,49 +156,76 @@ def shard(
     offload: bool = False,
     keep_gathered: bool = False,
 ) -> str:
-    """Shard a meta-device model in place and return a sentence that says how.
+    """Shard a meta-device model in place and return a sentence for the log that describes it.
 
-    mesh: 1-D, or (replicas, ranks per replica) for HSDP. offload: shards, gradients and optimizer
-    states live in host memory, a block is on the device while it computes. keep_gathered: all
-    blocks stay gathered from forward to backward, and from pass to pass (see `begin_pass`). The
-    last block stays gathered until backward in any case, unless shards are offloaded: backward
-    begins with it, so nothing would hide the second all-gather.
+    mesh: (shard), or (replicate, shard) for HSDP. offload: shards, gradients and optimizer states
+    are in host memory, and a block is copied to the device while it computes. keep_gathered: all
+    blocks stay gathered from forward to backward, and from pass to pass (see `begin_pass`). Without
+    offloading, the last block stays gathered until backward in any case: backward begins with it,
+    so nothing would hide the second all-gather.
 
-    Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
-    the output layer (one group with the embedding when their weights are tied, since a shared
-    parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
-    float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks
-    and divided by `gradient_divisor`. Adapters are gathered with their block: FSDP2 (torch 2.11 to
-    2.13) asks for one dtype of those parameters alone that are trained, and a group of their own
-    would be a second exchange. What is frozen stays plain where a rank has all of it: gathering
-    would copy it. All ranks must call this, also when there is just one: the mixed-precision policy
-    acts through the sharding. Raises UsageError for a model without blocks: sharding just the root
-    would gather the whole model at once.
+    FSDP groups, bottom-up: modules on other meshes (`lib/parallel/placement.py`); each block of
+    `_no_split_modules`; the input embedding; the final norm with the output layer; the root with
+    the rest. With tied weights, the embedding is in the group of the output layer, since a shared
+    parameter belongs to one group. Master weights and reductions are float32; compute and frozen
+    weights are in `precision`. Gradients are summed over all ranks and divided by
+    `gradient_divisor`. A LoRA adapter is gathered with its block: FSDP2 (torch 2.11 to 2.13) wants
+    one dtype for the trained parameters of a group only, and a group of its own would need a second
+    exchange. A rank that holds all of a frozen weight does not gather it, which would copy it.
+
+    All ranks must call this, even a single one, because the mixed-precision policy acts through the
+    sharding. Raises UsageError for a model without blocks: sharding just the root would gather the
+    whole model at once.
     """
     blocks = list(decoder_layers(model).values())
     if not blocks:
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
     compute = COMPUTE_DTYPES[precision]
     ranks = mesh.size(-1)
-    sizes = placement.shard_sizes(ranks)
-    placement.pad_parameters(model, sizes)
-    placements = {p: placement.place(name, p.shape, sizes) for name, p in model.named_parameters()}
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    placements = _place_parameters(model, ranks)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": policy,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         "shard_placement_fn": lambda p: Shard(placements[p].dim),
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     elif ranks == 1:
-        options["ignored_params"] = {
-            p for p in model.parameters() if not p.requires_grad and placements[p].ranks == 1
-        }
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        options["ignored_params"] = {p for p in frozen if placements[p].ranks == 1}
     _shard_on_other_meshes(model, mesh, placements, options, keep_gathered and not offload)
     for block in blocks:
         kept = not offload and (keep_gathered or block is blocks[-1])
         fully_shard(block, reshard_after_forward=not kept, **options)
+    _shard_around_blocks(model, blocks, options)
+    dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
+    assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
+    if offload and ranks == 1:
+        copy_ahead(model)
+    _set_reductions(model, mesh)
+    replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
+    return (
+        f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over "
+        f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions"
+        f"{' in host memory' if offload else ''}{describe_frozen(model)}, {precision} compute; "
+        f"{describe_gathered(offload, keep_gathered)}"
+    )
+
+
+def _place_parameters(model: nn.Module, ranks: int) -> dict[nn.Parameter, ParameterPlacement]:
+    """Pad the parameters if necessary and return how ranks share each.
+
+    ranks: of the default mesh that share a parameter.
+    """
+    sizes = placement.shard_sizes(ranks)
+    placement.pad_parameters(model, sizes)
+    return {p: placement.place(name, p.shape, sizes) for name, p in model.named_parameters()}
+
+
+def _shard_around_blocks(
+    model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]
+) -> None:
+    """Shard the embedding, the final norm with the output layer, and the rest; set prefetching."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     last = [m for m in (final_norm(model), head) if m is not None]
@@ -209,19 +239,7 @@ def shard(
         # Forward ends and backward begins with these: gathering them twice would be waste.
         fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
-    dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
-    assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
-    if offload and ranks == 1:
-        copy_ahead(model)
-    _set_reductions(model, mesh)
-    replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
-    return (
-        f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over "
-        f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions"
-        f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute; "
-        f"{describe_gathered(offload, keep_gathered)}"
-    )
 
 
 def _shard_on_other_meshes(
@@ -239,7 +257,7 @@ def _shard_on_other_meshes(
 
 
 def describe_gathered(offload: bool, keep_gathered: bool) -> str:
-    """Return what stays gathered from forward to backward, and why, as part of a sentence."""
+    """Return which blocks stay gathered from forward to backward, as part of a sentence."""
     if offload:
         return "every block is gathered again in backward (--cpu-offload)"
     if keep_gathered:
@@ -247,40 +265,40 @@ def describe_gathered(offload: bool, keep_gathered: bool) -> str:
     return "the last block stays gathered until backward, the others are gathered again"
 
 
-def frozen_in(model: nn.Module) -> str:
-    """Say what the weights are kept in that are not trained; nothing where all are."""
+def describe_frozen(model: nn.Module) -> str:
+    """Return the dtype of frozen weights as part of a sentence; empty if there are none."""
     dtype = next((p.dtype for p in model.parameters() if not p.requires_grad), None)
     return f" of the adapters, frozen weights in {str(dtype).partition('.')[2]}" if dtype else ""
 
 
 def gradient_divisor(mesh: DeviceMesh) -> int:
-    """Return what sharding divides gradients by: the replicas where each is one GPU, else 1.
+    """Return the divisor of the gradients: the number of replicas if each is one GPU, else 1.
 
-    Told to divide by 1, FSDP2 (torch 2.11 to 2.13) divides each gradient of such a replica in a
-    copy. Without a factor NCCL averages while it reduces; `StepGuard` takes that out.
+    With a factor of 1, FSDP2 (torch 2.11 to 2.13) copies each gradient of such a replica to divide
+    it. Without a factor, NCCL averages while it reduces, and `StepGuard` multiplies again.
     """
     is_alone = mesh.size(-1) == 1 and set(placement.shard_sizes(1)) == {placement.FSDP}
     return mesh.size() if is_alone and mesh.device_type in _AVERAGED_ON else 1
 
 
 def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Set how gradients are reduced: summed, and with NCCL over a group of their own."""
+    """Set how gradients are reduced: as sums, and with NCCL in a process group of their own."""
     if mesh.size() > 1 and gradient_divisor(mesh) == 1:
-        _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
+        _sum_gradients(model)  # not for a single rank, where torch would copy each gradient
     if mesh.device_type == "cuda" and mesh.size(-1) > 1:
         separate_reductions(model)
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Have gradients summed over all ranks, not averaged: the loss has been divided already."""
+    """Sum gradients over all ranks instead of averaging them: the loss is divided already."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not multiply on the way
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
 
 
 def separate_reductions(model: nn.Module) -> None:
-    """Give reduce-scatters a process group of their own, where torch (2.13) can do that.
+    """Give reduce-scatters a process group of their own, if torch can do that (from 2.13 on).
 
     NCCL runs the operations of one communicator one after the other, so an all-gather in backward
     would wait for the reduce-scatter before it. All ranks must call this.
@@ -288,7 +306,7 @@ def separate_reductions(model: nn.Module) -> None:
     if not hasattr(model, "set_separate_reduce_scatter_group"):
         return
     model.set_separate_reduce_scatter_group(True)
-    # One group for all modules. NCCL would let it wait for ten minutes only, as any new group.
+    # One group for all modules, with NCCL's timeout of ten minutes, as in any new group.
     mesh = next(
         group.mesh_info
         for module in model.modules()
@@ -304,8 +322,8 @@ def separate_reductions(model: nn.Module) -> None:
 def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
     """Gather each group while the one before it computes, in both directions.
 
-    The backward pass of the embedding needs no weights. One group with the output layer, it has
-    been whole since it was used; so has that layer when the backward pass begins with it.
+    The backward pass of the embedding needs no weights. In one group with the output layer, the
+    embedding is still gathered; so is that layer when the backward pass begins with it.
     """
     ends = [] if embedding in last else last[:1]
     for before, after in pairwise([embedding, *blocks, *ends]):
@@ -315,10 +333,10 @@ def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Modul
 
 
 def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> None:
-    """Set how the next pass of a step exchanges gradients and what it leaves gathered.
+    """Set how the next pass of a step reduces gradients and which weights it leaves gathered.
 
-    Replicas exchange gradients in the last pass alone; their shards are summed in each. With
-    `keep_gathered` the passes before the last one leave all weights gathered for the next one.
+    Gradients are reduced over the shards in each pass, and over the replicas only in the last one.
+    With `keep_gathered`, each pass but the last one leaves all weights gathered for the next one.
     After the last pass everything is sharded, as the optimizer, evaluation and saving need it.
     """
     model.set_requires_all_reduce(is_last)
@@ -327,25 +345,25 @@ def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> No
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         if head is None or head.weight is not embedding.weight:
-            # Backward does not need it, so it stays gathered for the next pass alone.
+            # Backward does not need it: it stays gathered only for the next pass.
             embedding.set_reshard_after_forward(is_last, recurse=False)
 
 
 def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
-    """Give parameters and buffers memory; what is in it comes later."""
+    """Allocate memory for parameters and buffers, without filling it."""
     model.to_empty(device="cpu" if offload else device)
     mark_padded(model)
     for module in model.modules() if offload else ():
         for name, buffer in module._buffers.items():
-            if buffer is not None:  # the offload policy moves parameters alone
+            if buffer is not None:  # the offload policy only moves parameters
                 module._buffers[name] = buffer.to(device)
 
 
 def reshard(model: nn.Module) -> None:
-    """Return to sharded parameters after a forward without backward.
+    """Reshard the parameters after a forward pass without a backward pass.
 
-    The groups that stay gathered between forward and backward would stay so for good, and
-    `model.parameters()` be the gathered copies in compute precision instead of the masters.
+    Otherwise groups that stay gathered until backward would stay gathered, and
+    `model.parameters()` would return the copies in compute precision instead of the masters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -353,7 +371,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def final_norm(model: nn.Module) -> nn.Module | None:
-    """Return the normalisation between the last block and the output layer, if it stands alone."""
+    """Return the norm between the last block and the output layer; None if it is not a module."""
     children = model.base_model.children()
     norms = [child for child in children if "norm" in type(child).__name__.lower()]
     return norms[-1] if norms else None

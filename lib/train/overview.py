@@ -73,7 +73,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     work = work_of(config, inputs, model)
     problems = Problems()
     log.info("plan:")
-    masters = f"float32 masters{parallelize.frozen_in(model)}"
+    masters = f"float32 masters{parallelize.describe_frozen(model)}"
     log.table(
         {
             "model": f"{_model_of(config, inputs)} ({model.config.model_type}, {size_of(model)})",
