@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
 def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) -> None:
     """Do what the options say: a plan, the tokens, or all of a run."""
     from lib.parallel import gpus
-    from lib.parallel.layout import meet, settle_allocator
+    from lib.parallel.layout import configure_allocator, meet
     from lib.train import fitting, overview, resume
     from lib.train.data import prepare_data
     from lib.train.model import build_model
@@ -97,7 +97,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.train.plan import next_command
     from lib.train.symptoms import explain_errors
 
-    settle_allocator()
+    configure_allocator()
     gpus.hide_gpus(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)

@@ -37,7 +37,7 @@ from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.identity import differences
 from lib.models.tensor_file import encode_tensors
-from lib.parallel.layout import gather, on_rank_0, together
+from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 
 if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
     from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import (
@@ -197,7 +197,7 @@ class HyperPodTier(tier.Tier):
             except Exception as error:
                 raise StageError(_summarize_error(error)) from error
 
-        return together(run, self._saving)
+        return on_all_ranks(run, self._saving)
 
     def _make_namespace(self) -> None:
         """Create the run's namespace, on rank 0; delete one of another number of ranks first."""

@@ -12,7 +12,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands
 from lib.core.errors import ArtifactError, StageError
 from lib.core.retry import retry
-from lib.parallel.layout import on_rank_0, together
+from lib.parallel.layout import on_all_ranks, on_rank_0
 
 _PAUSES_S = (1.0, 3.0)  # before the ranks compare again what they see
 
@@ -94,7 +94,7 @@ def _find_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
     if not any(by_rank):
-        by_rank = together(lambda: checkpoint.content_problems(rank, ranks), group)
+        by_rank = on_all_ranks(lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for problems in by_rank for problem in problems))
 
 
@@ -103,7 +103,7 @@ def _problems_by_rank(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[
 
     Raises _FilesDifferError on all ranks if only some ranks find any.
     """
-    by_rank = together(checkpoint.problems, group)
+    by_rank = on_all_ranks(checkpoint.problems, group)
     if any(by_rank) and not all(by_rank):
         rank = next(rank for rank, problems in enumerate(by_rank) if problems)
         raise _FilesDifferError(

@@ -40,7 +40,7 @@ from lib.core.errors import StageError, UsageError
 from lib.core.events import Event
 from lib.core.identity import differences
 from lib.models.sharded import local_tensor
-from lib.parallel.layout import gather, on_rank_0, together
+from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 
 _KEEP = 2  # local checkpoints
 _RANDOM = "random."  # prefix of random states among the tensors
@@ -167,13 +167,13 @@ class LocalTier(Tier):
         save = on_rank_0(lambda: f"{time.time_ns():x}", self._saving)
         attempt = self._directory / f"{paths.step_name(snapshot.step)}.tmp-{save}"
         try:
-            written = together(lambda: self._write_shards(attempt, snapshot), self._saving)
+            written = on_all_ranks(lambda: self._write_shards(attempt, snapshot), self._saving)
             files = [entry for rank in self._node for entry in written[rank]]
-            together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
+            on_all_ranks(lambda: self._seal(attempt, snapshot, files, save), self._saving)
         except BaseException:
             commit.delete_attempt(attempt)
             raise
-        deleted = together(lambda: self._publish(attempt, snapshot.step), self._saving)
+        deleted = on_all_ranks(lambda: self._publish(attempt, snapshot.step), self._saving)
         self.note_deleted(snapshot.step, deleted[0])
         return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
 

@@ -1,10 +1,10 @@
-"""The experts of a layer: dispatch tokens to them, compute, and combine what they return.
+"""Compute the experts of a layer: dispatch tokens to them, compute, and combine the results.
 
-The function that transformers' experts interface knows as `NAME` here. It multiplies the same
-matrices as transformers' own, but reads rows by a permutation whose inverse it has, so that every
-gradient is a gather too: no sort and no atomic addition in backward, and the same bits each time.
-The three steps are apart so that expert parallelism can put an exchange between ranks on both sides
-of `compute`.
+transformers' experts interface knows this function as `NAME`. It multiplies the same matrices as
+transformers' own functions, but gathers rows by a permutation whose inverse it keeps. So every
+gradient is a gather too: the backward pass needs no sort and no atomic addition, and always gives
+the same bits. The three steps are separate, so that expert parallelism can exchange tokens between
+ranks before and after `compute`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NAME = "permuted_mm"
 
 
 class Routing(NamedTuple):
-    """Says where the (token, choice) pairs go: S = N · k of them, for N tokens with k experts each.
+    """Sorts the (token, choice) pairs by expert: S = N · k pairs for N tokens with k experts each.
 
-    order: int64 [S], the pairs in the order of their experts, and in their own for one expert.
-    inverse: int64 [S], where each pair is in that order. tokens: int64 [S], the token of each
-    ordered pair. experts: int64 [S], its expert; those of no expert here come last. ends: int32
-    [E], where the pairs of each expert end.
+    order: int64 [S], the pairs sorted by expert, stably. inverse: int64 [S], the position of each
+    pair in that order. tokens: int64 [S], the token of each sorted pair. experts: int64 [S], its
+    expert; pairs of experts on other ranks come last. ends: int32 [E], the position after the last
+    pair of each expert.
     """
 
     order: Tensor
@@ -40,7 +40,7 @@ class Routing(NamedTuple):
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of what each token's experts return, [N, H].
+    """Return the weighted sum of the results of each token's experts, [N, H].
 
     module: an experts module of transformers. hidden_states: [N, H]. top_k_index: int64 [N, k]; an
     index of `num_experts` stands for an expert of another rank, which adds nothing. top_k_weights:
@@ -52,7 +52,7 @@ def experts_forward(
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
-    """Return where pairs go; the only sort, of whole numbers. top_k_index: int64 [N, k]."""
+    """Return the routing of tokens; the only sort, of integers. top_k_index: int64 [N, k]."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
     numbers = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
@@ -61,43 +61,42 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
 
 def dispatch(hidden_states: Tensor, routing: Routing) -> Tensor:
-    """Return the rows that experts compute, in their order: [S, H]. hidden_states: [N, H]."""
+    """Return the input rows of the experts, sorted by expert: [S, H]. hidden_states: [N, H]."""
     return _Dispatch.apply(hidden_states, routing.tokens, routing.inverse)
 
 
 def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
-    """Return what the experts make of their rows, [S, H]. rows: [S, H], in the experts' order.
+    """Return the results of the experts, [S, H]. rows: [S, H], sorted by expert.
 
-    What differs between families are the module's own attributes and hooks, as in
-    `transformers.integrations.moe`.
+    Families differ in the module's attributes and hooks, as in `transformers.integrations.moe`.
     """
-    elsewhere = None
+    is_remote = None
     if getattr(module, "_is_expert_parallel", False):  # not before transformers 5.23
-        # Grouped products leave rows behind the last group as they are: also their gradients.
-        elsewhere = (routing.experts >= module.num_experts)[:, None]
-        rows = rows.masked_fill(elsewhere, 0.0)
+        # Grouped products do not write rows after the last group, nor their gradients.
+        is_remote = (routing.experts >= module.num_experts)[:, None]
+        rows = rows.masked_fill(is_remote, 0.0)
     rows = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, routing)
-    if elsewhere is not None:
-        rows = rows.masked_fill(elsewhere, 0.0)
+    if is_remote is not None:
+        rows = rows.masked_fill(is_remote, 0.0)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = _linear(module, "down_proj", rows, routing)
-    if elsewhere is not None:
-        rows = rows.masked_fill(elsewhere, 0.0)
+    if is_remote is not None:
+        rows = rows.masked_fill(is_remote, 0.0)
     if getattr(module, "has_post_expert_norm", False):  # not before transformers 5.23
         rows = module.post_expert_norm(rows)
     return rows
 
 
 def combine(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
-    """Return the weighted sum of each token's rows, [N, H]: in the order of its choices.
+    """Return the weighted sum of each token's rows, [N, H], added in the order of its choices.
 
-    rows: [S, H], in the experts' order. top_k_weights: [N, k].
+    rows: [S, H], sorted by expert. top_k_weights: [N, k].
     """
     return _Combine.apply(rows, top_k_weights, routing.order, routing.inverse, routing.tokens)
 
 
 def _linear(module: nn.Module, name: str, rows: Tensor, routing: Routing) -> Tensor:
-    """Return the grouped product of rows and weights, with biases where the experts have them."""
+    """Return the grouped product of rows and weights, plus the biases if there are any."""
     weights = getattr(module, name)
     rows = _product(
         rows, weights if module.is_transposed else weights.transpose(1, 2), routing.ends
@@ -111,20 +110,21 @@ def _linear(module: nn.Module, name: str, rows: Tensor, routing: Routing) -> Ten
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return rows times the weights of their group, [S, O]. rows: [S, I]; weights: [E, I, O]."""
     rows = rows.to(weights.dtype)
-    # Where transformers takes torch's operation: not for float32 and float16 in compiled code.
+    # transformers' condition for torch's operation: not for float32 and float16 in compiled code.
     if moe._can_use_grouped_mm(rows, weights, ends):
         return F.grouped_mm(rows, weights, offs=ends)
     return _group_by_group(rows, weights, ends)
 
 
-# The compiler must not look into these two. That of transformers 5.17 fails in backward.
+# Custom operations, since the compiler must not trace these two; that of transformers 5.17 fails
+# in the backward pass.
 @torch.library.custom_op(
     "experts::group_by_group",
     mutates_args=(),
     schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
 )
 def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply group by group, for which the host waits for the ends."""
+    """Return the grouped product, one group at a time; the host waits for the ends."""
     out = rows.new_zeros(len(rows), weights.shape[2])
     for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(rows[first:last], weights[number], out=out[first:last])
@@ -137,7 +137,7 @@ def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     schema="(Tensor rows, Tensor upstream, Tensor ends, Tensor weights) -> Tensor",
 )
 def _gradient_of_weights(rows: Tensor, upstream: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradients of weights, laid out as they are."""
+    """Return the gradients of the weights, in the layout of the weights."""
     out = torch.zeros_like(weights)
     for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(rows[first:last].t(), upstream[first:last], out=out[number])
@@ -167,7 +167,7 @@ _gradient_of_weights.register_fake(lambda rows, upstream, ends, weights: torch.e
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token to its places; its gradient is the sum of theirs."""
+    """Copies each token to its rows; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Weighs rows and sums those of each token."""
+    """Multiplies rows by their weights and sums the rows of each token."""
 
     @staticmethod
     def forward(
@@ -210,7 +210,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Biases(torch.autograd.Function):
-    """Gives each row the bias of its expert; the gradients are summed by a product with ones."""
+    """Returns the bias of each row's expert; a product with ones sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, biases: Tensor, experts: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class _Biases(torch.autograd.Function):
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model whose function transformers' experts interface chooses."""
+    """Return the modules of a model that use transformers' experts interface."""
     return [
         module
         for module in model.modules()
@@ -236,13 +236,13 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def use_own_function(model: PreTrainedModel) -> None:
-    """Let a model compute its experts by `NAME`, if its family leaves the choice."""
+    """Let a model compute its experts with `NAME`, if its family allows a choice."""
     if experts_modules(model):
         model.set_experts_implementation(NAME)
 
 
 def adds_in_place(module: nn.Module) -> bool:
-    """Return whether a module of experts with biases adds them to their products in place."""
+    """Return whether a module of experts adds its biases to the products in place."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None) != NAME
 
 

@@ -1,7 +1,7 @@
-"""Which function computes a model's experts: the pipeline's own where it gives the same numbers.
+"""Choose the function that computes a model's experts: ours, if it gives the same numbers.
 
-It is tried on the model's own weights, beside the function of transformers that would compute them
-otherwise, and not looked up by family.
+A trial on the model's own weights compares it with the function of transformers that would be used
+otherwise. Nothing is looked up by family.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from lib.parallel import attention, experts
 from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.trial import trial_batch, trial_mode, trial_tokens
 
-_NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
+_NOISE = 0.02  # of the norm; two ways of rounding in half precision differ by less
 
 _Forward = Callable[..., Tensor]
 
 
 def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
-    """Keep the pipeline's own function if it agrees with transformers'; return which is used, why.
+    """Keep our function if it agrees with transformers' own; describe the choice for the log.
 
-    Empty for a model without experts that transformers' interface knows. All ranks must call this:
-    one forward pass over a row of 16 tokens, through each layer's experts both ways, and back to
-    what they are given. A failure on one rank decides for all.
+    Returns an empty string for a model without experts that transformers' interface knows. All
+    ranks must call this: it runs a forward pass over a row of 16 tokens, computes each layer's
+    experts with both functions, and compares results and gradients of the inputs. A failure on one
+    rank decides for all ranks.
     """
     found = experts.experts_modules(model)
     if not found:
@@ -48,10 +49,10 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
 def _try(
     model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, layout: ParallelLayout
 ) -> str:
-    """Return what is wrong with the pipeline's own function; empty if nothing is.
+    """Return what is wrong with our function; empty if nothing is.
 
-    It fails within a layer's experts alone: the forward pass around them exchanges weights with the
-    other ranks, and ends on each.
+    Failures are caught within the experts of a layer, because the forward pass around them
+    exchanges weights with the other ranks and has to finish on each.
     """
     failures: list[str] = []
     batch = trial_batch(trial_tokens(model), layout)
@@ -62,7 +63,7 @@ def _try(
 
 @contextmanager
 def _compared(found: list[nn.Module], theirs: _Forward, failures: list[str]) -> Iterator[None]:
-    """Let each module compute both ways for the while, and note what is wrong with its own."""
+    """Let each module compute with both functions within this context, and collect failures."""
     for module in found:
         module.forward = partial(_compare, module, theirs, failures)
     try:
@@ -73,7 +74,7 @@ def _compared(found: list[nn.Module], theirs: _Forward, failures: list[str]) -> 
 
 
 def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: Tensor) -> Tensor:
-    """Return the result of transformers' function, after noting how ours differs."""
+    """Return the result of transformers' function, and collect how ours differs."""
     expected = _computed(theirs, module, *given)
     try:
         results = _computed(experts.experts_forward, module, *given)
@@ -86,7 +87,7 @@ def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: T
 
 
 def _differ(found: Tensor, expected: Tensor) -> float:
-    """Return by how much of its norm a result is off; 0 if that is no more than rounding."""
+    """Return the difference relative to the norm; 0 if it is no more than rounding."""
     difference = (found.float() - expected.float()).norm()
     norm = expected.float().norm()
     # If transformers' numbers are NaN or infinite, the function is not the cause.
@@ -102,9 +103,9 @@ def _computed(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> list[Tensor]:
-    """Return what a function makes of a module's input, and the gradients: of that and the biases.
+    """Return the result of a function, and the gradients of the module's inputs and biases.
 
-    The gradients of the weights would take the memory of all of a layer's experts.
+    Gradients of the weights are left out: they would take the memory of all experts of a layer.
     """
     inputs = [part.detach().requires_grad_() for part in (hidden_states, top_k_weights)]
     biases = [p for p in module.parameters(recurse=False) if p.ndim == 2 and p.requires_grad]

@@ -1,4 +1,4 @@
-"""Process groups, and what ranks agree on: one process on a laptop and many nodes alike."""
+"""Join the process group, on one process or many nodes, and exchange small values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ALLOCATOR = (
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Says what this process does in the launch: who reads, shards and computes what.
+    """Says which part of the data and of the model this process has.
 
-    rank, ranks: processes, for logs, agreements, tiers and checkpoints. dp_rank, dp_size: who reads
-    which samples, for all that divides the data. fsdp: the mesh of parameters, (shard) or
-    (replicate, shard). control, saving: gloo groups of their own, for small agreements between
-    hosts and for checkpoints, so that none meets the collectives of another thread.
+    rank, ranks: processes, for logs, agreements, tiers and checkpoints. dp_rank, dp_size: ranks
+    that read different samples. fsdp: the default mesh of parameters, (shard) or (replicate,
+    shard). control, saving: gloo groups for small agreements and for checkpoints. They are separate
+    so that collectives of different threads do not mix.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class ParallelLayout:
     ) -> ParallelLayout:
         """Join the process group; all ranks must call this.
 
-        degrees: None for one replica over all ranks; a function agrees on them with the other
-        ranks, over the group that it is called with. meeting: made by `meet` earlier; None to make
-        it now. patience: seconds after which a watchdog ends the process; a collective may wait for
-        longer, so that the watchdog speaks first. Raises UsageError where the ranks cannot be
-        divided by the degrees.
+        degrees: None for one replica over all ranks; or a function that agrees on them with the
+        other ranks, through the group that is its argument. meeting: the result of an earlier
+        `meet`; None to meet now. patience: seconds after which a watchdog ends the process;
+        collectives time out later, so that the watchdog reports first. Raises UsageError if the
+        ranks cannot be divided by the degrees.
         """
-        settle_allocator()
+        configure_allocator()
         device = _device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
         _join(device, timeout, meeting or meet())
@@ -73,7 +73,7 @@ class ParallelLayout:
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
-        for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
+        for group in fsdp.get_all_groups():  # by default NCCL's ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
         return cls(
             rank,
@@ -87,7 +87,7 @@ class ParallelLayout:
         )
 
     def total(self, values: list[float]) -> list[float]:
-        """Return numbers summed over all ranks, in float64; all ranks must call this."""
+        """Return the sums of numbers over all ranks, in float64; all ranks must call this."""
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
@@ -95,7 +95,7 @@ class ParallelLayout:
     def table(self, values: list[float]) -> torch.Tensor:
         """Return the numbers of every rank, float64 [ranks, numbers], in one exchange.
 
-        All ranks must call this, with as many numbers.
+        All ranks must call this with the same number of values.
         """
         rows = torch.empty(self.ranks, len(values), dtype=torch.float64)
         own = torch.tensor(values, dtype=torch.float64)
@@ -108,13 +108,13 @@ class ParallelLayout:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Leave the process group where all ranks come to this, which an error does not say."""
+        """Leave the process group, except after an error, which other ranks may not have."""
         if error is None or isinstance(error, Preempted):
             self.stop()
 
     def stop(self) -> None:
         """Leave the process group; all ranks must call this."""
-        dist.barrier(self.control)  # a rank that leaves while another still talks makes gloo abort
+        dist.barrier(self.control)  # gloo aborts if a rank leaves while another one communicates
         dist.destroy_process_group()
 
 
@@ -127,32 +127,32 @@ def make_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
 
 
 def meet() -> Meeting | None:
-    """Tell the other ranks, before the long preparation, that this one has started.
+    """Announce this rank to the others, before the long preparation of the data.
 
-    Returns None for a process that was started by itself, without torchrun.
+    Returns None for a process that was started without torchrun.
     """
     return Meeting() if "RANK" in os.environ else None
 
 
-def settle_allocator() -> None:
-    """Choose how torch's allocator works, unless the environment does.
+def configure_allocator() -> None:
+    """Set the options of torch's allocator, unless the environment sets them.
 
-    Must come before anything asks about a GPU, its name or its memory: torch reads it then.
+    Call this before any question about a GPU, its name or its memory: torch reads them then.
     """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 
 
 def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
-    """Join the process group of all ranks; None: without torchrun, one that needs no port."""
+    """Join the process group of all ranks. meeting: None without torchrun: a group of one."""
     flight_recorder.enable()
-    # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
+    # Gloo connects two ranks when they first communicate, not each of 1,024 ranks to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    _keep_to_loopback()
+    _use_loopback_on_one_machine()
     # NCCL (2.26 and newer) then starts the operations of several communicators in the order in
     # which the host issues them. In different orders, ranks could wait for each other forever.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
+    # Gloo besides NCCL, for clipping offloaded gradients and for agreements without a GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if meeting:
         dist.init_process_group(
@@ -169,10 +169,10 @@ def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> 
 def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
     """Return a gloo group of all ranks whose ranks are connected; all ranks must call this.
 
-    Gloo connects two ranks when they first talk to each other, and asks the store for the address.
-    The store dies with torchrun, but saving must work without it. So every collective that the
-    groups use runs once here, which opens the sockets of its algorithm and no others: a ring
-    (all_reduce, all_gather), trees (broadcast, barrier), and a star to rank 0 (gather).
+    Gloo connects two ranks when they first communicate, and asks the store for the address. The
+    store dies with torchrun, but saving must work without it. So every collective that the groups
+    use runs once here and opens the sockets of its algorithm: a ring (all_reduce, all_gather),
+    trees (broadcast, barrier), and a star to rank 0 (gather).
     """
     group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
     dist.barrier(group)
@@ -185,8 +185,8 @@ def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _keep_to_loopback() -> None:
-    """Let gloo and NCCL listen on 127.0.0.1 alone where all ranks are on this machine."""
+def _use_loopback_on_one_machine() -> None:
+    """Let gloo and NCCL listen only on 127.0.0.1 if all ranks are on this machine."""
     flags = Path("/sys/class/net/lo/flags")
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     is_up = flags.is_file() and int(flags.read_text(encoding="ascii"), 16) & 1
@@ -196,9 +196,12 @@ def _keep_to_loopback() -> None:
 
 
 def _device(local_rank: int) -> torch.device:
-    """Return the device of a process of this machine, after setting its threads and cores."""
-    # torchrun sets OMP_NUM_THREADS=1. On a CPU the cores are the device; beside a GPU they take the
-    # optimizer's steps of --cpu-offload.
+    """Return the device of a process on this machine, and set its threads and cores.
+
+    Raises UsageError if there are more processes than GPUs.
+    """
+    # torchrun sets OMP_NUM_THREADS=1, but CPU training and the optimizer steps of --cpu-offload
+    # use the cores.
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if torch.cuda.is_available():
@@ -212,7 +215,7 @@ def _device(local_rank: int) -> torch.device:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        _stay_near(device)
+        _bind_to_near_cores(device)
         torch.set_num_threads(threads)
         return device
     torch.set_num_threads(threads)
@@ -223,11 +226,11 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _stay_near(device: torch.device) -> None:
-    """Run on the cores of the GPU's memory node alone: copies between nodes are slower.
+def _bind_to_near_cores(device: torch.device) -> None:
+    """Run only on the cores of the GPU's memory node, since copies between nodes are slower.
 
-    What threads and processes are started later stays there too. Nothing where the system does not
-    say which they are, or where this process may use none of them.
+    Threads and processes that are started later inherit this. Does nothing if the system does not
+    report these cores, or if this process may use none of them.
     """
     with suppress(OSError, ValueError, AttributeError):
         gpu = torch.cuda.get_device_properties(device)
@@ -240,7 +243,7 @@ def _stay_near(device: torch.device) -> None:
 
 
 def on_rank_0(action: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """Return on all ranks what rank 0's action returned, or raise on all what it raised.
+    """Run an action on rank 0, and return its result or raise its error on all ranks.
 
     All ranks must call this.
     """
@@ -265,10 +268,10 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
-    """Return what the action returned on each rank, or raise on all what it raised on any.
+def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Run an action on each rank; return the results of all ranks, or raise the first error.
 
-    All ranks must call this.
+    All ranks must call this, and all get the same results or the same error.
     """
     try:
         mine: tuple[Any, Any] = (action(), None)

@@ -1,9 +1,9 @@
-"""Copy offloaded parameters to the device ahead of their use, where a rank has all of them.
+"""Copy offloaded parameters to the device before their use, if a rank has all of them.
 
-With several ranks per replica FSDP2 (torch 2.11 to 2.13) copies the shards of a group on a stream
-of its own, while the group before computes. With one rank there is nothing to gather: prefetching
-does nothing, and each copy waits on the stream that computes, which waits for the copy in turn
-(pytorch/torchtitan 2749). Here prefetching begins the copy.
+With several ranks per replica, FSDP2 (torch 2.11 to 2.13) copies the shards of a group on a stream
+of its own while the previous group computes. With one rank there is nothing to gather. Then
+prefetching does nothing: each copy waits for the compute stream, which waits for the copy in turn.
+This module lets prefetching begin the copy.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-_PIECE = 1 << 26  # elements that are cast at once: what is not cast yet takes 256 MiB at most
+_PIECE = 1 << 26  # elements that are cast at once, in at most 256 MiB
 
 
 def copy_ahead(model: nn.Module) -> None:
-    """Have the parameters of each FSDP group copied to the device when FSDP prefetches the group.
+    """Copy the parameters of each FSDP group to the device when FSDP prefetches the group.
 
-    For a model that is sharded with an offload policy over one rank (per replica), whose groups
-    have been told what to prefetch. On the device, the group that is prefetched takes its size in
-    compute precision, and 256 MiB.
+    model: sharded with an offload policy over one rank (per replica), with prefetching set. A
+    prefetched group takes its size in compute precision on the device, plus 256 MiB.
     """
     copies = _Copies()
     for group in _groups(model):
@@ -58,24 +57,24 @@ class _Copies:
 
 
 class _CopiedGroup:
-    """Stands between FSDP and a group of parameters: a copy goes on between two of its calls.
+    """Replaces two methods of an FSDP parameter group, and copies between their calls.
 
-    FSDP calls `unshard` when it prefetches a group, and `wait_for_unshard` when it uses it. FSDP
-    holds a result between them, and drops it where a group is prefetched in vain. The copy is the
-    output in that result, one tensor of all parameters, and is dropped with it.
+    FSDP calls `unshard` when it prefetches a group, and `wait_for_unshard` when it uses the group.
+    In between it keeps an all-gather result, which it drops if the group is not used. The copy, one
+    tensor of all parameters, is the output in that result and is dropped with it.
     """
 
     def __init__(self, group: Any, copies: _Copies) -> None:
         self._group = group
         self._copies = copies
-        self._copied: Any = None  # event behind the copy of this group
+        self._copied: Any = None  # the event after the copy of this group
         self._unshard = group.unshard
         self._wait = group.wait_for_unshard
         group.unshard = self.unshard
         group.wait_for_unshard = self.wait_for_unshard
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begin to copy the group, unless FSDP has it on the device or has begun before."""
+        """Begin to copy the group, unless it is on the device or being copied."""
         before = self._group._all_gather_result
         self._unshard(async_op)
         result = self._group._all_gather_result
@@ -83,7 +82,7 @@ class _CopiedGroup:
             self._group._all_gather_result = result._replace(all_gather_output=self._copy())
 
     def wait_for_unshard(self) -> None:
-        """Let FSDP take the copy for the shards in host memory, once it is there."""
+        """Wait for the copy and pass it to FSDP in place of the shards in host memory."""
         group = self._group
         result = self._group._all_gather_result
         if result is None or not result.all_gather_output.numel():
@@ -102,12 +101,12 @@ class _CopiedGroup:
                 param._sharded_param_data = shard
         used = group.device_handle.Event()
         used.record()
-        # The memory belongs to the other stream, whose next copy may take it, and the allocator may
-        # unmap it once that stream is done. FSDP has dropped its result: `copies` keeps it so far.
+        # The memory belongs to the copy stream: its next copy may reuse it, and the allocator may
+        # unmap it after that. FSDP has dropped its result; until here `copies` keeps the memory.
         self._copies.stream.wait_event(used)
 
     def _is_plain(self) -> bool:
-        """Return whether the parameters are copied as they are, cast to one dtype at most."""
+        """Return whether the copy only has to cast the parameters, to a single dtype."""
         return len(self._dtypes()) == 1 and not any(
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
             for param in self._group.fsdp_params
@@ -132,7 +131,7 @@ class _CopiedGroup:
             parts = copy.split([shard.numel() for shard in shards])
             for part, shard in zip(parts, shards, strict=True):
                 for to, piece in zip(part.split(_PIECE), shard.split(_PIECE), strict=True):
-                    # The host would cast it on the way: it is copied first.
+                    # Copy first: otherwise the host would cast.
                     to.copy_(
                         piece
                         if piece.dtype == dtype

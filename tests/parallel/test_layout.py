@@ -20,7 +20,7 @@ from lib.core import watchdog
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.parallel import loss, parallelize
-from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
+from lib.parallel.layout import Degrees, ParallelLayout, _bind_to_near_cores
 from lib.tokens.batches import MicroBatch
 from lib.train import model
 from lib.train.config import Config
@@ -166,7 +166,7 @@ def test_a_rank_stays_on_the_cores_near_its_gpu(
     if listed is not None:
         (tmp_path / "0000:3b:00.0").mkdir()
         (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(listed)
-    _stay_near(torch.device("cuda", 0))
+    _bind_to_near_cores(torch.device("cuda", 0))
     assert taken == ([bound] if bound else [])
 
 
