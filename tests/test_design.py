@@ -98,7 +98,7 @@ def test_an_optimizer(copy: Path) -> None:
     )
     assert "--momentum X" in run("04_train_fsdp.py", "--help-all", cwd=copy)
     for options, error in (
-        (("--momentum", 1), "--momentum must be below 1"),
+        (("--momentum", 1), "the momentum must be below 1"),
         (("--momentum", 0.5, "--optimizer", "adamw"), "--momentum belongs to --optimizer signs"),
         (("--lr", 0.05), "--lr 0.05 is too large"),
     ):
