@@ -72,9 +72,7 @@ def save_adapted_run(
     )
     model = adapted_model(model_dir, lora, strength)
     attention.fix_rope_frequencies(model, "concat", options.get("seq_length", 32))
-    states = registry.build_optimizer(
-        optimizer, model, 0.0, (0.9, 0.95), 0.0
-    )  # only its moments count
+    states = registry.build_optimizer(optimizer, model, 0.0)  # only its moments count
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 1e-3)
