@@ -563,7 +563,6 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
     yield lambda: _raise(worker._died())
-    yield lambda: _raise(place._make_worker_error())
     for size, written in ((-1, 0), (7, 0), (1, 5)):
         fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
         file = Fake(path="a", bytes=1, mtime_ns=0)
