@@ -23,8 +23,8 @@ from lib.parallel import placement
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.parallel.placement import ParameterPlacement
 from lib.planning import sizes, trace
-from lib.planning.cheaper import cheaper_settings
 from lib.planning.child_process import child_context, start_without_gpus
+from lib.planning.knobs import cheaper_settings
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED
 

@@ -26,8 +26,8 @@ from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.models.sharded import size_of
 from lib.planning import capacity, sizes
-from lib.planning.cheaper import RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.child_process import NoAnswer, Result, in_child_process
+from lib.planning.knobs import RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.memory import USABLE, Estimates
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import Bytes
