@@ -391,9 +391,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     there.cured("03_download_model.py", "--verify")
     Path(f".cache/models/scratch-tiny/{CODE_DIGESTS}").write_text('{"x.py": "sha256:0"}')
     with pytest.raises(StageError) as changed:
-        remote_code.list_fetched(Path(".cache/models/scratch-tiny"))
+        remote_code.list_code_files(Path(".cache/models/scratch-tiny"))
     there.follow(changed.value)
-    assert not remote_code.list_fetched(Path(".cache/models/scratch-tiny"))
+    assert not remote_code.list_code_files(Path(".cache/models/scratch-tiny"))
     Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
     there.cured(*make)
     there.follow(there.fails(*make[:-1], 1024))  # other options: --overwrite
@@ -556,7 +556,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: hashing.new("xxh3")
     yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(
-        architecture._code_failed(Path("m"), ModuleNotFoundError("x", name="einops"))
+        architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
     yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")

@@ -19,7 +19,7 @@ from tests.conftest import ROOT, StageRunner
 from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, change_config, holds, leftovers
 
 
-def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
+def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
     repo = hub.repos[NAME]
     change_config(repo, auto_map={"AutoModelForCausalLM": "model.Model"})  # ignored: a known type
     repo.cut[SHARDS[0]] = 100_000  # taken up where it broke
@@ -61,7 +61,9 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     assert loaded.stdout.split() == [str(made["summary"]["parameters"]), "256"]
 
 
-def test_run_again_asks_nothing_and_another_revision_is_refused(hub, stage: StageRunner, tmp_path):
+def test_a_second_run_sends_no_request_and_refuses_another_revision(
+    hub, stage: StageRunner, tmp_path
+):
     stage(SCRIPT, "--model-name", NAME)
     hub.requests.clear()
     began = time.monotonic()
@@ -156,14 +158,14 @@ def test_a_private_repository(hub, stage: StageRunner):
     stage(SCRIPT, "--model-name", NAME, env={"HF_TOKEN": TOKEN})
 
 
-def test_a_token_that_is_none_is_not_printed(hub, stage: StageRunner):
+def test_an_invalid_token_is_not_printed(hub, stage: StageRunner):
     for arguments, env in ((["--token", "hf_a b\n"], {}), ([], {"HF_TOKEN": "hf_ab\u00e9"})):
         done = stage(SCRIPT, "--model-name", NAME, *arguments, env=env, expect=2)
         assert "token contains" in done.stderr and "hf_a" not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
 
-def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
+def test_missing_models_and_hubs_are_reported(hub, stage: StageRunner, tmp_path):
     assert (
         "there is no model org/nothing"
         in stage(SCRIPT, "--model-name", "org/nothing", expect=2).stderr
@@ -208,7 +210,7 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
 @pytest.mark.parametrize(
     "case", ["pickles", "unknown", "no config", "no tokenizer", "encoder", "index"]
 )
-def test_what_cannot_be_trained_is_refused_before_the_weights_come(
+def test_an_untrainable_model_is_refused_before_weights_are_downloaded(
     hub, stage: StageRunner, tmp_path, case
 ):
     repo = hub.repos[NAME]
@@ -240,7 +242,7 @@ def test_what_cannot_be_trained_is_refused_before_the_weights_come(
     assert not leftovers(tmp_path) and not hub.paths("-of-")
 
 
-def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageRunner, tmp_path):
+def test_weights_that_do_not_fit_are_not_published(hub, stage: StageRunner, tmp_path):
     change_config(hub.repos[NAME], num_hidden_layers=3)
     done = stage(SCRIPT, "--model-name", NAME, expect=3)
     assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
@@ -264,7 +266,7 @@ def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageR
         ({"pad_token_id": 9999}, 2, "Padding"),
     ],
 )
-def test_a_config_that_cannot_be_is_told_before_the_weights_come(
+def test_an_impossible_config_is_refused_before_weights_are_downloaded(
     hub, stage: StageRunner, tmp_path, fields, code, said
 ):
     change_config(hub.repos[NAME], **fields)
@@ -274,14 +276,16 @@ def test_a_config_that_cannot_be_is_told_before_the_weights_come(
     assert not hub.paths("-of-") and not leftovers(tmp_path)
 
 
-def call_all_large(_: int) -> None:
+def treat_all_as_large(_: int) -> None:
     from lib.hub import fetch
 
     fetch._LARGE = 0
 
 
-def test_large_weights_are_looked_at_before_they_come(hub, stage: StageRunner, tmp_path):
-    large = "tests.test_stage_03:call_all_large"
+def test_headers_of_large_weights_are_checked_before_the_download(
+    hub, stage: StageRunner, tmp_path
+):
+    large = "tests.test_stage_03:treat_all_as_large"
     change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=300)
     done = stage(SCRIPT, "--model-name", NAME, expect=3, before=large)
     assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
@@ -295,7 +299,7 @@ def test_large_weights_are_looked_at_before_they_come(hub, stage: StageRunner, t
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"\xff"])
-def test_a_bad_tokenizer_is_told_before_the_weights_come(
+def test_a_bad_tokenizer_is_refused_before_weights_are_downloaded(
     hub, stage: StageRunner, tmp_path, content
 ):
     hub.repos[NAME].files["tokenizer.json"] = content
@@ -312,13 +316,13 @@ def test_files_without_a_declared_digest_are_named(hub, stage: StageRunner, tmp_
     assert made["summary"]["size_only"] == [SHARDS[1]]
 
 
-def test_no_room_is_noticed_before_fetching(hub, stage: StageRunner, tmp_path):
+def test_a_full_disk_is_reported_before_the_download(hub, stage: StageRunner, tmp_path):
     hub.repos[NAME].sizes["README.md"] = 10**15
     assert "1000.0 TB free" in stage(SCRIPT, "--model-name", NAME, expect=4).stderr
     assert not leftovers(tmp_path) and not hub.paths("-of-")
 
 
-def test_options_that_contradict_each_other_are_told_together(stage: StageRunner):
+def test_all_contradicting_options_are_in_one_error(stage: StageRunner):
     error = stage(SCRIPT, "--from-scratch", "--revision", "x", expect=2).stderr
     assert "3 problems" in error and "--model-size" in error and "tokenizer" in error
     assert (
@@ -387,7 +391,7 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
 
 def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path, corpus):
     done = stage(*scratch("--train-tokenizer", corpus, "--model-name", "small"))
-    assert "warning: hf_datasets/corpus holds too little text for 4,096 tokens" in done.stdout
+    assert "warning: too little text for 4,096 tokens" in done.stdout
     made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
     assert made["vocabulary"] == made["tokens"] == 4096
     given = ("--tokenizer", ".cache/models/small", "--model-name", "big")
@@ -412,7 +416,7 @@ def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
         (("--train-tokenizer", "untitled"), 2, "no column of strings called `text`"),
         (("--train-tokenizer", "nowhere"), 3, "does not exist"),
         (("--train-tokenizer", "empty"), 2, "not a dataset"),
-        (("--tokenizer", "empty"), 2, "holds no tokenizer"),
+        (("--tokenizer", "empty"), 2, "contains no tokenizer"),
         (("--tokenizer", "nowhere"), 2, "no such directory"),
         (("--train-tokenizer", corpus, "--vocab-size", 100), 2, "too small"),
     ):

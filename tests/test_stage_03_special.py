@@ -118,7 +118,7 @@ class Evil:
         pickled([torch.zeros(1)]),
     ],
 )
-def test_a_pickle_of_anything_else_is_not_run(hub, weights, stage: StageRunner, tmp_path, content):
+def test_other_objects_in_a_pickle_are_not_run(hub, weights, stage: StageRunner, tmp_path, content):
     hub.repos[NAME].files["pytorch_model.bin"] = content
     done = stage(SCRIPT, "--model-name", NAME, "--allow-pickle", expect=2)
     assert "pytorch_model.bin" in done.stderr and "Traceback" not in done.stderr
@@ -164,7 +164,7 @@ def run_novel(stage: StageRunner, *more: object, **how: object):
 
 
 @pytest.mark.slow
-def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_path):
+def test_code_is_downloaded_only_when_trusted(hub, novel, stage: StageRunner, tmp_path):
     refused = run_novel(stage, expect=2).stderr
     assert "--trust-remote-code" in refused and not hub.paths(".py")
     run_novel(stage, "--trust-remote-code")
@@ -192,11 +192,11 @@ def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_p
     from lib.core.errors import ArtifactError
     from lib.models.architecture import build_on_meta
 
-    with pytest.raises(ArtifactError, match="not the code that stage 03 fetched"):
+    with pytest.raises(ArtifactError, match="has changed since"):
         build_on_meta(target, trust_code=True)
 
 
-def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRunner, tmp_path):
+def test_code_of_another_repository_is_downloaded_too(hub, novel, stage: StageRunner, tmp_path):
     change_config(
         novel,
         auto_map={
@@ -223,7 +223,7 @@ def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRun
         ),
     ],
 )
-def test_code_that_does_not_lie_beside_the_config_is_refused(
+def test_code_outside_of_the_directory_of_the_config_is_refused(
     hub, novel, stage: StageRunner, tmp_path, reference
 ):
     novel.files |= {path: b"class NovelConfig: pass" for path in ("/tmp/x.py", "../x.py", ".py")}
@@ -237,7 +237,7 @@ def test_code_that_does_not_lie_beside_the_config_is_refused(
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
     assert "Traceback" not in error and not hub.paths("x.py") and not leftovers(tmp_path)
     assert (
-        "does not lie beside its config.json" in error
+        "not in the same directory as its config.json" in error
         or "not a valid name of a repository" in error
     )
 
@@ -251,14 +251,16 @@ def test_code_that_does_not_lie_beside_the_config_is_refused(
         pytest.param(b"class Other: pass\n", "NovelForCausalLM", marks=pytest.mark.slow),
     ],
 )
-def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code, said):
+def test_code_that_fails_is_reported(hub, novel, stage: StageRunner, tmp_path, code, said):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
     assert said in error and "Traceback" not in error and not leftovers(tmp_path)
     assert not list((tmp_path / "hf_home").rglob("*.py"))
 
 
-def test_a_tokenizer_with_code_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path):
+def test_a_tokenizer_with_code_is_refused_before_weights_are_downloaded(
+    hub, stage: StageRunner, tmp_path
+):
     hub.repos[NAME].files["tokenizer_config.json"] = json.dumps(
         {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}
     ).encode()
@@ -267,7 +269,7 @@ def test_a_tokenizer_with_code_is_told_before_the_weights_come(hub, stage: Stage
     assert not leftovers(tmp_path)
 
 
-def test_code_on_a_known_type_is_not_fetched(hub, stage: StageRunner, tmp_path):
+def test_code_for_a_known_type_is_not_downloaded(hub, stage: StageRunner, tmp_path):
     change_config(hub.repos[NAME], auto_map={"AutoModelForCausalLM": "model.Model"})
     stage(SCRIPT, "--model-name", NAME, "--trust-remote-code")
     assert not hub.paths(".py") and not list((tmp_path / TARGET).glob("*.py"))
@@ -298,7 +300,7 @@ def fill_cache(where: Path, repo: Repo, leave_out: str = "none") -> Path:
     return snapshot
 
 
-def test_what_the_cache_holds_is_not_fetched(hub, stage: StageRunner, tmp_path, model_files):
+def test_cached_files_are_not_downloaded(hub, stage: StageRunner, tmp_path, model_files):
     snapshot = fill_cache(tmp_path / "hf_home", hub.repos[NAME], leave_out=SHARDS[1])
     blob = (snapshot / SHARDS[0]).resolve()
     blob.write_bytes(b"x" * blob.stat().st_size)  # the right size, other content
@@ -310,7 +312,7 @@ def test_what_the_cache_holds_is_not_fetched(hub, stage: StageRunner, tmp_path, 
         assert not path.is_symlink() and path.stat().st_nlink == 1
 
 
-def test_a_whole_cache_stands_in_for_a_hub_out_of_reach(hub, stage: StageRunner, tmp_path):
+def test_a_complete_cache_replaces_an_unreachable_hub(hub, stage: StageRunner, tmp_path):
     snapshot = fill_cache(tmp_path / "hf_home", hub.repos[NAME])
     away = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     done = stage(SCRIPT, "--model-name", NAME, env=away)
@@ -390,7 +392,7 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantization_config"),
     ],
 )
-def test_a_config_that_is_none(stage: StageRunner, tmp_path, model_files, content, said):
+def test_an_invalid_config_is_refused(stage: StageRunner, tmp_path, model_files, content, said):
     (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
     (tmp_path / "c.json").write_text(content)
     error = stage(
@@ -403,7 +405,7 @@ def test_a_config_that_is_none(stage: StageRunner, tmp_path, model_files, conten
 # ------------------------------------------------------------------ --verify
 
 
-def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner, tmp_path):
+def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: StageRunner, tmp_path):
     assert "there is no directory .cache" in stage(SCRIPT, "--verify", expect=2).stderr
     (tmp_path / ".cache/models/x--y.partial-0").mkdir(parents=True)
     nothing = stage(SCRIPT, "--verify", expect=3).stderr

@@ -89,7 +89,7 @@ def test_it_trains_without_stage_03(project: Path) -> None:
             ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to"),
         ),
         ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),
-        ((*TINY, "--tokenizer", "nowhere"), ("nowhere holds no tokenizer",)),
+        ((*TINY, "--tokenizer", "nowhere"), ("nowhere contains no tokenizer",)),
     ],
     ids=str,
 )

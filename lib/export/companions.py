@@ -119,12 +119,12 @@ def _write_configs(
     from transformers import GenerationConfig
 
     from lib.models import chat_files, dialects, remote_code
-    from lib.models.architecture import read_config, read_content
+    from lib.models.architecture import read_config, read_config_json
 
-    config = read_content(model_dir)
+    config = read_config_json(model_dir)
     has_code = trust_code and remote_code.is_needed(config)
     if has_code:
-        remote_code.carry(model_dir, out)
+        remote_code.copy_code(model_dir, out)
     else:
         config.pop(
             "auto_map", None

@@ -223,10 +223,10 @@ class RemoteModel(RemoteFiles):
         """Download the modeling code if transformers does not know the model's type."""
         from lib.models import architecture
 
-        if remote_code.is_needed(architecture.read_content(self.preview)):
-            self.code = remote_code.collect(self.preview / CONFIG, self._fetch_code_files)
-            remote_code.make_local(self.preview / CONFIG)
-            remote_code.record(self.preview, self._list_code())
+        if remote_code.is_needed(architecture.read_config_json(self.preview)):
+            self.code = remote_code.fetch_code(self.preview / CONFIG, self._fetch_code_files)
+            remote_code.use_local_code(self.preview / CONFIG)
+            remote_code.write_digests(self.preview, self._list_code())
 
     def _list_code(self) -> list[str]:
         return [name for names in self.code.values() for name in names]
@@ -246,8 +246,8 @@ class RemoteModel(RemoteFiles):
 
     def _add_code(self, directory: Path) -> list[dict[str, Any]]:
         """Copy the code into the model's directory, and make its config refer to it there."""
-        remote_code.make_local(directory / CONFIG)
-        remote_code.carry(self.preview, directory)
+        remote_code.use_local_code(directory / CONFIG)
+        remote_code.copy_code(self.preview, directory)
         names = [CONFIG, CODE_DIGESTS, *self._list_code()]
         return [manifest.file_entry(directory, directory / name, "sha256") for name in names]
 
@@ -256,7 +256,7 @@ class RemoteModel(RemoteFiles):
 
         total = sum(file.size for file in self.pickles)
         with Progress("converting pickles", total, "B", show_progress) as progress:
-            return pickles.convert(
+            return pickles.convert_pickles(
                 directory,
                 [file.path for file in self.pickles],
                 progress.advance,

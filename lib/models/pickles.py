@@ -1,4 +1,4 @@
-"""Converts pickled weights to safetensors, without running anything that is in a pickle."""
+"""Convert pickled weights to safetensors without running code in the pickles."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from lib.models.tensor_file import write_tensors
 from lib.models.tensors import DTYPES
 
 
-def convert(
+def convert_pickles(
     directory: Path, names: Sequence[str], advance: Callable[[int], None], trust_code: bool = False
 ) -> list[dict[str, Any]]:
-    """Replace pickled weights by safetensors, file by file; return the manifest entries.
+    """Replace pickles by safetensors, file by file, and return the manifest entries.
 
-    names: of one file, or of all shards, whose bytes must have been verified. advance: called with
-    the bytes of each pickle that is done. A pickle is deleted as soon as its content is written.
-    trust_code: see architecture.read_config. Raises UsageError when one holds anything but tensors.
+    names: one file or all shards; their digests must have been checked. advance: called with the
+    bytes of each converted pickle. Each pickle is deleted after its content has been written.
+    trust_code: see architecture.read_config. Raises UsageError if a pickle contains anything else
+    than tensors.
     """
     tied = architecture.build_on_meta(directory, trust_code=trust_code).all_tied_weights_keys
     entries: list[dict[str, Any]] = []
@@ -35,12 +36,12 @@ def convert(
     for name in names:
         pickled = directory / name
         target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
-        tensors = _without_tied(_read(pickled), tied)
+        tensors = _drop_tied(_read_pickle(pickled), tied)
         entries.append(write_tensors(target, tensors))
         where |= {key: target.name for key in tensors}
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance(pickled.stat().st_size)
-        del tensors  # they are mapped from the file
+        del tensors  # they are mapped from the file that is deleted next
         pickled.unlink()
     if len(names) > 1:
         manifest.write_json(
@@ -54,12 +55,12 @@ def _shard_name(name: str) -> str:
     return f"{name.removesuffix('.bin').replace('pytorch_model', 'model')}.safetensors"
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a pickle, mapped from the file where its format allows that."""
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a pickle, mapped from the file if its format allows that."""
 
     def load(mmap: bool) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they name lines of torch
+            warnings.simplefilter("ignore")  # they only concern torch's own code
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
     try:
@@ -67,13 +68,13 @@ def _read(path: Path) -> dict[str, Tensor]:
             content = load(mmap=True)
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             content = load(mmap=False)
-    except Exception as error:  # what odd bytes provoke in torch
-        # torch's own words advise to switch the protection off.
+    except Exception as error:  # damaged files cause many kinds of errors in torch
+        # torch's own message, which suggests to turn off the protection, is not shown.
         forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UsageError(
-            f"{path.name} cannot be read without running code of it"
+            f"{path.name} cannot be read without running its code"
             if forbidden
-            else f"{path.name} is not a PyTorch file, or a damaged one",
+            else f"{path.name} is damaged or not a PyTorch file",
             expected="a dictionary of tensors, as torch.save writes them",
             found=f"it calls {forbidden[1]}" if forbidden else type(error).__name__,
         ) from None
@@ -92,17 +93,17 @@ def _read(path: Path) -> dict[str, Tensor]:
     )
     if odd:
         raise UsageError(
-            f"{path.name} holds more than tensors",
+            f"{path.name} contains other objects than tensors",
             found="\n".join(odd[:5]),
             expected="a dictionary of tensors, as torch.save writes them",
         )
     return content
 
 
-def _without_tied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
-    """Leave out the second name of a weight that the model ties, if both are the same memory.
+def _drop_tied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Drop the second name of each tied weight if both names share their memory.
 
-    Other names that share memory keep a copy each: safetensors has no way to share.
+    Other tensors that share memory are stored twice, because safetensors cannot express sharing.
     """
 
     def memory(tensor: Tensor) -> tuple[int, torch.Size]:

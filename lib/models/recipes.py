@@ -1,4 +1,4 @@
-"""Makes a tensor of a module, or only a part of it, of the tensors on the Hub."""
+"""Build a parameter of a model, or only a part of it, from the tensors of a Hub checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lib.models.tensors import HubTensors, TensorPart
 
 
 class Recipe(Protocol):
-    """Builds a module's tensor, or this rank's part of it, from the Hub tensors named in `keys`."""
+    """Build a parameter, or this rank's part of it, from the checkpoint's tensors in `keys`."""
 
     @property
     def keys(self) -> tuple[str, ...]: ...
@@ -23,21 +23,21 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Takes the one tensor as it is on the Hub, under another name or the same."""
+    """Read one tensor unchanged, possibly under another name."""
 
     keys: tuple[str]
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
-        """Return the part, read alone."""
+        """Return the part; only its bytes are read."""
         return tensors.read(self.keys[0], part)
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """Stacks one Hub tensor per expert; several per expert are joined along `dim`.
+    """Stack one tensor per expert, and concatenate several per expert along `dim`.
 
-    kinds: [kind][expert], such as w1 and w3. dim: of the stacked tensor, at least 1. Only the
-    experts and rows that a part covers are read.
+    kinds: [kind][expert], such as w1 and w3. dim: dimension of the stacked tensor, at least 1. Only
+    the experts and rows of a part are read.
     """
 
     kinds: tuple[tuple[str, ...], ...]
@@ -45,11 +45,11 @@ class Stacked:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the Hub names it needs."""
+        """Return the names of all tensors in the checkpoint."""
         return sum(self.kinds, ())
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
-        """Return the part: [experts, …] with the kinds side by side along `dim`."""
+        """Return the part, [experts, …], with the kinds concatenated along `dim`."""
         experts = part[0]
         inner = list(part[1:])
         along = self.dim - 1  # the same dimension, counted in one expert's tensor
@@ -72,10 +72,10 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Converted:
-    """Makes anything else: it reads all Hub tensors and runs the operations of transformers.
+    """Read all tensors completely and convert them with transformers' operations.
 
-    Needs the memory of one whole tensor for a moment. convert: Hub tensors by name → module
-    tensors by name, of which `name` is this one.
+    For a short time this needs the memory of the full tensor. convert: maps the checkpoint's
+    tensors by name to parameters by name, including `name`.
     """
 
     keys: tuple[str, ...]
@@ -83,17 +83,17 @@ class Converted:
     name: str
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
-        """Return the part of the converted tensor."""
+        """Return the part of the converted tensor; the rest is discarded."""
         return self.convert({key: tensors.read(key) for key in self.keys})[self.name][part]
 
 
 def stack_experts(
     converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int
 ) -> Stacked | None:
-    """Return the recipe of a conversion that only stacks experts, None for any other.
+    """Return the recipe for a conversion that only stacks experts, or None for other conversions.
 
-    sources: Hub names by the converter's pattern, in the order of the experts. ndim: dimensions
-    of the stacked tensor.
+    sources: checkpoint names by the converter's pattern, in the order of the experts. ndim: number
+    of dimensions of the stacked tensor.
     """
     merge, *join = converter.operations
     if type(merge) is not MergeModulelist or merge.dim != 0 or len(join) > 1 or ndim < 2:

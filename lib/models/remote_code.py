@@ -1,9 +1,9 @@
-"""Handles code that comes with a model: it is fetched, and run, only when a command says so.
+"""Handle modeling code in a model's repository. It is downloaded and run only with an option.
 
-`config.json` names it in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`, or
-`"org/other--modeling_new.NewForCausalLM"` for code that lies in another repository. Nothing that
-lies in a directory makes its code run: `--trust-remote-code` has to be typed for each stage. The
-digests that stage 03 notes beside the code only tell whether it is still what was fetched.
+`config.json` names the code in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`,
+or `"org/other--modeling_new.NewForCausalLM"` for code in another repository. No file in a directory
+permits to run its code: every stage needs `--trust-remote-code`. The digests that stage 03 writes
+beside the code only show whether the code has changed since.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ OPTION = "--trust-remote-code"
 _REFERENCE = re.compile(r"((?P<repository>[\w./-]+)--)?(?P<module>\w+)\.\w+", re.ASCII)
 _FILE = re.compile(r"\w+\.py", re.ASCII)
 
-Bring = Callable[[str, list[str]], Path]  # repository ("" for the model's own), names → directory
+# Downloads files (repository, or "" for the model's own; names) and returns their directory.
+FetchFiles = Callable[[str, list[str]], Path]
 
 
 def is_needed(content: dict[str, Any]) -> bool:
-    """Tell whether the content of a config.json names a type that only its own code knows."""
+    """Return whether a model needs its own code, because transformers does not know its type.
+
+    content: of config.json.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return content.get("model_type") not in CONFIG_MAPPING and isinstance(
@@ -37,18 +41,18 @@ def is_needed(content: dict[str, Any]) -> bool:
     )
 
 
-def record(model_dir: Path, names: list[str]) -> None:
-    """Note the digests of code files as they were fetched."""
+def write_digests(model_dir: Path, names: list[str]) -> None:
+    """Write the digests of downloaded code files."""
     manifest.write_json(
         model_dir / CODE_DIGESTS,
         {name: hashing.file_digest(model_dir / name, "sha256") for name in sorted(names)},
     )
 
 
-def list_fetched(model_dir: Path) -> list[str]:
-    """Return the code files that stage 03 fetched with a model, none for any other directory.
+def list_code_files(model_dir: Path) -> list[str]:
+    """Return the names of the code files that stage 03 downloaded; [] for other directories.
 
-    Raises ArtifactError when they are no longer what was fetched.
+    Raises ArtifactError if the files have changed since.
     """
     if not (model_dir / CODE_DIGESTS).exists():
         return []
@@ -68,24 +72,25 @@ def list_fetched(model_dir: Path) -> list[str]:
         changed = [CODE_DIGESTS]
     if changed:
         raise ArtifactError(
-            f"the code in {model_dir} is not the code that stage 03 fetched",
+            f"the code in {model_dir} has changed since stage 03 downloaded it",
             found=", ".join(sorted(changed)),
             **lookup.model_remedy(model_dir, "--overwrite"),
         )
     return list(digests)
 
 
-def carry(model_dir: Path, target: Path) -> None:
-    """Copy the code of a model with its digests to a directory that gets a copy of the config."""
-    for name in (names := list_fetched(model_dir)) and [*names, CODE_DIGESTS]:
+def copy_code(model_dir: Path, target: Path) -> None:
+    """Copy the code of a model and its digests to another directory."""
+    for name in (names := list_code_files(model_dir)) and [*names, CODE_DIGESTS]:
         shutil.copyfile(model_dir / name, target / name)
 
 
-def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
-    """Return the code files that a model needs, by the repository they are in.
+def fetch_code(config_path: Path, fetch_files: FetchFiles) -> dict[str, list[str]]:
+    """Download the code files that a model needs, and return their names by repository.
 
-    bring: fetches files of a repository. Raises UsageError when the config does not name the
-    classes it must, in modules beside it, or files of two repositories have the same name.
+    Follows relative imports. Raises UsageError if the config does not name the required classes, if
+    a module is not at the top level of a repository, or if files of two repositories have the same
+    name.
     """
     content = records.read_json(config_path)
     auto_map = {key: value for key, value in content["auto_map"].items() if key in NEEDED}
@@ -95,11 +100,11 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
             expected=f"{' and '.join(NEEDED)} in auto_map of config.json",
             found=", ".join(content["auto_map"]) or "nothing",
         )
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for reference in auto_map.values():
         if not (parts := _REFERENCE.fullmatch(reference)):
             raise UsageError(
-                "the model's code does not lie beside its config.json",
+                "the model's code is not in the same directory as its config.json",
                 expected="module.Class, or ORG/NAME--module.Class, in auto_map",
                 found=repr(reference),
             )
@@ -107,28 +112,28 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
         waiting = [f"{parts['module']}.py"]
         while waiting:
             name = waiting.pop()
-            if name in found.setdefault(repository, []):
+            if name in files.setdefault(repository, []):
                 continue
-            found[repository].append(name)
-            waiting += _relative_imports(bring(repository, [name]) / name)
-    names = [name for files in found.values() for name in files]
-    if twice := {name for name in names if names.count(name) > 1}:
+            files[repository].append(name)
+            waiting += _list_relative_imports(fetch_files(repository, [name]) / name)
+    names = [name for repository_files in files.values() for name in repository_files]
+    if duplicates := {name for name in names if names.count(name) > 1}:
         raise UsageError(
-            "the model's code comes from two repositories with files of equal name",
-            found=", ".join(sorted(twice)),
+            "the model's code comes from two repositories that have files of the same name",
+            found=", ".join(sorted(duplicates)),
         )
-    return found
+    return files
 
 
-def make_local(config_path: Path) -> None:
-    """Rewrite a config.json so that its code is looked for beside it, never on the Hub."""
+def use_local_code(config_path: Path) -> None:
+    """Rewrite a config.json so that transformers loads the code from its directory, not the Hub."""
     content = records.read_json(config_path)
     content["auto_map"] = {key: content["auto_map"][key].rpartition("--")[2] for key in NEEDED}
     manifest.write_json(config_path, content)
 
 
-def _relative_imports(path: Path) -> list[str]:
-    """Return the files beside a module that it imports."""
+def _list_relative_imports(path: Path) -> list[str]:
+    """Return the names of the files that a module imports from its own directory."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
@@ -139,8 +144,8 @@ def _relative_imports(path: Path) -> list[str]:
             modules |= {node.module} if node.module else {alias.name for alias in node.names}
     if nested := sorted(module for module in modules if "." in module):
         raise UsageError(
-            f"the model's code {path.name} imports from directories, which "
-            "transformers does not copy",
+            f"the model's code {path.name} imports from subdirectories, which transformers does "
+            "not copy",
             found=", ".join(nested),
         )
     return [f"{module}.py" for module in sorted(modules)]

@@ -1,4 +1,4 @@
-"""Tells which part of a parameter a rank holds, and what sharding hides of a module."""
+"""Find a rank's part of a sharded parameter, and the original class of a sharded module."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# Private, but the only place that knows every placement (uneven, strided, several mesh dimensions);
-# torch's own checkpoint code calls it. The same signature in torch 2.11 to 2.13.
+# Private, but the only function that supports every placement (uneven, strided, several mesh
+# dimensions). torch's checkpoint code calls it too. Same signature in torch 2.11 to 2.13.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lib.core import units
 
-ROWS = 1  # the dimension of [experts, rows, columns] that padding makes longer
+ROWS = 1  # the dimension of [experts, rows, columns] that is padded
 _REAL_ROWS = "real_rows"  # attribute of a padded parameter
 
 
 class Placement(NamedTuple):
-    """Says where a model will compute.
+    """How a model will be sharded.
 
-    shard_size: ranks per replica. offload: shards lie in host memory. device: `cuda` or `cpu`.
+    shard_size: ranks per replica. offload: whether shards are in host memory. device: `cuda` or
+    `cpu`.
     """
 
     shard_size: int = 1
@@ -37,33 +38,33 @@ class Placement(NamedTuple):
 
 
 class Padded:
-    """Marks modules with parameters that have unused rows, see lib/parallel/placement.py.
+    """Base class of modules with padded parameters, see lib/parallel/placement.py.
 
-    rows: those of each padded parameter without padding.
+    rows: number of rows without padding, by name of the parameter.
     """
 
     rows: Mapping[str, int]
 
 
 def mark_padded(model: nn.Module) -> None:
-    """Tell padded parameters, which have just been given memory, how many of their rows are real.
+    """Store on each padded parameter its number of rows without padding, and zero the padding.
 
-    The padding is zero, and stays so: it has no gradient.
+    Call this after the parameters were allocated. Padding has no gradient, so it stays zero.
     """
     for module in model.modules():
         for name, rows in module.rows.items() if isinstance(module, Padded) else ():
             parameter = module._parameters[name]
             setattr(parameter, _REAL_ROWS, rows)
-            whole = local_tensor(parameter, padded=True)
+            padded = local_tensor(parameter, padded=True)
             real = local_tensor(parameter)
-            whole.narrow(ROWS, real.shape[ROWS], whole.shape[ROWS] - real.shape[ROWS]).zero_()
+            padded.narrow(ROWS, real.shape[ROWS], padded.shape[ROWS] - real.shape[ROWS]).zero_()
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the part of the full tensor that this rank holds, one slice per dimension.
+    """Return this rank's part of the full tensor, without padding, as one slice per dimension.
 
-    tensor: a DTensor on a mesh of any number of dimensions, or a plain tensor (all of it). A rank
-    that holds nothing gets an empty slice; padding is no part of it.
+    tensor: a DTensor on a mesh of any number of dimensions, or a plain tensor, which is complete on
+    each rank. A slice is empty if the rank has no elements.
     """
     tensor = plain(tensor)
     if not isinstance(tensor, DTensor):
@@ -75,7 +76,7 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local_tensor(tensor: Tensor, padded: bool = False) -> Tensor:
-    """Return this rank's shard as a plain tensor sharing its memory. padded: with padding."""
+    """Return this rank's shard as a plain tensor that shares its memory. padded: keep padding."""
     tensor = _masters(tensor) if padded else plain(tensor)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -93,27 +94,30 @@ def group_by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Ten
 
 
 def is_gathered_in_8_bits(tensor: Tensor) -> bool:
-    """Tell whether FSDP gathers a parameter in 8 bits, see float8.py."""
+    """Return whether FSDP all-gathers a parameter in 8 bits, see float8.py."""
     return isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather")
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return what a checkpoint has of a parameter, sharing its memory; all else as it is.
+    """Return a parameter as a checkpoint stores it, sharing its memory.
 
-    That is the masters of what FSDP gathers in 8 bits, and a padded parameter without padding.
+    This removes padding, and the tensor class of parameters that FSDP gathers in 8 bits.
     """
     return without_padding(_masters(tensor), tensor)
 
 
 def _masters(tensor: Tensor) -> Tensor:
-    """Return a parameter without the class that torchao gives it, which no file should hold."""
+    """Return the master weights of a parameter without torchao's tensor class."""
     if is_gathered_in_8_bits(tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
     return tensor
 
 
 def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a parameter, or a state of its shape, without its padding, sharing its memory."""
+    """Return a parameter, or an optimizer state of its shape, without padding. Shares its memory.
+
+    tensor: returned unchanged if its shape is not that of the padded parameter.
+    """
     if not hasattr(parameter, _REAL_ROWS) or tensor.shape != parameter.shape:
         return tensor
     shape = list(tensor.shape)
@@ -131,24 +135,23 @@ def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def is_frozen(model: nn.Module) -> bool:
-    """Tell whether a model has parameters that are not trained: see lora.py."""
+    """Return whether a model has frozen parameters, see lora.py."""
     return not all(parameter.requires_grad for parameter in model.parameters())
 
 
-def size_of(model: PreTrainedModel) -> str:
-    """Say how many parameters a model has, and how many are trained where not all are."""
+def describe_size(model: PreTrainedModel) -> str:
+    """Return a text with the number of parameters and, if some are frozen, of trained ones."""
     text = f"{units.count(model.num_parameters())} parameters"
     if is_frozen(model):
         text += f", {units.count(model.num_parameters(only_trainable=True))} trained"
     return text
 
 
-def tie_again(model: PreTrainedModel) -> None:
-    """Make tied weights one parameter again after `to_empty`, where that is needed.
+def restore_ties(model: PreTrainedModel) -> None:
+    """Tie weights again that `to_empty` has separated.
 
-    `to_empty` keeps a shared DTensor shared and gives a shared plain parameter one memory per name.
-    Nothing is done to the former: `tie_weights` also pads a head's bias, which would put it outside
-    the memory that FSDP knows.
+    `to_empty` separates plain parameters but not DTensors. Models whose weights are still tied are
+    left alone: `tie_weights` also pads the bias of a head, and FSDP would not know its new memory.
     """
     if any(
         model.get_parameter(name) is not model.get_parameter(source)
@@ -158,18 +161,18 @@ def tie_again(model: PreTrainedModel) -> None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's own class, which sharding puts behind one of its making."""
-    line = type(module).__mro__
-    ours = [line.index(kind) for kind in (FSDPModule, Padded) if kind in line]
-    return line[max(ours) + 1] if ours else line[0]
+    """Return the original class of a module; sharding and padding replace it by a subclass."""
+    classes = type(module).__mro__
+    added = [classes.index(kind) for kind in (FSDPModule, Padded) if kind in classes]
+    return classes[max(added) + 1] if added else classes[0]
 
 
 @contextlib.contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give all modules their own class back for the while.
+    """Give all modules their original class while this context is open.
 
-    transformers looks up key conversions and initialisation rules by the name of the class, and
-    finds none for FSDPGPTNeoXForCausalLM (5.17 to 5.23).
+    transformers (5.17 to 5.23) finds key conversions and initialisation rules by the name of the
+    class, and has none for FSDPGPTNeoXForCausalLM.
     """
     sharded = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)

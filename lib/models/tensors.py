@@ -1,4 +1,4 @@
-"""Reads the tensors of safetensors files in part."""
+"""Read tensors, or parts of tensors, from safetensors files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Names of floating-point dtypes in safetensors files → in configs.
 FLOATING = {
     name: str(dtype).removeprefix("torch.")
     for dtype, name in DTYPES.items()
     if dtype.is_floating_point
-}  # names in files → names in configs
+}
 # With fp8, everything but the linear layers of the blocks computes in bf16: see float8.py.
 COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
@@ -68,10 +69,10 @@ TensorPart = tuple[slice, ...]
 
 @dataclass
 class Headers:
-    """Says what the headers of safetensors files hold, by Hub name.
+    """The contents of the headers of safetensors files, by tensor name.
 
-    starts: the byte of its file at which a tensor begins. problems: a sentence for each thing that
-    does not fit. damaged: names of the files that have one.
+    starts: offset in bytes of a tensor in its file. problems: one message per contradiction.
+    damaged: names of files with problems.
     """
 
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Headers:
     damaged: set[str] = field(default_factory=set)
 
     def add(self, path: Path, size: int) -> None:
-        """Take in the tensors of a file of so many bytes, of which the beginning is there."""
+        """Add the tensors of a file. size: bytes of the complete file; only its header is read."""
         before = len(self.problems)
         try:
             header, start = directory.read_header(path, size)
@@ -93,7 +94,10 @@ class Headers:
             self.damaged.add(path.name)
 
     def compare(self, file_of: Mapping[str, str]) -> None:
-        """Note the tensors that do not lie in the file that an index names, if that is whole."""
+        """Add a problem for each tensor that is not in the file that the index names.
+
+        Damaged files are skipped, because they already have a problem.
+        """
         self.problems += [
             f"missing: {key} is not in {file}, where {INDEX} says it is"
             for key, file in file_of.items()
@@ -116,16 +120,15 @@ class Headers:
             self.problems.append(
                 f"damaged: the file {file} is "
                 f"{'truncated' if data_bytes < end else 'too long'}: "
-                f"{data_bytes} bytes of data, its header says {end}"
+                f"{data_bytes} bytes of data, but its header says {end}"
             )
 
 
 class HubTensors(Headers):
-    """Reads the tensors of a model directory by Hub name.
+    """Read the tensors in a model directory by their names in the checkpoint.
 
-    They are read by `pread`, not through mapped memory: mapped pages would count as this rank's
-    memory on top of its shard, and some parallel file systems map slowly. Several threads may read
-    at once.
+    `pread` is used instead of mmap: mapped pages would count as memory of this rank in addition to
+    its shard, and some parallel file systems map slowly. Several threads may read at the same time.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -153,10 +156,10 @@ class HubTensors(Headers):
         self._open.close()
 
     def read(self, key: str, part: TensorPart | None = None) -> Tensor:
-        """Return a tensor, or only the part of it.
+        """Return a tensor, or only a part of it.
 
-        Of the first dimension only what is asked for is read; rows are read whole, in blocks, when
-        only some of their columns are wanted.
+        Reads only the rows of the part. If the part has only some columns, the rows are read
+        completely, in blocks.
         """
         shape = self.shapes[key]
         dtype = _BY_NAME[self.dtypes[key]]
@@ -168,16 +171,16 @@ class HubTensors(Headers):
         sizes = tuple(one.stop - one.start for one in part)
         if sizes[1:] == tuple(shape[1:]):
             return self._read(key, rows.start * row, sizes)
-        found = torch.empty(sizes, dtype=dtype)
+        tensor = torch.empty(sizes, dtype=dtype)
         step = max(1, _BLOCK // max(row, 1))
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
             block = self._read(key, first * row, (last - first, *shape[1:]))
-            found[first - rows.start : last - rows.start] = block[(slice(None), *inner)]
-        return found
+            tensor[first - rows.start : last - rows.start] = block[(slice(None), *inner)]
+        return tensor
 
     def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
-        """Return the tensor of a shape that begins at a byte of a tensor's data."""
+        """Return a tensor of a shape from the data of `key`. offset: in bytes."""
         tensor = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]])
         file = self.files[key]
         read_into(
@@ -191,9 +194,9 @@ class HubTensors(Headers):
 
 
 def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy: str) -> None:
-    """Fill a contiguous tensor with the bytes of a file from an offset on.
+    """Fill a contiguous tensor with bytes of a file. offset: in bytes.
 
-    path, remedy: for the ArtifactError when the file ends before.
+    Raises ArtifactError, with `path` and `remedy`, if the file is too short.
     """
     view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
     while view:
@@ -207,14 +210,17 @@ def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy
 
 
 def read_index(model_dir: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index says, empty when there is but one file."""
+    """Return the file name of each tensor from the index, or {} if there is only one file.
+
+    Raises ArtifactError if the index is damaged or names files outside of the directory.
+    """
     path = model_dir / INDEX
     if (model_dir / WEIGHTS).is_file() or not path.is_file():
         return {}
     try:
         file_of = directory.read_index(path)
         if any(map(records.leads_out, file_of.values())):
-            raise ValueError("it names files elsewhere")
+            raise ValueError("it names files outside of the directory")
     except ValueError:
         raise ArtifactError(
             f"{path} is damaged", expected="a JSON object with a weight_map"

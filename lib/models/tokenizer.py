@@ -1,11 +1,11 @@
-"""Trains tokenizers on a dataset, copies and loads them, from local files alone.
+"""Train a tokenizer on datasets, or copy and load one, from local files.
 
-The trained one is byte-level BPE, so any string survives a round trip. It puts
-`<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents, and
-`<|pad|>` fills the short texts of a batch when the model is used. Text that merely looks like one
-of these is tokenised as text (`split_special_tokens`): a document cannot forge a boundary. One that
-is trained on conversations also has the two tokens of ChatML and its template, and reads special
-tokens in text as what they are: templates write them so.
+A trained tokenizer is a byte-level BPE, so it decodes any string unchanged. It adds
+`<|begin_of_text|>` before each text. `<|end_of_text|>` separates documents, and `<|pad|>` pads
+batches at inference. Text that looks like a special token is encoded as text
+(`split_special_tokens`), so a document cannot forge a boundary. A tokenizer that is trained on
+conversations also has the two tokens of ChatML and its template; because templates write special
+tokens as text, it recognises them in text.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
-PAD = "<|pad|>"  # not EOS: who masks the padding of a batch must not mask the ends of its texts
-TURN = ("<|im_start|>", "<|im_end|>")  # around a turn, by chat_templates/chatml.jinja
-SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
-BYTE_VOCABULARY = SMALLEST_VOCABULARY + 1  # of a tokenizer that is not trained: PAD as well
-SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
+PAD = "<|pad|>"  # not EOS, because masking the padding must not mask the ends of documents
+TURN = ("<|im_start|>", "<|im_end|>")  # start and end of a turn in chat_templates/chatml.jinja
+SMALLEST_VOCABULARY = 256 + 2  # all bytes, BOS and EOS
+BYTE_VOCABULARY = SMALLEST_VOCABULARY + 1  # of an untrained tokenizer: also PAD
+SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; training takes about a minute
 
 _CONFIG = "tokenizer_config.json"
 
-# Splits text into words before merging: contractions, words with the space before them, up to
-# three digits, runs of punctuation, line ends, other space. As in Llama 3, to the last character:
-# Ollama knows the expression, and llama.cpp has it under the name llama-bpe.
+# Splits text into words before merging: contractions, words with the preceding space, up to three
+# digits, punctuation, line ends, other space. It equals Llama 3's expression in every character,
+# because Ollama recognises it, and llama.cpp has it under the name llama-bpe.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-# What a tokenizer must survive: words, spaces, numbers, other alphabets, a character of four bytes.
-_TRIP = (
+# Texts that are encoded and decoded for a check: words, spaces, numbers, alphabets, emoji.
+_ROUND_TRIP_TEXTS = (
     "The quick brown fox jumps over the lazy dog, 3 times.",
     "def f(x):\n    return x[0]\n",
     "naïve café, Größe",
@@ -62,23 +62,23 @@ _TRIP = (
 
 @dataclass
 class Sample:
-    """Says what a tokenizer was trained on. bytes_used, bytes_there: UTF-8 of the text column."""
+    """The part of the datasets that a tokenizer was trained on, in documents and bytes of UTF-8."""
 
     documents_used: int
-    documents_there: int
+    documents_total: int
     bytes_used: int
-    bytes_there: int
+    bytes_total: int
 
     def __str__(self) -> str:
-        if self.bytes_used >= self.bytes_there:
+        if self.bytes_used >= self.bytes_total:
             return (
                 f"all {units.count(self.documents_used)} documents "
                 f"({units.size(self.bytes_used)} of text)"
             )
         return (
-            f"{units.count(self.documents_used)} of {units.count(self.documents_there)} "
+            f"{units.count(self.documents_used)} of {units.count(self.documents_total)} "
             f"documents, evenly spread ({units.size(self.bytes_used)} of "
-            f"{units.size(self.bytes_there)} of text)"
+            f"{units.size(self.bytes_total)} of text)"
         )
 
 
@@ -92,39 +92,39 @@ def train_tokenizer(
     show_progress: bool,
     limit: int = SAMPLE_BYTES,
 ) -> tuple[int, Sample]:
-    """Train byte-level BPE on the train splits of some datasets and save it.
+    """Train a byte-level BPE on the train splits of datasets, save it and log a summary.
 
-    Of no dataset it has a token for each byte, and no others. vocabulary: tokens, special ones
-    included; what a small corpus cannot give is made up of names that no text is turned into.
-    context: tokens, becomes `model_max_length`; None for no limit. limit: bytes of text to use at
-    most. Returns the number of tokens that text can give, and what they were made from, after
-    saying both in the log. The same text gives the same bytes.
+    Without a dataset, the tokenizer has only the tokens for bytes and special tokens. vocabulary:
+    number of tokens, including special ones; if there is too little text, unused tokens fill it.
+    context: tokens, written as `model_max_length`; None for no limit. limit: maximum bytes of text.
+    Returns the number of tokens without unused ones, and the sample. The same text results in
+    identical files.
     """
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
     import pyarrow.compute
     from tokenizers.trainers import BpeTrainer
 
-    tokenizer, alphabet = _make_untrained()
-    found = training_text.read_texts(corpora) if corpora else None
-    is_chat = found is not None and found.is_chat
+    tokenizer, alphabet = _build_untrained()
+    training = training_text.read_texts(corpora) if corpora else None
+    is_chat = training is not None and training.is_chat
     trainer = BpeTrainer(
         vocab_size=vocabulary,
         show_progress=False,
-        special_tokens=_special_tokens(is_chat, vocabulary),
+        special_tokens=_list_special_tokens(is_chat, vocabulary),
         initial_alphabet=sorted(alphabet),
     )
     sample = Sample(0, 0, 0, 0)
-    if found:
-        dataset = found.texts
-        there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
-        sample = Sample(0, len(dataset), 0, there.as_py() or 0)
+    if training:
+        dataset = training.texts
+        total = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
+        sample = Sample(0, len(dataset), 0, total.as_py() or 0)
         with Progress(
-            "text for the tokenizer", min(limit, sample.bytes_there), "B", show_progress
+            "text for the tokenizer", min(limit, sample.bytes_total), "B", show_progress
         ) as progress:
             tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
     else:
         tokenizer.train_from_iterator([], trainer)
-    made = tokenizer.get_vocab_size()
+    used_tokens = tokenizer.get_vocab_size()
     _add_bos(tokenizer)
     _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
     manifest.write_json(
@@ -134,7 +134,7 @@ def train_tokenizer(
             "bos_token": BOS,
             "eos_token": EOS,
             **({"pad_token": PAD} if tokenizer.token_to_id(PAD) is not None else {}),
-            **_make_limit(context),
+            **_limit_entry(context),
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": not is_chat,
         },
@@ -144,77 +144,82 @@ def train_tokenizer(
     log.info(
         f"tokenizer: {vocabulary:,} tokens from {sample}"
         if corpora
-        else "tokenizer: a token for each byte, since there is no dataset to train one on"
+        else "tokenizer: one token per byte, because there is no dataset to train one on"
     )
-    if made < vocabulary and corpora:
+    if used_tokens < vocabulary and corpora:
         log.warn(
-            f"{', '.join(map(str, corpora))} {'holds' if len(corpora) == 1 else 'hold'} too little "
-            f"text for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused"
+            f"too little text for {vocabulary:,} tokens in {', '.join(map(str, corpora))}: it "
+            f"results in {used_tokens:,} tokens, and the others stay unused"
         )
-    return made, sample
+    return used_tokens, sample
 
 
 def copy_tokenizer(source: Path, context: int | None, destination: Path) -> None:
-    """Copy the tokenizer files of a directory; `model_max_length` becomes the context, if any."""
+    """Copy the files of a tokenizer, and set `model_max_length` to `context` unless it is None."""
     for path in _find_files(source):
         shutil.copyfile(path, destination / path.name)
     config = destination / _CONFIG
     content = records.read_json(config) if config.exists() else {}
-    manifest.write_json(config, {**content, **_make_limit(context)})
+    manifest.write_json(config, {**content, **_limit_entry(context)})
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a directory, running no code of it; UsageError when it cannot be."""
+    """Return the tokenizer in a directory without running its code.
+
+    Raises UsageError if it does not load.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever a file made elsewhere provokes in there
-        said = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
-        if "trust_remote_code" in said:
-            said = "it needs code of its own, which is not run"
+    except Exception as error:  # files from elsewhere cause many kinds of errors in transformers
+        reason = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, which is not run"
         raise UsageError(
             f"the tokenizer in {directory} does not load",
-            found=said,
-            expected="tokenizer.json, or the files of a tokenizer that transformers knows",
+            found=reason,
+            expected="tokenizer.json, or the files of a tokenizer that transformers supports",
         ) from None
 
 
-def _make_limit(context: int | None) -> dict[str, int]:
+def _limit_entry(context: int | None) -> dict[str, int]:
     return {"model_max_length": context} if context else {}
 
 
 def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str]:
-    """Return texts that come back from encoding and decoding changed, as `text → what came back`.
+    """Return test texts that encoding and decoding change, as `text → decoded text`.
 
-    A tokenizer that normalises, or lacks characters, changes some by nature. One that gives back
-    what was not there is broken: UsageError.
+    Tokenizers that normalise text or lack characters change some of them. Raises UsageError if
+    decoding adds characters, which only a broken tokenizer does.
     """
     changed = []
-    for text in _TRIP:
+    for text in _ROUND_TRIP_TEXTS:
         try:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            back = tokenizer.decode(
+            decoded = tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        except Exception as error:  # each kind of tokenizer fails in a way of its own
+        except Exception as error:  # each kind of tokenizer raises other errors
             ids = []
-            back = repr(error)
-        if tokenizer.unk_token_id not in ids and not _is_part(_reduce(back), _reduce(text)):
+            decoded = repr(error)
+        if tokenizer.unk_token_id not in ids and not _is_part(
+            _normalize(decoded), _normalize(text)
+        ):
             raise UsageError(
-                f"the tokenizer in {directory} does not give back what it was given",
+                f"the tokenizer in {directory} decodes its own tokens to another text",
                 expected=text,
-                found=back,
+                found=decoded,
             )
-        if back != text:
-            changed.append(f"{text!r} → {back!r}")
+        if decoded != text:
+            changed.append(f"{text!r} → {decoded!r}")
     return changed
 
 
-def _reduce(text: str) -> str:
-    """Return a text without what tokenizers may normalise: case, accents, space."""
+def _normalize(text: str) -> str:
+    """Return a text without the differences that tokenizers may remove: case, accents, space."""
     return "".join(
         char
         for char in unicodedata.normalize("NFKD", text.casefold())
@@ -223,13 +228,16 @@ def _reduce(text: str) -> str:
 
 
 def _is_part(short: str, long: str) -> bool:
-    """Tell whether the characters of a text stand in another, in the same order."""
+    """Return whether `long` contains all characters of `short` in the same order."""
     characters = iter(long)
     return all(char in characters for char in short)
 
 
 def fingerprint_tokenizer(source: Path) -> str:
-    """Return a fingerprint of a directory's tokenizer files; UsageError when there are none."""
+    """Return a fingerprint of the tokenizer files in a directory.
+
+    Raises UsageError if there are none.
+    """
     return hashing.fingerprint(
         {path.name: hashing.file_digest(path, "sha256") for path in _find_files(source)}
     )
@@ -238,11 +246,11 @@ def fingerprint_tokenizer(source: Path) -> str:
 def _find_files(source: Path) -> list[Path]:
     files = artifacts.list_tokenizer_files(source)
     if not files:
-        there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
+        present = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
         raise UsageError(
-            f"{source} holds no tokenizer",
+            f"{source} contains no tokenizer",
             expected="tokenizer.json",
-            found=(", ".join(there) or "an empty directory")
+            found=(", ".join(present) or "an empty directory")
             if source.is_dir()
             else "no such directory",
         )
@@ -252,8 +260,8 @@ def _find_files(source: Path) -> list[Path]:
 def _draw_batches(
     dataset: Dataset, sample: Sample, limit: int, progress: Progress
 ) -> Iterator[list[str]]:
-    """Yield documents evenly spread over the dataset, `limit` bytes of them at most."""
-    share = min(1.0, limit / max(sample.bytes_there, 1))
+    """Yield batches of documents, evenly spread over the dataset, with `limit` bytes at most."""
+    share = min(1.0, limit / max(sample.bytes_total, 1))
     chosen = max(1, int(len(dataset) * share))
     step = 256
     for start in range(0, chosen, step):
@@ -264,7 +272,7 @@ def _draw_batches(
             sample.bytes_used += len(encoded)
             sample.documents_used += 1
             progress.advance(len(encoded))
-            texts.append(encoded.decode(errors="ignore"))  # a cut may fall inside a character
+            texts.append(encoded.decode(errors="ignore"))  # the limit may cut a character in two
             if sample.bytes_used >= limit:
                 break
         yield texts
@@ -272,10 +280,10 @@ def _draw_batches(
             return
 
 
-def _special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
-    """Return the special tokens, for which and every byte a vocabulary must have room.
+def _list_special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
+    """Return the special tokens. The smallest vocabulary has no room for PAD.
 
-    The smallest vocabulary has no room for PAD.
+    Raises UsageError if the vocabulary is too small for a tokenizer of conversations.
     """
     if is_chat and vocabulary < SMALLEST_VOCABULARY + len(TURN):
         raise UsageError(
@@ -287,8 +295,8 @@ def _special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
     return [*needed, PAD] if vocabulary > 256 + len(needed) else needed
 
 
-def _make_untrained() -> tuple[Tokenizer, list[str]]:
-    """Return a byte-level BPE without merges, and the 256 characters that stand for bytes."""
+def _build_untrained() -> tuple[Tokenizer, list[str]]:
+    """Return a byte-level BPE without merges, and the 256 characters that represent bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE())
@@ -301,7 +309,7 @@ def _make_untrained() -> tuple[Tokenizer, list[str]]:
 
 
 def _save_filled(tokenizer: Tokenizer, vocabulary: int, path: Path) -> None:
-    """Write tokenizer.json with as many tokens as asked for; no merge leads to those added."""
+    """Write tokenizer.json, with unused tokens up to the size of the vocabulary."""
     content = json.loads(tokenizer.to_str(pretty=True))
     tokens = content["model"]["vocab"]
     tokens |= {f"<|unused_{i}|>": i for i in range(len(tokens), vocabulary)}

@@ -1,6 +1,6 @@
-"""Gives a model its first weights: those of the Hub, or drawn from a seed; and its buffers.
+"""Load pretrained weights into a model, or initialise it randomly from a seed; restore buffers.
 
-The model may be sharded: each rank reads, or keeps, only its part. No collective is used.
+The model may be sharded. Each rank reads or keeps only its part, without any collective.
 """
 
 from __future__ import annotations
@@ -21,51 +21,59 @@ from lib.models import keys, lookup
 from lib.models.architecture import decoder_layers
 from lib.models.keys import Added, LoadPlan
 from lib.models.recipes import Recipe
-from lib.models.sharded import local_slice, local_tensor, own_class, own_classes, plain, tie_again
+from lib.models.sharded import (
+    local_slice,
+    local_tensor,
+    own_class,
+    own_classes,
+    plain,
+    restore_ties,
+)
 from lib.models.tensors import HubTensors
 
-Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
-Kept = Set[tuple[type[nn.Module], str]]  # parameters by the class and attribute that hold them
+FullParameters = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → (shard, full parameter)
+Kept = Set[tuple[type[nn.Module], str]]  # parameters by class and attribute of their module
 
-_READERS = 4  # threads; each holds one tensor's part at a time
+_READERS = 4  # threads; each has the part of one tensor in memory
 _SHOWN = 40
 
 
 def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
-    """Fill a model's parameters and buffers in place from a Hub checkpoint.
+    """Load the parameters and buffers of a model in place from a directory.
 
-    model: sharded (DTensor parameters) or plain, materialised with `to_empty`. Values are cast to
-    the dtype of the parameter.
-    Raises ArtifactError listing all keys that are missing, unexpected or of another shape.
+    model: sharded (DTensor parameters) or plain, allocated with `to_empty`. Values are cast to the
+    dtype of the parameter. Raises ArtifactError with all tensors that are missing, unexpected or of
+    another shape.
     """
-    tie_again(model)
+    restore_ties(model)
     with HubTensors(model_dir) as stored, torch.no_grad():
         plan = plan_reading(model, stored, model_dir)
         tensors = model.state_dict(keep_vars=True)
         restore_buffers(model)
         names_of = list(keys.group_tied(model).values())
 
-        def fill(names: list[str]) -> bool:
+        def load(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
-            return _fill(tensors[names[0]], recipes, stored)
+            return _load_tensor(tensors[names[0]], recipes, stored)
 
         with workers.thread_pool(_READERS, "reader") as readers:
-            whole = list(readers.map(fill, names_of))
+            agreements = list(readers.map(load, names_of))
         _raise_if_any(
             model_dir,
             [
-                f"{' and '.join(names)} hold different values, but config.json ties them; set "
+                f"{' and '.join(names)} have different values, but config.json ties them; set "
                 "tie_word_embeddings to false there"
-                for names, agrees in zip(names_of, whole, strict=True)
-                if not agrees
+                for names, agree in zip(names_of, agreements, strict=True)
+                if not agree
             ],
         )
 
 
 def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) -> LoadPlan:
-    """Return how the tensors of a model are made of those in its files.
+    """Return the plan for loading a model from its files.
 
-    Raises ArtifactError listing all that are missing, unexpected, or of another shape or dtype.
+    Raises ArtifactError with all tensors that are missing, unexpected, or of another shape or
+    dtype.
     """
     plan = keys.plan_loading(model, stored.shapes)
     _raise_if_any(
@@ -75,8 +83,8 @@ def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) ->
     return plan
 
 
-def _fill(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
-    """Copy this rank's part into a tensor; False when a tied weight has two different contents."""
+def _load_tensor(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
+    """Load this rank's part of a tensor. Returns False if tied weights have different values."""
     target = local_tensor(tensor)
     part = local_slice(tensor)
     if not recipes or target.numel() == 0:
@@ -96,34 +104,34 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
-    """Draw all parameters by the family's own rules, then restore the buffers.
+    """Initialise all parameters by the family's own rules, and restore the buffers.
 
-    model: sharded or plain, materialised with `to_empty`. The result depends on the seed, the
-    names of the blocks and the kind of device, never on how the model is sharded. Needs
-    the memory of one unsharded block for a moment.
+    model: sharded or plain, allocated with `to_empty`. The result depends on the seed, the names of
+    the blocks and the type of device, but not on the sharding. For a short time this needs the
+    memory of one unsharded block.
     """
-    tie_again(model)
-    undrawn: list[str] = []
-    for name, block, whole in _find_blocks(model):
+    restore_ties(model)
+    uninitialised: list[str] = []
+    for name, block, with_children in _find_blocks(model):
         with (
             own_classes(block),
-            _full_size(block, name, whole, model.all_tied_weights_keys) as drawn,
-            _own_random_stream(f"{seed}/{name}", {full.device for _, full in drawn.values()}),
+            _unsharded(block, name, with_children, model.all_tied_weights_keys) as parameters,
+            _own_random_stream(f"{seed}/{name}", {full.device for _, full in parameters.values()}),
         ):
-            _apply_rules(block, _find_owner(model, name), whole)
-            undrawn += _copy_shards(drawn)
-    if undrawn:
-        _copy_constructed(model, undrawn, seed)
+            _apply_rules(block, _find_owner(model, name), with_children)
+            uninitialised += _copy_shards(parameters)
+    if uninitialised:
+        _copy_constructed(model, uninitialised, seed)
     restore_buffers(model)
 
 
 @torch.no_grad()
 def draw_added(model: PreTrainedModel, seed: int) -> None:
-    """Draw the first weights of the adapters in a model, see lora.py.
+    """Initialise the adapters in a model, see lora.py.
 
-    model: sharded or plain, materialised. As PEFT does: A by Kaiming's uniform rule with a = √5, B
-    zero, so that the model computes what it did without. The result depends on the seed and the
-    names alone.
+    model: sharded or plain, allocated. As in PEFT, A is initialised by Kaiming's uniform rule with
+    a = √5 and B is zero, so the adapters do not change the model's outputs yet. The result depends
+    only on the seed and the names.
     """
     for name, module in model.named_modules():
         if isinstance(module, Added):
@@ -136,10 +144,9 @@ def draw_added(model: PreTrainedModel, seed: int) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer the value that the family's constructor computes (RoPE tables, masks).
+    """Set every buffer to the value that the family's constructor computes (RoPE tables, masks).
 
-    Builds the model a second time, with parameters on meta: right for any family, while a rule per
-    kind of buffer would be right only for those it knows.
+    The model is built a second time, with parameters on meta, because that works for all families.
     """
     twin = build_twin(model)
     for name, buffer in model.named_buffers():
@@ -148,7 +155,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
-    """Give parameters for which the family has no rule the value of their constructor."""
+    """Set parameters without a rule of the family to the values from their constructor."""
     kept = {
         (own_class(model.get_submodule(path)), leaf)
         for path, _, leaf in (name.rpartition(".") for name in names)
@@ -160,29 +167,29 @@ def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> No
 
 
 def build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
-    """Return the model built again on the CPU, with all parameters but the kept ones on meta."""
+    """Build the model again on the CPU, with all parameters on meta except for `kept`."""
     with _parameters_on_meta(kept), torch.device("cpu"), _own_random_stream(f"{seed}"):
         return own_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
 
 
 def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield every module whose weights are drawn at once: name, module, with its children or not.
+    """Yield the name and module of every unit of initialisation, and whether to include children.
 
-    Those are the decoder layers, the other modules beside them, and what holds either (alone).
+    Units are the blocks, their siblings, and the parents of both (without children).
     """
-    holders = {""}
+    parents = {""}
     for layer in decoder_layers(model):
         parts = layer.split(".")
-        holders |= {".".join(parts[:i]) for i in range(len(parts))}
+        parents |= {".".join(parts[:i]) for i in range(len(parts))}
     for name, module in model.named_modules():
-        if name in holders:
+        if name in parents:
             yield name, module, False
-        elif name.rpartition(".")[0] in holders:
+        elif name.rpartition(".")[0] in parents:
             yield name, module, True
 
 
 def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the innermost pretrained model around a module: its rules hold there."""
+    """Return the innermost pretrained model that contains a module; its rules apply there."""
     owner = model
     module = model
     for part in name.split(".") if name else ():
@@ -192,9 +199,9 @@ def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _apply_rules(module: nn.Module, owner: PreTrainedModel, whole: bool) -> None:
+def _apply_rules(module: nn.Module, owner: PreTrainedModel, with_children: bool) -> None:
     """Run the family's initialisation, children first, as `initialize_weights` does."""
-    if whole:
+    if with_children:
         for child in module.children():
             _apply_rules(child, child if isinstance(child, PreTrainedModel) else owner, True)
         owner._init_weights(module)
@@ -203,14 +210,16 @@ def _apply_rules(module: nn.Module, owner: PreTrainedModel, whole: bool) -> None
 
 
 @contextlib.contextmanager
-def _full_size(block: nn.Module, name: str, whole: bool, tied: dict[str, str]) -> Iterator[Drawn]:
-    """Put unsharded parameters full of NaN in the place of a block's own for the while.
+def _unsharded(
+    block: nn.Module, name: str, with_children: bool, tied: dict[str, str]
+) -> Iterator[FullParameters]:
+    """Replace the parameters of a block by unsharded ones full of NaN while this context is open.
 
-    A parameter tied to one elsewhere is put on meta, where drawing it costs and changes nothing.
+    A parameter that is tied to another block is on meta, where initialising it has no effect.
     """
-    drawn: Drawn = {}
+    parameters: FullParameters = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for path, module in block.named_modules() if whole else [("", block)]:
+    for path, module in block.named_modules() if with_children else [("", block)]:
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -223,28 +232,28 @@ def _full_size(block: nn.Module, name: str, whole: bool, tied: dict[str, str]) -
             places.append((module, leaf, parameter))
             module._parameters[leaf] = full
             if full_name not in tied:
-                drawn[full_name] = (parameter, full)
+                parameters[full_name] = (parameter, full)
     try:
-        yield drawn
+        yield parameters
     finally:
         for module, leaf, parameter in places:
             module._parameters[leaf] = parameter
 
 
 @torch.no_grad()
-def _copy_shards(drawn: Drawn) -> list[str]:
-    """Copy this rank's part of each drawn parameter; return the names of those left undrawn."""
-    undrawn = []
-    for name, (parameter, full) in drawn.items():
+def _copy_shards(parameters: FullParameters) -> list[str]:
+    """Copy this rank's part of each parameter; return the names of parameters that contain NaN."""
+    uninitialised = []
+    for name, (parameter, full) in parameters.items():
         local_tensor(parameter).copy_(full[local_slice(parameter)])
         if full.isnan().any():
-            undrawn.append(name)
-    return undrawn
+            uninitialised.append(name)
+    return uninitialised
 
 
 @contextlib.contextmanager
 def _own_random_stream(key: str, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Seed the generators of CPU and GPU from a key, and give them their old state back."""
+    """Seed the generators of CPU and GPUs from a key, and restore their states afterwards."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=gpus):
@@ -257,10 +266,10 @@ def _own_random_stream(key: str, devices: Iterable[torch.device] = ()) -> Iterat
 
 @contextlib.contextmanager
 def _parameters_on_meta(kept: Kept) -> Iterator[None]:
-    """Move each parameter to meta as soon as a module registers it; buffers stay real.
+    """Move each parameter to meta as soon as a module registers it. Buffers stay on the CPU.
 
-    `torch.device("meta")` would take the buffers along. At most one parameter is real at a time,
-    and its memory is not touched.
+    `torch.device("meta")` would also move the buffers. At most one parameter is allocated at a
+    time, and its memory is not touched.
     """
     register = nn.Module.register_parameter
 

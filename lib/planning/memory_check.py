@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.models.sharded import size_of
+from lib.models.sharded import describe_size
 from lib.planning import capacity, sizes
 from lib.planning.child_process import NoAnswer, Result, in_child_process
 from lib.planning.knobs import RECOMPUTE_OPTION, Alternative, cheaper_settings
@@ -229,7 +229,7 @@ class MemoryCheck:
         return UsageError(
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
             f"have {units.memory(place)} of {memory}",
-            found=f"{parts}, for {size_of(self.model)}, over "
+            found=f"{parts}, for {describe_size(self.model)}, over "
             f"{units.counted(case.shard_size, 'rank')}{omission}",
             hint="\n".join(hints),
             run=_command(near, case, global_batch, omitted) if near else "",

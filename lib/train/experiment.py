@@ -164,7 +164,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
     """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
-    has_code = with_code and remote_code.is_needed(architecture.read_content(model_dir))
+    has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
     for name in _MODEL_FILES:
         if not (model_dir / name).is_file():
             (target / name).unlink(missing_ok=True)
@@ -176,7 +176,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
         shutil.copyfile(model_dir / name, temporary)
         temporary.replace(target / name)
     if with_code:
-        remote_code.carry(model_dir, target)
+        remote_code.copy_code(model_dir, target)
 
 
 def _write_config(model_dir: Path, target: Path) -> None:
@@ -185,7 +185,7 @@ def _write_config(model_dir: Path, target: Path) -> None:
     If the file says the same already, it stays to the last byte: checkpoints hold its digest, and
     an earlier version of this code may have written it.
     """
-    content = architecture.read_content(model_dir)
+    content = architecture.read_config_json(model_dir)
     is_silent = "tie_word_embeddings" not in content
     config = architecture.read_config(model_dir) if is_silent else None
     tied = getattr(config, "tie_word_embeddings", None)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
-from lib.models.sharded import size_of
+from lib.models.sharded import describe_size
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, saving, sizes
@@ -34,7 +34,7 @@ def show_head(
     config = plan.config
     log.info(
         f"experiment {config.save_dir / config.experiment_name}: "
-        f"{_model_of(config, inputs)}, {size_of(model)}"
+        f"{_model_of(config, inputs)}, {describe_size(model)}"
     )
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = (
@@ -76,7 +76,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
     log.table(
         {
-            "model": f"{_model_of(config, inputs)} ({model.config.model_type}, {size_of(model)})",
+            "model": f"{_model_of(config, inputs)} "
+            f"({model.config.model_type}, {describe_size(model)})",
             "weights": weights_of(config, inputs),
             "dataset": inputs.datasets,
             "precision": f"{masters}, {config.precision} compute",

@@ -11,7 +11,7 @@ from lib.core.errors import ArtifactError
 from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.models import float8
-from lib.models.sharded import is_frozen, tie_again
+from lib.models.sharded import is_frozen, restore_ties
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.tokens.batches import BEGINNING
@@ -65,7 +65,7 @@ def resume(
         on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)
     began = time.monotonic()
     if not is_frozen(state.model):  # otherwise the base model's files have filled it already
-        tie_again(state.model)
+        restore_ties(state.model)
         restore_buffers(state.model)
     record = checkpointer.load(checkpoint, state)
     state.resumed_from = facts.get("resumed_from")
