@@ -3,8 +3,8 @@
 
 While the run is active, also show the GPUs of this machine, if nvidia-smi is installed.
 
-  python launch/monitor.py outputs/exp            live in a terminal, until complete or Ctrl-C
-  python launch/monitor.py outputs/exp --once     once, also for a log or a mail
+  python launch/monitor.py outputs/exp            live in a terminal until complete or Ctrl-C
+  python launch/monitor.py outputs/exp --once     print it once, also for a log or a mail
   python launch/monitor.py outputs/exp --log      follow the log of rank 0 from its last lines
 
 Reads state.json, metrics.jsonl, events.jsonl, logs/ and lock.json, on any machine that sees them,
@@ -126,11 +126,11 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def render_page(run: RunFiles, width: int) -> list[str]:
     """Return the lines of the page about a run. width: columns of the terminal."""
     ranks = f", {units.counted(run.ranks(), 'rank')}" if run.ranks() else ""
-    lines = [_line(run.experiment.root.name, run.status().text + ranks)]
-    if progress := _progress(run, width):
-        lines.append(_line("progress", progress))
+    lines = [_format_line(run.experiment.root.name, run.status().text + ranks)]
+    if progress := _format_progress(run, width):
+        lines.append(_format_line("progress", progress))
     if run.rows:
-        lines += [_line(label, text) for label, text in _figures(run) if text]
+        lines += [_format_line(label, text) for label, text in _describe_row(run) if text]
         lines += [
             "",
             *render_curve(
@@ -143,20 +143,19 @@ def render_page(run: RunFiles, width: int) -> list[str]:
     if checkpoints:
         step, age = checkpoints[-1]
         lines.append(
-            _line(
+            _format_line(
                 "checkpoint",
                 f"step {step:,}, {units.duration(max(age, 0))} ago; {len(checkpoints)} kept",
             )
         )
     elif run.rows:
-        lines.append(_line("checkpoint", "none yet"))
+        lines.append(_format_line("checkpoint", "none yet"))
     if run.status().is_held:
         lines += _gpu_lines()
     if warnings := run.warnings():
         lines += ["", "warnings", *(f"  {text}" for text in warnings)]
-    return [
-        run_records.one_line(line) for line in lines
-    ]  # the name of a directory may be unsafe too
+    # The name of a directory may contain control characters too.
+    return [run_records.one_line(line) for line in lines]
 
 
 def _gpu_lines() -> list[str]:
@@ -176,15 +175,15 @@ def _gpu_lines() -> list[str]:
             "" if load.watts is None else f"{load.watts:.0f}{limit} W",
             "" if load.celsius is None else f"{load.celsius:.0f} {degrees}",
         ]
-        lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, cells)) or "no data"))
-    return ["", _line("GPUs", f"on {platform.node()}, now"), *lines] if lines else []
+        lines.append(_format_line(f"GPU {load.gpu}", ", ".join(filter(None, cells)) or "no data"))
+    return ["", _format_line("GPUs", f"on {platform.node()}, now"), *lines] if lines else []
 
 
-def _line(label: str, text: str) -> str:
+def _format_line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}} {text}"
 
 
-def _progress(run: RunFiles, width: int) -> str:
+def _format_progress(run: RunFiles, width: int) -> str:
     step = run.rows[-1]["step"] if run.rows else run.state.get("step", 0)
     total = run.state.get("total_steps") or 0
     if not total:
@@ -202,7 +201,7 @@ def _progress(run: RunFiles, width: int) -> str:
     return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{left}"
 
 
-def _figures(run: RunFiles) -> list[tuple[str, str]]:
+def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
     """Return labels and texts about the last row (docs/reference/metrics.md)."""
     row = run.rows[-1]
     best = min(
@@ -226,10 +225,10 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
             f"learning rate {row.get('train/learning_rate', math.nan):.3g}",
         ),
         ("validation", validation),
-        ("speed", _speed(row, since)),
-        ("step time", _times(row, since)),
-        ("memory", _memory(row)),
-        ("slowest rank", _slowest(run.rows[-_RECENT:])),
+        ("speed", _describe_speed(row, since)),
+        ("step time", _describe_times(row, since)),
+        ("memory", _describe_memory(row)),
+        ("slowest rank", _describe_slowest(run.rows[-_RECENT:])),
         (
             "tokens",
             f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch {row.get('epoch', 0):.3g}",
@@ -237,7 +236,7 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
     ]
 
 
-def _speed(row: Row, since: str) -> str:
+def _describe_speed(row: Row, since: str) -> str:
     rate, device, launch, tflops, mfu = (
         row.get(f"perf/{key}", math.nan)
         for key in (
@@ -259,13 +258,13 @@ def _speed(row: Row, since: str) -> str:
     )
 
 
-def _times(row: Row, since: str) -> str:
+def _describe_times(row: Row, since: str) -> str:
     names = ("data", "forward", "backward", "update")
     parts = [f"{name} {row[f'time/{name}']:,.0f}" for name in names if f"time/{name}" in row]
     return f"{row.get('time/total', math.nan):,.0f} ms on average {since}: {', '.join(parts)}"
 
 
-def _memory(row: Row) -> str:
+def _describe_memory(row: Row) -> str:
     if "memory/peak_gib" not in row:
         return ""
     kind = "max_peak" if "memory/max_peak_gib" in row else "peak"  # older rows have only rank 0's
@@ -277,7 +276,7 @@ def _memory(row: Row) -> str:
     )
 
 
-def _slowest(rows: list[Row]) -> str:
+def _describe_slowest(rows: list[Row]) -> str:
     """Return a text about the rank for which the others wait, if it is mostly the same one."""
     slow = [
         (row["perf/slowest_rank"], row["perf/slowest_ratio"])

@@ -1,1 +1,1 @@
-"""Reads the files and processes of a run, for monitor.py and stop.py."""
+"""Read the files and processes of a run, for monitor.py and stop.py."""

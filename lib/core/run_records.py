@@ -50,7 +50,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def mean_loss(row: dict[str, Any]) -> float:
-    """Return the mean loss since the row before; of rows older than that key, the step's."""
+    """Return the mean loss since the previous row. Rows of older versions have only the step's."""
     return row.get("train/loss_mean", row["train/loss"])
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Show how a run went, and let the model it exported write a few lines.
+"""Show the result of a run, and let its exported model write a few lines.
 
   python tests/demo/show_result.py outputs/exp --model outputs/exp/export/step_00001000
 
-Uses plain transformers, as any program would, and no network.
+This needs only transformers, and no network.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from lib.core.errors import UsageError
 from lib.core.run_records import mean_loss
 
 PROMPTS = ["The", "Once upon a time"]
-_NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models run in circles
+_NO_REPEAT = 6  # a text contains no sequence of so many tokens twice; small models repeat
 
 
 def main(argv: list[str]) -> None:
+    """Print the losses of a run and texts of its model."""
     parser = options.Parser(__doc__)
     run_files.add_experiment(parser)
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="directory that stage 05 wrote"
+        "--model", type=Path, required=True, metavar="DIR", help="directory written by stage 05"
     )
     parser.add_argument(
         "--prompt",
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="what a user asks, to be answered by the chat template instead; may "
+        help="question of a user, answered with the chat template instead; may "
         "be repeated (default: none)",
     )
     parser.add_argument(
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
     last = run.rows[-1]
     print(
         f"\ntraining loss    {first['train/loss']:.3f} at step {first['step']} → "
-        f"{mean_loss(last):.3f} at step {last['step']} (the mean since the row before)"
+        f"{mean_loss(last):.3f} at step {last['step']} (mean since the previous row)"
     )
     if run.evaluations:
         first = run.evaluations[0]
