@@ -1,13 +1,14 @@
-"""Conversations, and the Arrow columns of a chat dataset, which has one per row.
+"""Define conversations, and the columns of a chat dataset, which has one conversation per row.
 
-Stage 02 writes them (lib/corpus/chat_rows.py), stage 04 reads them (lib/tokens/columns.py):
+Stage 02 writes these Arrow columns (lib/corpus/chat_rows.py), stage 04 reads them
+(lib/tokens/columns.py):
 
     messages   list<struct<role, content, reasoning_content, name, tool_call_id, tool_calls>>
     tools      string, JSON: the list of functions that the assistant may call; null without any
     weights    list<float>, one per message, 0 for an answer that is not trained; null if not given
-    source     string, its file, relative to the directory of the collection
-    line       int64, the line in that file where it begins, from 1 (Parquet and Arrow: the row)
-    offset     int64, the byte where it begins; null if unknown
+    source     string, the file, relative to the directory of the collection
+    line       int64, the first line in that file, from 1 (for Parquet and Arrow, the row)
+    offset     int64, the first byte in that file; null if unknown
 
 `tool_calls` is JSON too, since arguments may have any structure. Absent parts of a message are
 null.
@@ -21,11 +22,12 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of a message
+# The text fields of a message.
+TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 CALLS = "tool_calls"
-DEEPEST = 254  # levels of tools and calls, which orjson writes
+DEEPEST = 254  # levels of nested tools and calls; orjson writes no more
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The roles that may precede a role; "" is the beginning.
+# Role → the roles that may precede it; "" stands for the beginning.
 _FOLLOWS = {
     "user": ("", "system", "developer", "assistant", "tool"),
     "assistant": ("user", "tool"),
@@ -36,7 +38,7 @@ _FOLLOWS = {
 
 
 class Refused(Exception):
-    """A record is no conversation; the message says why. kind: its name in errors.jsonl."""
+    """Raised if a record is not a valid conversation. kind: the cause, as in errors.jsonl."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -44,7 +46,7 @@ class Refused(Exception):
 
 
 class Conversation(NamedTuple):
-    """Messages (role, content, …), tools as JSON schemas, and a weight for each message."""
+    """Holds messages (role, content, …), tools as JSON schemas, and a weight per message."""
 
     messages: Sequence[Message]
     tools: Sequence[Message] | None = None
@@ -52,7 +54,7 @@ class Conversation(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a conversation begins: file, line from 1, and byte, each if known."""
+    """Names where a conversation begins: its file, and if known the line from 1 and the byte."""
 
     source: str
     line: int | None = None
@@ -87,10 +89,10 @@ def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
         if before not in _FOLLOWS[role]:
             return "roles out of order", f"turn {number} ({role}) follows {before or 'nothing'}"
     if "assistant" not in roles:
-        what = (
+        problem = (
             f"the only role is {roles[0]}"
             if len(set(roles)) == 1
             else f"the roles are {', '.join(dict.fromkeys(roles))}"
         )
-        return "no assistant turn", what if roles else "there is no turn"
+        return "no assistant turn", problem if roles else "there is no turn"
     return None
