@@ -41,7 +41,7 @@ def everything(model: nn.Module, adamw: torch.optim.Optimizer) -> dict[str, Tens
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def test_states_take_a_quarter() -> None:
+def test_states_of_matrices_take_a_quarter_of_the_memory() -> None:
     model = model_of((64, 1024), (10, 300), (6, 4, 64), (1024,))
     sizes = {
         kind: {
@@ -68,7 +68,7 @@ def test_the_first_step_is_that_of_adamw() -> None:
     torch.testing.assert_close(list(model), list(reference), rtol=1e-5, atol=1e-7)
 
 
-def test_it_learns_as_adamw_does() -> None:
+def test_it_reaches_the_loss_of_adamw() -> None:
     """A network of two layers fits noise: the losses go down alike."""
     torch.manual_seed(0)
     inputs = torch.randn(128, 64)
@@ -187,7 +187,7 @@ def test_scalars_are_computed_once_per_group_and_step(monkeypatch: pytest.Monkey
     assert calls == [3, 2] * 3
 
 
-def test_scalars_are_those_of_one_parameter() -> None:
+def test_scalars_in_a_batch_equal_those_of_one_parameter() -> None:
     """Powers of many counts at once, which a processor computes in another way than one."""
     counts = torch.arange(1, 3001, 7).float()
     for group in (

@@ -21,7 +21,7 @@ def through(request: pytest.FixtureRequest):
     return partial(torch.compile, backend=request.param)
 
 
-def test_decoding_every_code(through) -> None:
+def test_every_code_is_decoded_as_by_torch(through) -> None:
     expected = EVERY.view(torch.float8_e4m3fn).float()
     found = through(e4m3.decode)(EVERY)
     is_number = expected.isfinite()
@@ -29,7 +29,7 @@ def test_decoding_every_code(through) -> None:
     assert torch.equal(found[is_number].view(torch.int32), expected[is_number].view(torch.int32))
 
 
-def test_encoding_every_cut_value(through) -> None:
+def test_every_truncated_value_is_encoded_as_by_torch(through) -> None:
     """Subnormals are among them: e4m3 rounds them once more. Those above 448 never come about."""
     small = CUT[CUT.abs() <= 448]
     assert ((small.abs() < 2**-6) & (small != 0)).sum() > 1900
@@ -40,12 +40,12 @@ def test_encoding_every_cut_value(through) -> None:
     assert odd.tolist() == [0x7F, 0x7E, 0xFE, 0x7E]
 
 
-def test_every_code_survives() -> None:
+def test_every_code_is_decoded_and_encoded_unchanged() -> None:
     assert torch.equal(e4m3.encode(e4m3.decode(EVERY))[:127], EVERY[:127])
 
 
 @pytest.mark.parametrize("raised", [0, 1, 1 << 19, (1 << 20) - 1])
-def test_a_moment_is_written_and_read_alike(raised: int) -> None:
+def test_a_moment_is_the_same_with_and_without_integer_arithmetic(raised: int) -> None:
     """Numbers from subnormal to the largest of a block, at both ends of the rounding."""
     torch.manual_seed(0)
     values = torch.randn(200, 1024) * 10 ** torch.linspace(-6, 3, 1024)

@@ -87,7 +87,7 @@ def test_tied_weights_are_updated_once(model: nn.Module) -> None:
     assert len(groups) == 1 and len(groups[0]["params"]) == 1
 
 
-def test_a_step_is_that_of_the_formula(model: nn.Module) -> None:
+def test_a_step_follows_the_formula_of_adamw(model: nn.Module) -> None:
     """One AdamW step from zero moments is lr·sign(g), beside lr·decay·w for matrices."""
     optimizer = build_optimizer("adamw", model, 1.0)
     set_learning_rate(optimizer, 1e-2)
@@ -102,7 +102,7 @@ def test_a_step_is_that_of_the_formula(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision: str) -> None:
+def test_clipping_equals_that_of_torch(model: nn.Module, max_norm: float, precision: str) -> None:
     reference = copy.deepcopy(model)
     fill_gradients(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
@@ -115,7 +115,7 @@ def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(
+def test_without_a_limit_gradients_stay_and_the_norm_is_returned(
     model: nn.Module, precision: str
 ) -> None:
     fill_gradients(model)
@@ -185,7 +185,7 @@ def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
     assert optimizer.grad_scale is None
 
 
-def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
+def test_parameters_without_a_gradient_are_not_updated(model: nn.Module) -> None:
     fill_gradients(model)
     model[3].weight.grad = None
     guard, optimizer = guarded(model, "fp32")
@@ -195,7 +195,7 @@ def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_step_that_is_no_number_leaves_all_as_it_was(
+def test_a_step_with_nan_or_infinite_gradients_changes_nothing(
     model: nn.Module, precision: str, value: float
 ) -> None:
     guard, optimizer = guarded(model, precision)
@@ -250,7 +250,7 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
     )
 
 
-def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
+def test_a_resumed_run_restores_the_loss_scale(model: nn.Module) -> None:
     (guard, _) = guarded(model, "fp16")
     (resumed, _) = guarded(model, "fp16")
     guard.scale = 512.0
@@ -260,7 +260,7 @@ def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
     assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0
 
 
-def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: nn.Module) -> None:
+def test_more_ranks_scale_the_loss_up_in_narrow_precisions(model: nn.Module) -> None:
     """By a power of two, which the update does not see."""
     for precision, lifted in (("fp16", 4), ("fp8", 4), ("bf16", 1), ("fp32", 1)):
         alone, many = (StepGuard(precision, 30.0, torch.device("cpu"), ranks) for ranks in (1, 6))
@@ -274,7 +274,7 @@ def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: n
         assert norms[0] == norms[1] and alone.state() == many.state()
 
 
-def test_a_step_without_labels_changes_no_weight_to_nan(model: nn.Module) -> None:
+def test_a_step_without_trained_tokens_produces_no_nan(model: nn.Module) -> None:
     """Windows across conversations may hold nothing that is trained."""
     guard, optimizer = guarded(model, "fp32")
     assert guard.scale_for(0) == guard.scale_for(1)

@@ -39,7 +39,7 @@ def test_the_last_step_has_the_minimum(kind: str, warmup: int, total: int) -> No
     assert last == pytest.approx(PEAK if kind == "constant" else MINIMUM)
 
 
-def test_cosine() -> None:
+def test_cosine_decays_along_half_a_cosine() -> None:
     after = rates("cosine", warmup=0, total=101)
     for step, rate in enumerate(after):
         assert rate == pytest.approx(
@@ -48,7 +48,7 @@ def test_cosine() -> None:
     assert after[50] == pytest.approx((PEAK + MINIMUM) / 2)
 
 
-def test_linear() -> None:
+def test_linear_decays_along_a_straight_line() -> None:
     after = rates("linear", warmup=0, total=101)
     falls = [earlier - later for earlier, later in itertools.pairwise(after)]
     assert falls == pytest.approx([(PEAK - MINIMUM) / 100] * 100)
@@ -61,14 +61,14 @@ def test_warm_up_stable_decay_goes_down_in_the_last_fifth() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_beyond_the_end_the_rate_stays(kind: str) -> None:
+def test_the_rate_stays_constant_after_the_last_step(kind: str) -> None:
     curve = Schedule(kind, PEAK, MINIMUM, 10, 110)
     assert curve.lr(500) == pytest.approx(curve.lr(109))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (5, 3), (5, 5), (5, 6)])
-def test_runs_of_hardly_any_steps(kind: str, warmup: int, total: int) -> None:
+def test_very_short_runs_have_valid_rates(kind: str, warmup: int, total: int) -> None:
     assert all(0 < rate <= PEAK for rate in rates(kind, warmup, total))
 
 
@@ -84,5 +84,5 @@ def test_a_raised_total_stretches_the_schedule(kind: str) -> None:
 @pytest.mark.parametrize(
     ("total", "steps"), [(1, 0), (19, 0), (20, 1), (1000, 50), (20_000, 1000), (10**6, 1000)]
 )
-def test_the_warm_up_when_none_is_given(total: int, steps: int) -> None:
+def test_the_default_warm_up_is_a_share_of_the_steps(total: int, steps: int) -> None:
     assert schedule.default_warmup(total) == steps

@@ -188,7 +188,7 @@ def difference(ones: list[Tensor], others: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", MODULES)
-def test_as_in_a_loop_over_experts_in_double_precision(family: str) -> None:
+def test_results_equal_a_loop_over_experts_in_double_precision(family: str) -> None:
     module = make_module(family)
     given = make_inputs()
     ours = results(module, *given)
@@ -267,7 +267,7 @@ def test_experts_of_another_rank_add_nothing(family: str, strict: None) -> None:
     assert difference(found, expected) < 1e-6
 
 
-def test_the_same_bits_each_time(strict: None) -> None:
+def test_results_are_the_same_bits_each_time(strict: None) -> None:
     """And for each token, whatever tokens there are beside it, with the same sizes of groups."""
     module = make_module("gpt_oss")
     (hidden, index, weights) = make_inputs()
@@ -338,7 +338,7 @@ def test_selective_checkpointing_computes_no_product_again(family: str, theirs: 
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
-def test_the_product_for_compiled_code_is_torchs(is_transposed: bool) -> None:
+def test_the_product_for_compiled_code_equals_that_of_torch(is_transposed: bool) -> None:
     """Group by group, some of them empty, with rows behind the last."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 8, generator=generator, requires_grad=True)
@@ -396,7 +396,7 @@ def here() -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_own_function_is_tried_and_taken(family: str, here: SimpleNamespace) -> None:
+def test_our_function_is_used_after_a_trial(family: str, here: SimpleNamespace) -> None:
     model = make_model(family)
     experts.use_own_function(model)
     line = experts_trial.pick_function(model, here)
@@ -407,7 +407,7 @@ def test_the_own_function_is_tried_and_taken(family: str, here: SimpleNamespace)
     assert model.training
 
 
-def test_a_model_without_experts_says_nothing_of_them(here: SimpleNamespace) -> None:
+def test_a_model_without_experts_logs_nothing(here: SimpleNamespace) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     before = model.config._experts_implementation
     experts.use_own_function(model)
@@ -443,7 +443,7 @@ def failing(*_: Tensor) -> Tensor:
         (failing, "RuntimeError: no such kernel"),
     ],
 )
-def test_other_numbers_leave_experts_to_transformers(
+def test_other_results_leave_experts_to_transformers(
     monkeypatch: pytest.MonkeyPatch, combine: Any, said: str, here: SimpleNamespace
 ) -> None:
     """Also where blocks have been wrapped for selective checkpointing before."""
@@ -473,7 +473,7 @@ def test_a_failure_on_one_rank_decides_for_all(tmp_path: Path, ranks: int) -> No
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_the_memory_plan_traces_it(family: str) -> None:
+def test_memory_estimates_trace_our_function(family: str) -> None:
     """Without recomputation nothing more is kept than transformers' own function keeps."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
@@ -485,7 +485,7 @@ def test_the_memory_plan_traces_it(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_any_number_of_ranks_trains_alike(project: Path, family: str) -> None:
+def test_any_number_of_ranks_trains_mixtures_alike(project: Path, family: str) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MODELS[family](VOCABULARY))

@@ -62,7 +62,7 @@ def tiny(tied: bool = False) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("minutes", [30.0, 0.0])
-def test_the_watchdog_speaks_before_a_collective_times_out(
+def test_the_watchdog_reports_before_a_collective_times_out(
     environment: dict[str, str], left: None, minutes: float
 ) -> None:
     patience = watchdog.longest_section(minutes)
@@ -75,7 +75,7 @@ def test_the_watchdog_speaks_before_a_collective_times_out(
     assert [layout.control.group_desc, layout.saving.group_desc] == ["control", "saving"]
 
 
-def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
+def test_the_allocator_is_configured_before_a_gpu_is_queried(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
@@ -154,7 +154,7 @@ def test_each_group_is_gathered_while_the_one_before_computes(
     ("listed", "bound"),
     [("2-3,6\n", {2, 3}), ("0-127\n", {0, 1, 2, 3}), ("8-9\n", None), ("\n", None), (None, None)],
 )
-def test_a_rank_stays_on_the_cores_near_its_gpu(
+def test_a_rank_is_bound_to_the_cores_near_its_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str | None, bound: set[int] | None
 ) -> None:
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)

@@ -52,7 +52,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
     ],
     ids=lambda config: config.model_type,
 )
-def test_gradients_stay(config: PretrainedConfig, recompute: str) -> None:
+def test_checkpointing_does_not_change_gradients(config: PretrainedConfig, recompute: str) -> None:
     torch.manual_seed(0)
     kept = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     for name, parameter in kept.named_parameters():
@@ -136,7 +136,7 @@ def cannot_start(*_: object) -> Callable[..., object]:
     ],
     ids=["compiler", "first launch", "first launch backward"],
 )
-def test_what_cannot_be_compiled_runs_as_it_is(
+def test_parts_that_cannot_be_compiled_run_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
     required: bool,
     backend: Callable[..., object],
@@ -175,7 +175,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     [RuntimeError("sizes do not fit"), UsageError("not so"), torch.OutOfMemoryError("full")],
     ids=lambda error: str(error),
 )
-def test_what_fails_without_the_compiler_too_is_raised(
+def test_errors_of_uncompiled_code_are_raised(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def failing(_: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ def test_what_fails_without_the_compiler_too_is_raised(
     assert compiler._works
 
 
-def test_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_compiled_code_changes_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is tried forward and backward before it is used: dropout is drawn as without."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
@@ -203,7 +203,7 @@ def test_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_does_not_warn_about_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selective recomputation in a compiled block: only this line is missing."""
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("torch._higher_order_ops.wrap")
@@ -221,7 +221,7 @@ def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.Monk
     assert [record.getMessage() for record in records] == ["another"]
 
 
-def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
+def test_models_are_compiled_on_gpus_by_default() -> None:
     gpu = torch.device("cuda", 0)
     cpu = torch.device("cpu")
     assert [

@@ -50,7 +50,7 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
             assert held <= 1.15 * whole / ranks, ranks
 
 
-def test_what_has_few_rows_is_shared_as_before() -> None:
+def test_parameters_with_few_rows_are_sharded_by_rows() -> None:
     assert [
         placement.place("weight", shape, {FSDP: 64}).dim
         for shape in ((96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))
@@ -104,7 +104,7 @@ def test_blocks_of_8_bits_are_not_cut(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_as_on_one_rank(project: Path) -> None:
+def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
     """Losses and exports, and a run that goes on where ranks share the experts otherwise."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()

@@ -7,7 +7,7 @@ import torch
 from lib.planning import capacity
 
 
-def test_figures_of_this_process() -> None:
+def test_memory_usage_reports_this_process() -> None:
     figures = capacity.memory_usage(torch.device("cpu"))
     assert (
         0
@@ -17,7 +17,7 @@ def test_figures_of_this_process() -> None:
     )
 
 
-def test_the_peak_is_that_since_the_last_look() -> None:
+def test_the_peak_covers_the_time_since_the_last_call() -> None:
     capacity.memory_usage(torch.device("cpu"))
     torch.ones(1 << 27).sum()  # half a gigabyte, for a moment
     high, after = (capacity.memory_usage(torch.device("cpu"))["memory/peak_gib"] for _ in range(2))

@@ -56,7 +56,7 @@ def end() -> None:
         (lambda: time.sleep(60), "it takes longer than 1 s"),
     ],
 )
-def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> None:
+def test_a_child_without_a_result_is_reported(function: Callable[[], None], why: str) -> None:
     assert in_child_process(sum, (1, 2), patience_s=30) == 3
     began = time.monotonic()
     with pytest.raises(NoAnswer) as error:
@@ -64,7 +64,7 @@ def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> No
     assert str(error.value) == why and time.monotonic() - began < 10
 
 
-def test_stage_03_goes_on_without_figures(
+def test_stage_03_continues_without_an_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
@@ -76,7 +76,7 @@ def test_stage_03_goes_on_without_figures(
     assert "memory could not be estimated: it takes longer than 0.1 s" in caplog.text
 
 
-def test_stage_04_takes_the_safest_and_asks_once(
+def test_stage_04_takes_safe_settings_after_one_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
@@ -107,7 +107,7 @@ def test_a_process_that_traces_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, in_u
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_no_room_for_another_process_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

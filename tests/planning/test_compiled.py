@@ -99,7 +99,7 @@ def case(**changes: Any) -> StepConfig:
         ),
     ],
 )
-def test_the_plan_counts_no_less_than_the_partitioner_saves(
+def test_the_estimate_is_no_lower_than_what_the_partitioner_saves(
     monkeypatch: pytest.MonkeyPatch, family: str, lora: int
 ) -> None:
     """And not much more: as the trainer compiles its blocks, by the backend that only divides."""
@@ -120,7 +120,7 @@ def test_the_plan_counts_no_less_than_the_partitioner_saves(
     assert planned < 0.9 * eager
 
 
-def test_what_the_partitioner_cannot_tell_counts_as_if_not_compiled(
+def test_blocks_that_cannot_be_traced_count_as_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make(FAMILIES["llama"], "meta")

@@ -47,7 +47,7 @@ from lib.tokens.batches import MicroBatch
         ("Quadro RTX 6000", None),
     ],
 )
-def test_a_gpu_is_known_by_its_whole_name(name: str, peak: float | None) -> None:
+def test_the_peak_of_a_gpu_is_found_by_its_whole_name(name: str, peak: float | None) -> None:
     assert flops.listed_peak(name) == pytest.approx(peak)
 
 

@@ -90,14 +90,14 @@ def traced(model: PreTrainedModel, wanted: StepConfig) -> trace.StepMemory:
         pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral"),
     ],
 )
-def test_a_few_blocks_stand_for_all(config: PretrainedConfig, recompute: str) -> None:
+def test_a_few_blocks_are_traced_for_all(config: PretrainedConfig, recompute: str) -> None:
     model = on_meta(config)
     wanted = case(recompute=recompute)
     assert Estimates(model).step(wanted) == traced(model, wanted)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4, 8.0, precision="bf16")], ids=["full", "lora"])
-def test_other_shards_are_arithmetic(lora: Lora | None) -> None:
+def test_memory_with_more_ranks_needs_no_second_trace(lora: Lora | None) -> None:
     model = on_meta(lora=lora)
     estimates = Estimates(model)
     estimates.step(case(ranks=8))
@@ -109,7 +109,7 @@ def test_other_shards_are_arithmetic(lora: Lora | None) -> None:
 
 
 @pytest.mark.slow
-def test_uneven_shards() -> None:
+def test_uneven_shards_count_as_the_largest() -> None:
     model = on_meta(LlamaConfig(**{**SMALL, "vocab_size": 1001, "intermediate_size": 161}))
     rows = [(math.ceil(p.shape[0] / 8), *p.shape[1:]) for p in model.parameters()]
     expected = 4 * sum(torch.Size(shape).numel() for shape in rows)
@@ -122,7 +122,7 @@ def test_uneven_shards() -> None:
 
 
 @pytest.mark.slow
-def test_every_knob_moves_memory_as_it_should() -> None:
+def test_each_option_changes_memory_in_the_expected_direction() -> None:
     estimates = Estimates(on_meta())
     total = {
         name: estimates.step(case(**changes)).total
@@ -172,7 +172,7 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
     ],
     ids=str,
 )
-def test_which_attention_is_planned(
+def test_the_estimate_uses_the_attention_of_the_run(
     options: dict[str, Any], precision: str, on_gpu: bool, told: tuple[bool, int]
 ) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
@@ -180,13 +180,13 @@ def test_which_attention_is_planned(
     assert (planned.masked, planned.documents) == told
 
 
-def test_documents_are_planned_before_packs_are_made() -> None:
+def test_documents_are_estimated_before_they_are_packed() -> None:
     """As many as a pack holds without being divided, and its padding."""
     given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
     assert plan.step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
 
 
-def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() -> None:
+def test_a_mask_is_estimated_if_no_kernel_takes_packed_documents() -> None:
     given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
@@ -194,7 +194,7 @@ def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() 
         assert planned.masked and not planned.documents
 
 
-def test_what_the_model_does_with_its_logits() -> None:
+def test_models_that_change_their_logits_are_recognised() -> None:
     assert trace.makes_loss(on_meta())
     assert not trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))
 
@@ -207,7 +207,7 @@ def test_blocks_that_differ_are_all_traced() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_adapters_take_a_gigabyte_beside_the_base_and_the_activations(recompute: str) -> None:
+def test_lora_adds_a_gigabyte_to_base_model_and_activations(recompute: str) -> None:
     """Of Llama 3.1 8B, on one GPU, and with them nothing that is computed to be forgotten."""
     shape = LlamaConfig(
         vocab_size=128_256,
@@ -228,7 +228,7 @@ def test_adapters_take_a_gigabyte_beside_the_base_and_the_activations(recompute:
     assert step.total < base + 1e9 + step.largest["activations"] + step.largest["loss"]
 
 
-def test_what_a_rank_has_whole_and_frozen_is_not_gathered() -> None:
+def test_frozen_weights_that_are_not_sharded_are_not_gathered() -> None:
     model = on_meta(
         LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
     )
@@ -241,7 +241,7 @@ def test_what_a_rank_has_whole_and_frozen_is_not_gathered() -> None:
         assert step.largest["parameters"] > frozen / shard_size
 
 
-def test_selective_recomputation_keeps_no_product_of_an_adapter_with_many_features() -> None:
+def test_selective_checkpointing_keeps_no_output_of_an_adapter() -> None:
     """Else it would keep what the linear gives, and once more what its adapter adds to that."""
     model = on_meta(
         LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
@@ -253,7 +253,7 @@ def test_selective_recomputation_keeps_no_product_of_an_adapter_with_many_featur
     assert kept["selective"] < 0.75 * kept["none"]
 
 
-def test_what_comes_before_the_first_adapter_has_no_backward_pass() -> None:
+def test_layers_before_the_first_adapter_have_no_backward_pass() -> None:
     model = on_meta(lora=Lora(4, 8.0, targets=r".*layers\.[56]\..*", precision="bf16"))
     step = traced(model, case(ranks=1))
     whole = traced(on_meta(), case(ranks=1))
@@ -261,7 +261,7 @@ def test_what_comes_before_the_first_adapter_has_no_backward_pass() -> None:
     assert step.largest["gradients"] == 4 * model.num_parameters(only_trainable=True)
 
 
-def test_nothing_is_left_behind() -> None:
+def test_a_trace_leaves_model_and_process_unchanged() -> None:
     model = on_meta()
     resize = torch.UntypedStorage.resize_
     Estimates(model).step(case())
@@ -292,7 +292,7 @@ def alone() -> Iterator[DeviceMesh]:
     ],
     ids=str,
 )
-def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any], rank: int) -> None:
+def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], rank: int) -> None:
     wanted = case(ranks=1, seq_length=128, **changes)
     lora = Lora(rank, 2.0 * rank, precision=wanted.precision) if rank else None
     estimated = Estimates(on_meta(lora=lora)).step(wanted)
@@ -313,7 +313,7 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any], rank: in
         assert estimated.largest[kind] == pytest.approx(size, rel=0.05), kind
 
 
-def test_an_estimate_that_fails_is_one_line(
+def test_a_failed_estimate_is_one_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -336,7 +336,7 @@ def test_an_estimate_that_fails_is_one_line(
 
 
 @pytest.mark.slow
-def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
+def test_on_a_gpu_a_child_process_without_gpus_makes_the_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
@@ -360,7 +360,7 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
 
 
 @pytest.mark.slow
-def test_dry_run_plans_memory(project: Path) -> None:
+def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
     before = sorted(project.rglob("*"))
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64)
     done = run_stage(
@@ -409,7 +409,7 @@ def test_dry_run_plans_memory(project: Path) -> None:
     ],
     ids=str,
 )
-def test_the_nearest_that_fits(
+def test_the_least_costly_setting_that_fits_is_printed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], usable_gib: float, expected: str
 ) -> None:
     class Known:
@@ -437,7 +437,7 @@ def test_the_nearest_that_fits(
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 
-def test_plans_that_make_no_sense(project: Path) -> None:
+def test_contradictory_options_of_a_plan_are_refused(project: Path) -> None:
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--plan-gpus")
     for arguments, says in (
         ((8,), "--plan-gpus plans and does not train"),
@@ -449,7 +449,7 @@ def test_plans_that_make_no_sense(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_for_more_gpus_than_the_data_fills_has_its_figures(project: Path) -> None:
+def test_a_plan_for_more_gpus_than_the_data_fills_is_printed(project: Path) -> None:
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--dry-run", "-b", 16)
     plan = (*command, "-s", 64, "--plan-gpus", "1,64,128")
     done = run_stage(*plan, cwd=project)
@@ -464,7 +464,7 @@ def test_a_plan_for_more_gpus_than_the_data_fills_has_its_figures(project: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_run_takes_what_was_estimated(project: Path, ranks: int) -> None:
+def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
     model = project / "larger"
     LlamaConfig(
         architectures=["LlamaForCausalLM"],

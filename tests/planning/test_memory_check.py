@@ -79,7 +79,7 @@ def refused(
     return None
 
 
-def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
+def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warned: list[str] = []
@@ -115,7 +115,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     assert not warned
 
 
-def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan says that steps wait for checkpoints if host memory cannot hold a second copy."""
     told: list[str] = []
     monkeypatch.setattr(memory_check.log, "warn", told.append)
@@ -133,7 +133,7 @@ def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert not told
 
 
-def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_traced_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
     warned = []
     here = os.getpid()
@@ -149,7 +149,9 @@ def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch
     assert refused(monkeypatch, need / 0.95) is None and warned
 
 
-def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_do_not_fit_need_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No trace is needed to see it; the ways out are smaller states, if the run is new, or more
     ranks."""
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
@@ -163,7 +165,7 @@ def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it fits on 4 ranks" in error.hint and "no option makes it fit" in error.hint
 
 
-def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a checkpoint hold it, of which host memory takes a copy."""
     model = on_meta(lora=Lora(4, 8.0, precision="bf16"))
     base, trained = (
@@ -188,7 +190,7 @@ def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.Monke
     assert len(told) == 1 and "a copy of what a checkpoint holds takes" in told[0]
 
 
-def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     tight = {"gpu_mib": 2.5, "batch_size": 1, "begun": True}
     error = refused(monkeypatch, 2 * states, **tight)
@@ -229,7 +231,7 @@ def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["version 2", "version 1", "another"],
 )
-def test_control_groups_limit_what_there_is(
+def test_control_groups_limit_the_memory(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     line: str,
