@@ -30,13 +30,12 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
-from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
-from lib.corpus.tally import ERRORS
+from lib.corpus.tally import ERRORS, ChatTally
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
-from lib.corpus.chat_tally import ChatTotals
+from lib.corpus.tally import ChatTotals
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,14 +1,18 @@
-"""Count the documents and problems of the input."""
+"""Count the documents, conversations and problems of the input."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import iadd, ior
 from typing import Any
 
-from lib.corpus.chat_tally import ChatTally
+from lib.core import units
+from lib.core.errors import UsageError
+from lib.corpus import conversations
+from lib.corpus.scan import escape_path
 
 ERRORS = "errors.jsonl"
 # Kinds of problems that count a file as failed. The other kinds mean that it has no clean text.
@@ -22,6 +26,154 @@ FAILURES = {
     "crash",
     "too large",
 }
+_NAMED = 3  # paths printed per format
+_LISTED = 1000  # paths listed in the manifest per format
+_MOST_OTHERS = 3
+_MOST_MIXED = 20
+FirstUse = tuple[str, "int | None"]  # a format and the line of its first conversation
+
+
+@dataclass
+class ChatTotals:
+    """Count conversations.
+
+    turns: number of turns per role. characters: length of all contents.
+    """
+
+    conversations: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+    characters: int = 0
+    with_tools: int = 0
+    with_weights: int = 0
+
+    def add(self, other: ChatTotals) -> None:
+        """Add the counts of other conversations."""
+        for name, more in vars(other).items():
+            setattr(self, name, getattr(self, name) + more)
+
+    @property
+    def mean_turns(self) -> float:
+        """Return the average number of turns in a conversation."""
+        return sum(self.turns.values()) / max(1, self.conversations)
+
+
+@dataclass
+class ChatTally:
+    """Record the counts and formats of the conversations in some input.
+
+    formats: the format of each file, by path. mixed: for a file with two formats, the first use of
+    both, by path. others: descriptions of the first records that are not conversations.
+    """
+
+    counts: ChatTotals = field(default_factory=ChatTotals)
+    formats: dict[str, FirstUse] = field(default_factory=dict)
+    mixed: dict[str, tuple[FirstUse, FirstUse]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def note_format(self, path: str, name: str, line: int | None) -> None:
+        """Record the format of a conversation."""
+        first = self.formats.setdefault(path, (name, line))
+        if first[0] != name and path not in self.mixed:
+            self.mixed[path] = first, (name, line)
+
+    def note_other(self, path: str, line: int | None, description: str) -> None:
+        """Record the description of a record that is not a conversation."""
+        if len(self.others) < _MOST_OTHERS:
+            position = f", line {line:,}" if line else ""
+            self.others.append(f"{escape_path(path)}{position}: {description}")
+
+    def add(self, other: ChatTally, lines_before: int) -> None:
+        """Add the tally of other input.
+
+        lines_before: number of lines before this input, if it is a later span of a large file.
+        """
+
+        def shift(use: FirstUse) -> FirstUse:
+            name, line = use
+            return name, line + lines_before if line else line
+
+        for path, use in other.formats.items():
+            self.note_format(path, *shift(use))
+        for path, (_, second) in other.mixed.items():
+            self.note_format(path, *shift(second))
+        self.others = (self.others + other.others)[:_MOST_OTHERS]
+        self.counts.add(other.counts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the tally as values for JSON."""
+        return vars(self) | {"counts": vars(self.counts)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ChatTally:
+        """Return the tally that `to_json` has converted."""
+        tally = cls(**value)
+        if counts := value.get("counts"):
+            tally.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
+        tally.formats = {path: (name, line) for path, (name, line) in tally.formats.items()}
+        tally.mixed = {
+            path: ((one[0], one[1]), (two[0], two[1])) for path, (one, two) in tally.mixed.items()
+        }
+        return tally
+
+    def find_mixture(self) -> UsageError | None:
+        """Return an error that names the files with more than one format, None without any."""
+        if not self.mixed:
+            return None
+        lines = [
+            f"{escape_path(path)}: {one} in line {first or 0:,}, {two} in line {second or 0:,}"
+            for path, ((one, first), (two, second)) in self.mixed.items()
+        ]
+        subject = (
+            f"{escape_path(next(iter(self.mixed)))} mixes formats"
+            if len(lines) == 1
+            else f"{len(lines):,} files mix formats"
+        )
+        return UsageError(
+            f"{subject} of conversations",
+            expected="one format per file",
+            found=units.join_lines(lines, _MOST_MIXED),
+            hint="put each format into its own file",
+        )
+
+    def by_format(self) -> dict[str, list[str]]:
+        """Return the paths of each format, the format with the most files first."""
+        files: dict[str, list[str]] = {}
+        for path, (name, _) in self.formats.items():
+            files.setdefault(name, []).append(escape_path(path))
+        return dict(sorted(files.items(), key=lambda item: -len(item[1])))
+
+    def summary(self, problems: Mapping[str, int]) -> dict[str, Any]:
+        """Return the manifest entry for the conversations.
+
+        problems: number of lines in errors.jsonl, by kind.
+        """
+        counts = self.counts
+        return {
+            "formats": {
+                name: {"files": len(paths), "paths": paths[:_LISTED]}
+                for name, paths in self.by_format().items()
+            },
+            **vars(counts),
+            "turns": dict(counts.turns.most_common()),
+            "mean_turns": round(counts.mean_turns, 2),
+            "dropped": {kind: problems[kind] for kind in conversations.KINDS if problems.get(kind)},
+        }
+
+    def format_lines(self) -> dict[str, str]:
+        """Return the lines of the summary that stage 02 prints, by label."""
+        formats = [
+            f"{name} in {units.counted(len(paths), 'file')} ({units.join_names(paths, _NAMED)})"
+            for name, paths in self.by_format().items()
+        ]
+        counts = self.counts
+        turns = ", ".join(f"{count:,} {role}" for role, count in counts.turns.most_common())
+        return {
+            "formats": "; ".join(formats),
+            "turns": f"{turns}; {counts.mean_turns:.1f} per conversation on average",
+            "content": f"{counts.characters:,} characters; "
+            f"{units.counted(counts.with_tools, 'conversation')} with tools, "
+            f"{counts.with_weights:,} with weights",
+        }
 
 
 @dataclass

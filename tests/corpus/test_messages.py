@@ -12,11 +12,10 @@ import pytest
 from lib.core.conversation import Refused
 from lib.core.errors import StageError, UsageError
 from lib.corpus import conversations, report, saved, split_parts, work_units
-from lib.corpus.chat_tally import ChatTally
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.tally import Tally
+from lib.corpus.tally import ChatTally, Tally
 from lib.corpus.work_units import FileSpan, UnitResult, WorkUnit
 
 RUN = "python 02_build_hf_dataset.py --data-folder raw"
