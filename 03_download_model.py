@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from lib.core import artifact_checks as checks
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
-from lib.models import directory, lookup, scratch, tokenizer, verify
+from lib.models import directory, lookup, scratch, tokenizer
 from lib.models.scratch import Design
 
 STAGE = "03_download_model.py"
@@ -402,20 +403,20 @@ def create_from_scratch(opts: options.Options) -> None:
 def verify_all(opts: options.Options) -> None:
     """Check the hash of every prepared file. Raises ArtifactError with all damaged files."""
     began = time.monotonic()
-    found = verify.find_artifacts(opts.cache_dir, opts.dst_root)
-    total = sum(artifact.bytes for artifact in found)
-    print_plan(opts, {"verify": f"{units.counted(len(found), 'artifact')}, {units.size(total)}"})
+    artifacts = checks.find_artifacts(
+        opts.cache_dir, opts.dst_root, directory.list_strays, lookup.model_remedy
+    )
+    size = units.size(sum(artifact.bytes for artifact in artifacts))
+    summary = f"{units.counted(len(artifacts), 'artifact')}, {size}"
+    print_plan(opts, {"verify": summary})
     if opts.dry_run:
         return
-    verify.check_all(found, opts.num_workers, not opts.no_progress)
-    for path in verify.find_unfinished(opts.cache_dir):
+    checks.hash_artifacts(artifacts, opts.num_workers, not opts.no_progress)
+    for path in checks.list_unfinished(opts.cache_dir):
         log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
-    verify.require_whole(found)
-    log.info(
-        f"done in {units.duration(time.monotonic() - began)}: "
-        f"{units.counted(len(found), 'artifact')}, "
-        f"{units.size(total)}, no damage found"
-    )
+    checks.require_intact(artifacts)
+    seconds = units.duration(time.monotonic() - began)
+    log.info(f"done in {seconds}: {summary}, no damage found")
 
 
 def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str) -> bool:

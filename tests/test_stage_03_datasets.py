@@ -107,7 +107,7 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
     whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
-    assert "1 artifact" in whole and "whole    raw_text/org--text\n" in whole
+    assert "1 artifact" in whole and "intact   raw_text/org--text\n" in whole
     (tmp_path / WHERE / FILES[2]).unlink()
     told = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
     assert f"raw_text/org--text/{FILES[2]} is missing" in told

@@ -425,7 +425,7 @@ def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: Stage
     done = stage(SCRIPT, "--verify", env={"HF_HUB_OFFLINE": "1"}).stdout
     assert "2 artifacts" in done and "no damage" in done
     assert "not verified: .cache/models/half" in done
-    assert "not ours: .cache/web/manifest.json" in done
+    assert "not written by this pipeline: .cache/web/manifest.json" in done
     stray = cache / "models/org--tiny-llama/model.safetensors"
     stray.write_bytes(b"")
     told = stage(SCRIPT, "--verify", expect=3).stderr

@@ -22,10 +22,10 @@ from pathlib import Path
 from launch.bundles import unpacking
 from launch.checks import findings
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from lib.core import hashing, log, manifest, options
+from lib.core import artifact_checks, hashing, log, manifest, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
-from lib.models import verify
+from lib.models import directory, lookup
 from lib.parallel import nvidia
 from lib.parallel.torch_builds import Torch, driver_problem
 from lib.tokens.dataset import open_dataset
@@ -226,7 +226,9 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
             "python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus",
         )
     try:
-        artifacts = verify.find_artifacts(opts.cache_dir, None)
+        artifacts = artifact_checks.find_artifacts(
+            opts.cache_dir, None, directory.list_strays, lookup.model_remedy
+        )
     except StageError as error:
         yield Finding(
             INFO,
@@ -236,7 +238,7 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
         )
         return
     if opts.deep:
-        verify.check_all(artifacts, opts.num_workers, not opts.no_progress)
+        artifact_checks.hash_artifacts(artifacts, opts.num_workers, not opts.no_progress)
     for artifact in artifacts:
         wrong = artifact.problems or (
             artifact.content is not None
@@ -250,7 +252,7 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
                 INFO, str(artifact.place), "every byte is intact" if opts.deep else "complete"
             )
         )
-    for path in verify.find_unfinished(opts.cache_dir):
+    for path in artifact_checks.list_unfinished(opts.cache_dir):
         yield Finding(WARNING, str(path), "not finished", "run its stage again")
 
 
