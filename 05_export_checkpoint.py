@@ -1,27 +1,28 @@
 #!/usr/bin/env python3
-"""Stage 05: turn a checkpoint into a Hugging Face model directory.
+"""Stage 05: export a checkpoint as a Hugging Face model directory.
 
   python 05_export_checkpoint.py -e exp
   python 05_export_checkpoint.py -e exp --step best --dtype float32 --out my-model
-  python 05_export_checkpoint.py -e exp --adapter    # LoRA adapters alone, as PEFT writes them
+  python 05_export_checkpoint.py -e exp --adapter    # only the LoRA adapter, as PEFT writes it
 
-Reads only outputs/<exp>/, and of a run with adapters the model that they were trained beside; never
-the network. Holds two tensors in memory at a time. The result loads with
-`AutoModelForCausalLM.from_pretrained`.
+The stage reads only outputs/<exp>/ and, for a LoRA run, the base model. It never uses the network,
+and holds two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads the result.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import commit
-from lib.core import commands, log, manifest, options, paths, publish, stage, units
+from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
+from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.export import card, companions
@@ -34,84 +35,85 @@ KIND = "export/1"
 _DTYPES = ("bfloat16", "float32", "float16")
 
 
-def parse(argv: list[str]) -> Options:
-    """Return the options of the command line and of --config."""
-    parser = options.Parser(__doc__, "-e NAME [options]")
-    parser.add_argument(
+@dataclass(frozen=True)
+class ExportOptions(CommonOptions):
+    """Contain the options of this stage."""
+
+    experiment_name: str = option(
+        "",
         "-e",
-        "--experiment-name",
         metavar="NAME",
-        help="name of the run, a directory under --save-dir; or the path of "
-        "that directory (needed)",
+        help="name of the run, which is a directory under --save-dir, or the path of that "
+        "directory (needed)",
     )
-    parser.add_argument(
-        "--save-dir",
-        type=Path,
-        metavar="DIR",
-        help="where experiments lie (default: outputs, or where -e leads)",
+    save_dir: Path = option(
+        None,
+        parse=Path,
+        help="directory of the experiments (default: outputs, or the directory in -e)",
     )
-    parser.add_argument(
-        "--step",
-        default="latest",
+    step: str = option(
+        "latest",
         metavar="N|latest|best",
-        help="which checkpoint; best is the one with the lowest validation loss",
+        help="which checkpoint to export; best is the one with the lowest validation loss",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
+    out: Path | None = option(
+        None,
+        parse=Path,
         help="the model directory to write (default: <save-dir>/<experiment>/export/step_…)",
     )
-    parser.add_argument(
-        "--dtype",
-        type=options.dtype(*_DTYPES),
+    dtype: str = option(
+        None,
+        parse=options.dtype(*_DTYPES),
         choices=_DTYPES,
-        help="dtype of the weights, also as bf16, fp32 or fp16; training keeps "
-        "them in float32 (default: bfloat16; float32 with --adapter)",
+        help="dtype of the weights; bf16, fp32 and fp16 are accepted too; the master weights are "
+        "float32 (default: bfloat16; float32 with --adapter)",
     )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="of a run with LoRA adapters, export these alone, as PEFT writes them "
-        "(default: a model with the adapters merged into it)",
+    adapter: bool = option(
+        False,
+        help="for a LoRA run, export only the adapter, as PEFT writes it "
+        "(default: a model with the adapter merged into it)",
     )
-    parser.add_argument(
+    model_name: str | None = option(
+        None,
         "-m",
-        "--model-name",
         metavar="NAME|DIR",
-        help="of a run with adapters, the model that they were trained beside, "
-        "where it lies now (default: where the run found it)",
+        help="for a LoRA run, the base model, if it was moved since the run "
+        "(default: where the run found it)",
     )
-    parser.add_argument(
-        "--max-shard-size",
-        type=options.positive_size,
-        default="5GB",
+    max_shard_size: int = option(
+        "5GB",
+        parse=options.positive_size,
         metavar="SIZE",
-        help="bytes per safetensors file at most, for example 5GB or 512MiB",
+        help="maximum size of a safetensors file in bytes, for example 5GB or 512MiB",
     )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that came with the model, where its type needs that; "
-        "taken from the command line alone",
+    trust_remote_code: bool = option(
+        False,
+        help="run the code that came with the model, if its model type needs that; "
+        "accepted only on the command line",
     )
+
+
+def parse(argv: Sequence[str]) -> ExportOptions:
+    """Return the options of the command line and of --config."""
+    parser = options.Parser(__doc__, "-e NAME [options]")
+    declared.add_options(parser, ExportOptions)
     parser.add_common()
     opts = parser.parse(argv)
     paths.expand_save_dir(opts)
-    return opts
+    opts.dtype = opts.dtype or ("float32" if opts.adapter else "bfloat16")
+    return declared.read_options(ExportOptions, opts)
 
 
 def main(argv: list[str]) -> None:
-    """Find the checkpoint, plan the files, write them, read them back, publish."""
+    """Find the checkpoint, plan the files, write them, read them back, and publish them."""
     opts = parse(argv)
     if not opts.experiment_name:
         raise UsageError(
-            "-e is needed: the experiment to export", found=list_experiments(opts.save_dir)
+            "-e is required: the experiment to export", found=list_experiments(opts.save_dir)
         )
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
-    has_adapters = require_kind(opts, checkpoint)
-    opts.dtype = opts.dtype or ("float32" if opts.adapter else "bfloat16")
+    is_lora = check_adapter_options(opts, checkpoint)
     out = opts.out or experiment.exports / (
         paths.step_name(checkpoint.step) + ("-adapter" if opts.adapter else "")
     )
@@ -125,18 +127,18 @@ def main(argv: list[str]) -> None:
     }
     if publish.is_done(out, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(
-            f"already done: {out} holds step {checkpoint.step:,}\n"
+            f"already done: {out} contains step {checkpoint.step:,}\n"
             + next_command(out, opts.adapter)
         )
         return
     companions.require_intact(experiment, checkpoint)
 
-    from lib.export import base_model
+    from lib.export.base_model import BaseModel
     from lib.train import journal
 
     config = journal.read_config(experiment)
-    base = base_model.find(opts.model_name, config, checkpoint) if has_adapters else None
-    damage = None if opts.dry_run else begin_hashing(checkpoint, for_export=not has_adapters)
+    base = BaseModel.find(opts.model_name, config, checkpoint) if is_lora else None
+    damage = None if opts.dry_run else start_hashing(checkpoint, for_export=not is_lora)
 
     import torch
 
@@ -146,17 +148,17 @@ def main(argv: list[str]) -> None:
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     dtype = getattr(torch, opts.dtype)
-    adapted = LoraRun.from_checkpoint(checkpoint, model, base.directory) if base else None
+    lora_run = LoraRun.from_checkpoint(checkpoint, model, base.directory) if base else None
     export: Export = (
-        AdapterExport(model, adapted, dtype)
-        if adapted and opts.adapter
-        else ModelExport(model, checkpoint, adapted, dtype, opts.max_shard_size)
+        AdapterExport(model, lora_run, dtype)
+        if lora_run and opts.adapter
+        else ModelExport(model, checkpoint, lora_run, dtype, opts.max_shard_size)
     )
     log.info(f"export of {checkpoint.path}")
     log.table(
         {
             "model": f"{model.config.model_type}, {units.count(model.num_parameters())} parameters",
-            **({"trained": adapted.describe()} if adapted else {}),
+            **({"trained": lora_run.describe()} if lora_run else {}),
             "to": f"{out}, {opts.dtype}, {units.size(export.bytes)} in "
             f"{units.counted(export.files, 'file')}",
         }
@@ -164,14 +166,14 @@ def main(argv: list[str]) -> None:
     if damage is None:
         return
     require_intact(checkpoint, damage.result())
-    if base and adapted:
-        base_model.require_whole(base.directory, config, checkpoint, not opts.no_progress)
-        adapted.load()
+    if base and lora_run:
+        base.require_intact(checkpoint, not opts.no_progress)
+        lora_run.load()
     write(opts, experiment, config, export, base, out, identity)
 
 
 def write(
-    opts: Options,
+    opts: ExportOptions,
     experiment: Experiment,
     config: dict[str, Any],
     export: Export,
@@ -179,19 +181,22 @@ def write(
     out: Path,
     identity: dict[str, Any],
 ) -> None:
-    """Write the files, read them back, check adapters, publish, and say how it went."""
+    """Write the files, read them back, check an adapter, publish, and log a summary.
+
+    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: what
+    another export into `out` must have in common with this one.
+    """
     began = time.monotonic()
     checkpoint = export.checkpoint
-    names = config.get("options", {})
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        of_config = companions.write_companions(
+        config_summary = companions.write_companions(
             experiment,
             checkpoint,
             export.model,
             build.dir,
             opts.dtype,
-            names,
+            config.get("options", {}),
             opts.trust_remote_code,
             export.adapter_of,
         )
@@ -200,7 +205,7 @@ def write(
             try:
                 weights = export.write(build.dir, bar.advance)
             except FileNotFoundError:
-                require_there(checkpoint)
+                require_present(checkpoint)
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
@@ -218,162 +223,155 @@ def write(
                 "dtype": opts.dtype,
                 "bytes": export.bytes,
                 "tensors": export.tensors,
-                **of_config,
+                **config_summary,
             },
         )
     log.info(
         f"done: {units.counted(export.tensors, 'tensor')}, {units.size(export.bytes)}, "
-        f"written and read "
-        f"back in {units.duration(seconds)} ({units.size(export.bytes / seconds)}/s)\n"
-        + next_command(out, opts.adapter)
+        f"written and read back in {units.duration(seconds)} "
+        f"({units.size(export.bytes / seconds)}/s)\n" + next_command(out, opts.adapter)
     )
 
 
-def require_kind(opts: Options, checkpoint: commit.Checkpoint) -> bool:
-    """Tell whether a run has adapters; UsageError for an option that only such a run can have."""
-    has_adapters = bool(checkpoint.commit().get("identity", {}).get("options", {}).get("lora_rank"))
+def check_adapter_options(opts: ExportOptions, checkpoint: commit.Checkpoint) -> bool:
+    """Return whether a checkpoint belongs to a LoRA run.
+
+    Raises UsageError if it does not, but an option requires a LoRA run.
+    """
+    is_lora = bool(checkpoint.commit().get("identity", {}).get("options", {}).get("lora_rank"))
     given = (["--adapter"] if opts.adapter else []) + (["--model-name"] if opts.model_name else [])
-    if given and not has_adapters:
+    if given and not is_lora:
         raise UsageError(
-            f"{' and '.join(given)} {'belongs' if len(given) == 1 else 'belong'} to a run with "
-            "LoRA adapters",
-            found=f"{checkpoint.path.parents[1]} trains the whole model",
+            f"{' and '.join(given)} {'requires' if len(given) == 1 else 'require'} a LoRA run",
+            found=f"{checkpoint.path.parents[1]} trained the full model",
             run=commands.as_typed(drop=["--adapter", "-m", "--model-name"]),
         )
-    return has_adapters
+    return is_lora
 
 
-def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
-    """Return the checkpoint that --step names; UsageError or ArtifactError when there is none.
+def find_checkpoint(opts: ExportOptions, experiment: Experiment) -> commit.Checkpoint:
+    """Return the checkpoint that --step names.
 
-    A damaged one is never passed over in silence for an older one.
+    If it is damaged, no older one is exported instead. Raises UsageError or ArtifactError.
     """
     if not (experiment.model / "config.json").is_file():
         raise ArtifactError(
             f"no experiment {experiment.root}", found=list_experiments(opts.save_dir)
         )
     if opts.step not in ("latest", "best") and not opts.step.isdecimal():
-        raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
-    found = {c.step: c for c in commit.list_checkpoints(experiment.checkpoints)}  # newest first
-    steps = [step for step, c in found.items() if not c.problems()]
-    whole = ", ".join(map(str, steps)) or "none"
-    if not found:
+        raise UsageError(f"--step must be a number, latest or best, not {opts.step!r}")
+    checkpoints = {c.step: c for c in commit.list_checkpoints(experiment.checkpoints)}
+    if not checkpoints:
         raise ArtifactError(
-            f"no valid checkpoint in {experiment.checkpoints}",
+            f"no checkpoint in {experiment.checkpoints}",
             run=commands.train("--config", experiment.config) if experiment.config.exists() else "",
         )
+    complete = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
     if opts.step == "best":
-        losses = card.validation_losses(found.values(), experiment.metrics)
+        losses = card.validation_losses(checkpoints.values(), experiment.metrics)
         if not losses:
             raise ArtifactError(
-                "no checkpoint here was saved right after an evaluation",
-                found=f"steps {whole}",
+                "no checkpoint was saved right after an evaluation",
+                found=f"steps {complete or 'none'}",
                 run=commands.as_typed("--step", "latest"),
             )
-        chosen = found[min(losses, key=losses.__getitem__)]
+        step = min(losses, key=losses.__getitem__)
     else:
-        step = next(iter(found)) if opts.step == "latest" else int(opts.step)
-        if step not in found:
-            raise ArtifactError(f"no valid checkpoint of step {step}", found=f"steps {whole}")
-        chosen = found[step]
-    if problems := chosen.problems():
-        raise ArtifactError(
-            f"checkpoint {chosen.path} is damaged",
-            found="\n".join(problems),
-            **suggest_older(steps, chosen.step),
-        )
-    return chosen
+        step = max(checkpoints) if opts.step == "latest" else int(opts.step)
+        if step not in checkpoints:
+            raise ArtifactError(
+                f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"
+            )
+    require_intact(checkpoints[step], checkpoints[step].problems())
+    return checkpoints[step]
 
 
 def list_experiments(save_dir: Path) -> str:
-    """Return in words which experiments there are."""
+    """Return a text that lists the experiments in a directory."""
     names = sorted(path.parent.parent.name for path in save_dir.glob("*/model/config.json"))
     return f"under {save_dir}: {', '.join(names) or 'none'}"
 
 
-def suggest_older(steps: list[int], step: int) -> dict[str, str]:
-    """Return what to do about a damaged checkpoint: the newest whole one before it, if any."""
-    before = [other for other in steps if other < step] or [s for s in steps if s != step]
-    if not before:
-        return {"hint": "no other is whole; stage 04 makes a new one"}
-    return {"hint": "the newest whole one instead:", "run": commands.as_typed("--step", before[0])}
+def start_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
+    """Start to hash a checkpoint in threads, while libraries are imported; result: the problems.
 
-
-def begin_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
-    """Start to hash what will be read, beside the imports; the result is what is damaged.
-
-    for_export: without the optimizer's files.
+    for_export: skip the optimizer's files.
     """
 
-    def work() -> list[str]:
+    def hash_files() -> list[str]:
         parts = min(8, os.cpu_count() or 1)
-        with ThreadPoolExecutor(parts) as pool:
-            found = pool.map(
-                lambda i: checkpoint.content_problems(i, parts, for_export), range(parts)
+        with ThreadPoolExecutor(parts) as threads:
+            by_part = threads.map(
+                lambda part: checkpoint.content_problems(part, parts, for_export), range(parts)
             )
-            return [problem for problems in found for problem in problems]
+            return [problem for problems in by_part for problem in problems]
 
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(hash_files)
+    thread.shutdown(wait=False)
     return future
 
 
 def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
-    """Raise ArtifactError when hashing found damage; nothing has been unpickled so far."""
-    require_there(checkpoint)
-    if problems:
-        raise ArtifactError(
-            f"checkpoint {checkpoint.path} is damaged",
-            found="\n".join(problems),
-            **suggest_older(
-                [
-                    c.step
-                    for c in commit.list_checkpoints(checkpoint.path.parent)
-                    if not c.problems()
-                ],
-                checkpoint.step,
-            ),
-        )
+    """Raise ArtifactError if a checkpoint has problems, or was deleted; suggest another one.
+
+    Call this before anything is unpickled.
+    """
+    require_present(checkpoint)
+    if not problems:
+        return
+    checkpoints = checkpoint.path.parent
+    other = commit.find_newest(checkpoints, checkpoint.step - 1) or commit.find_newest(checkpoints)
+    remedy = {"hint": "no other checkpoint is complete; stage 04 can train a new one"}
+    if other and other.step != checkpoint.step:
+        remedy = {
+            "hint": "to export the newest complete one instead:",
+            "run": commands.as_typed("--step", other.step),
+        }
+    raise ArtifactError(
+        f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems), **remedy
+    )
 
 
-def require_there(checkpoint: commit.Checkpoint) -> None:
-    """Raise ArtifactError when the checkpoint went away before its files were open."""
+def require_present(checkpoint: commit.Checkpoint) -> None:
+    """Raise ArtifactError if a checkpoint was deleted before its files were open."""
     if not checkpoint.path.exists():
         raise ArtifactError(
-            f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
-            "keeps only its newest",
+            f"{checkpoint.path} was deleted in the meantime: its run is still training, and keeps "
+            "only the newest checkpoints",
             run=commands.as_typed(),
         )
 
 
-def require_same(checkpoint: commit.Checkpoint, chosen: str) -> None:
-    """Raise ArtifactError when another checkpoint has taken the place of the one that was chosen.
+def require_same(checkpoint: commit.Checkpoint, digest: str) -> None:
+    """Raise ArtifactError if a checkpoint was replaced by another one during the export.
 
-    chosen: the digest of its manifest. One that is gone was read all the same: files stay open.
+    digest: of its manifest, when it was chosen. A checkpoint that was only deleted is not an error,
+    because its files were open.
     """
     try:
-        found = checkpoint.commit()["manifest"]
+        actual = checkpoint.commit()["manifest"]
     except FileNotFoundError:
         return
-    if found != chosen:
+    if actual != digest:
         raise ArtifactError(
-            f"{checkpoint.path} was replaced meanwhile by one of another run; nothing was exported",
+            f"{checkpoint.path} was replaced in the meantime by a checkpoint of another run; "
+            "nothing was exported",
             run=commands.as_typed(),
         )
 
 
 def next_command(out: Path, is_adapter: bool) -> str:
-    """Return what to type next."""
+    """Return a text with the possible next commands."""
     if is_adapter:
         return (
             f"next: PeftModel.from_pretrained(base, {str(out)!r}), `vllm serve BASE "
-            f"--enable-lora --lora-modules NAME={out}`, or train on with stage 04 from it, as "
+            f"--enable-lora --lora-modules NAME={out}`, or continue training with stage 04, as "
             + commands.shell("--lora-from", out)
         )
     return (
-        f"next: AutoModelForCausalLM.from_pretrained({str(out)!r}), or train on with "
-        "stage 04 from it, as " + commands.shell("-m", out)
+        f"next: AutoModelForCausalLM.from_pretrained({str(out)!r}), or continue training with "
+        "stage 04, as " + commands.shell("-m", out)
     )
 
 

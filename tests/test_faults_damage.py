@@ -1,4 +1,4 @@
-"""Damaged, missing and malicious files: never anything wrong is loaded, and never in silence."""
+"""Damaged, missing and malicious files are never loaded, and always reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return outputs/ of a run that was killed when it began to save its last step."""
+    """Return outputs/ of a run that was killed as it started to save its last step."""
     outputs = tmp_path_factory.mktemp("stopped") / "outputs"
     server.run(
         *run_options(outputs),
@@ -54,7 +54,7 @@ def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def outputs(stopped: Path, tmp_path: Path) -> Path:
-    """Return a copy of that."""
+    """Return a copy of these outputs."""
     shutil.copytree(stopped, tmp_path / "outputs")
     return tmp_path / "outputs"
 
@@ -86,7 +86,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def seal(checkpoint: Path) -> None:
-    """Make manifest and COMMIT fit the files there, as one who means harm would."""
+    """Make manifest and COMMIT match the files, as an attacker would."""
     content = json.loads((checkpoint / commit.COMMIT).read_text())
     files = [
         manifest.file_entry(checkpoint, path)
@@ -121,7 +121,7 @@ HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
         for how in HOWS
     ],
 )
-def test_a_damaged_file_is_told_and_the_one_before_is_taken(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, how: str
 ):
     damage(step(outputs) / name, how)
@@ -133,8 +133,8 @@ def test_a_damaged_file_is_told_and_the_one_before_is_taken(
     undisturbed().require_same(outputs)
 
 
-def test_any_flipped_bit_is_seen(outputs: Path):
-    """Unless it is one that nothing depends on: a last digit of a figure in COMMIT, too small."""
+def test_any_flipped_bit_is_found(outputs: Path):
+    """Except a bit of COMMIT that does not change its content, as in the last digit of a number."""
     rng = random.Random(0)
     checkpoint = Checkpoint(step(outputs), NEWEST)
     read = checkpoint.commit()
@@ -149,11 +149,11 @@ def test_any_flipped_bit_is_seen(outputs: Path):
     assert not checkpoint.problems() + checkpoint.content_problems(0, 1)
 
 
-def test_all_damaged_trains_nothing(server: Server, outputs: Path):
+def test_a_run_without_a_valid_checkpoint_does_not_train(server: Server, outputs: Path):
     for number in valid_steps(outputs):
         damage(step(outputs, number) / FILES[0], "flipped bit")
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
-    for _ in range(2):  # a launcher that tries again finds nothing else
+    for _ in range(2):  # a retry of a launcher has the same result
         done = server.run(*run_options(outputs), expect=3)
         assert "no valid checkpoint in" in done.output and "Traceback" not in done.output
     assert (outputs / "run" / "metrics.jsonl").read_bytes() == before
@@ -175,7 +175,7 @@ class Malicious:
     "sealed",
     [pytest.param(True, id="sealed"), pytest.param(False, id="as found", marks=pytest.mark.long)],
 )
-def test_a_malicious_pickle_runs_nothing(
+def test_a_malicious_pickle_runs_no_code(
     server: Server,
     outputs: Path,
     tmp_path: Path,
@@ -183,7 +183,7 @@ def test_a_malicious_pickle_runs_nothing(
     sealed: bool,
     undisturbed: Callable[..., Undisturbed],
 ):
-    """One that was put into a checkpoint and fits all digests ends the run; another is damage."""
+    """If it matches all digests, the run ends; otherwise the checkpoint is damaged."""
     harm = Malicious(f"touch {tmp_path / 'ran'}")
     tensors = step(outputs) / "dcp"
     if where == "metadata":
@@ -195,7 +195,7 @@ def test_a_malicious_pickle_runs_nothing(
             no_dist=True,
             storage_writer=HashingWriter(tensors),
         )
-        (tmp_path / "ran").unlink(missing_ok=True)  # what is saved may be copied, and so unpickled
+        (tmp_path / "ran").unlink(missing_ok=True)  # saving may copy the object, and so unpickle it
     if sealed:
         seal(step(outputs))
     done = server.run(*run_options(outputs), expect=3 if sealed else 0)
@@ -217,14 +217,14 @@ def test_a_malicious_pickle_runs_nothing(
     ],
 )
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", "metrics.jsonl", "events.jsonl"])
-def test_bookkeeping_may_be_torn(
+def test_a_run_survives_torn_bookkeeping_files(
     server: Server,
     undisturbed: Callable[..., Undisturbed],
     outputs: Path,
     name: str,
     content: bytes,
 ):
-    """The checkpoints are the truth; what was in the figures before is lost, and no more."""
+    """The checkpoints are the truth; only the content of the torn file is lost."""
     (outputs / "run" / name).write_bytes(content)
     server.run(*run_options(outputs))
     undisturbed().require_same(outputs, since=NEWEST)
@@ -241,7 +241,7 @@ def test_bookkeeping_may_be_torn(
 
 
 @pytest.mark.parametrize("days", [-1, 1])
-def test_clock_and_file_times_decide_nothing(
+def test_the_clock_and_file_times_do_not_matter(
     server: Server, outputs: Path, days: int, undisturbed: Callable[..., Undisturbed]
 ):
     rng = random.Random(days)
@@ -254,7 +254,7 @@ def test_clock_and_file_times_decide_nothing(
     assert valid_steps(outputs) == [12, 10, 8]
 
 
-def test_what_is_no_checkpoint_is_not_taken_for_one(
+def test_other_directories_are_not_taken_for_checkpoints(
     server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]
 ):
     checkpoints = outputs / "run" / "checkpoints"
@@ -285,14 +285,14 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(
     }
 
 
-def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
-    """For good, on one rank: all stop, and nothing is moved. For a moment: tried again."""
+def test_a_failing_disk_quarantines_nothing(server: Server, outputs: Path):
+    """If it keeps failing on one rank, all ranks stop; if it recovers, the read is retried."""
     names = sorted(p.name for p in step(outputs).parent.iterdir())
     fault = Fault(
         str(outputs), 1, "ESTALE", times=10**6, kinds=("read",), match="step_00000010/dcp"
     )
     done = server.run(*run_options(outputs), ranks=2, faults={1: fault}, expect=1)
-    assert done.wait() == [1, 1] and "cannot be read" in done.output
+    assert done.wait() == [1, 1] and "does not mean that it is damaged" in done.output
     assert "Traceback" not in done.output
     assert sorted(p.name for p in step(outputs).parent.iterdir()) == names
     fault.act = "EIO"
@@ -301,10 +301,10 @@ def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
     assert begun_at(outputs) == NEWEST and "moved to quarantine" not in done.output
 
 
-def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
+def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
     server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """As versions left them that took an error of reading for damage; one of them is damaged."""
+    """Older versions quarantined checkpoints after read errors; one of these is really damaged."""
     checkpoints = outputs / "run" / "checkpoints"
     with (outputs / "run" / "events.jsonl").open("a") as file:
         for checkpoint in commit.list_checkpoints(checkpoints):

@@ -501,7 +501,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     newest.write_bytes(whole[1:])
     trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
-        load_script("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
+        load_script("05_export_checkpoint.py").require_present(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
         adapter_files.plan_adapter(
             SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
@@ -514,7 +514,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
         )
         replaced = trained.fails(*export, "--out", "fourth")
-    assert "was replaced meanwhile" in replaced.problem and not Path("fourth").exists()
+    assert "was replaced" in replaced.problem and not Path("fourth").exists()
     shutil.rmtree("outputs/run/checkpoints")
     trained.follow(trained.fails(*export), "--dry-run")  # train it again
 

@@ -1,4 +1,4 @@
-"""Stage 05 as its user runs it: what comes out is what was trained, under the Hub's names."""
+"""Stage 05 exports exactly the trained weights, under the names of the Hub."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert value.dtype == right[key].dtype and torch.equal(value, right[key]), key
 
 
-def test_untouched_weights_come_out_bit_for_bit(project: Path):
+def test_unchanged_weights_are_exported_bit_for_bit(project: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run_stage(
@@ -117,7 +117,7 @@ def test_untouched_weights_come_out_bit_for_bit(project: Path):
     for lost, says in (
         ("model.safetensors", "model.safetensors is missing"),
         ("manifest.json", "has no weights"),
-    ):  # what an incomplete copy leaves
+    ):  # as after an incomplete copy
         (project / "out" / lost).unlink()
         done = run_stage(
             "04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "out", cwd=project, expect=3
@@ -125,7 +125,7 @@ def test_untouched_weights_come_out_bit_for_bit(project: Path):
         assert says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_shards_and_default_dtype(project: Path):
+def test_weights_are_bfloat16_and_sharded_by_default(project: Path):
     from transformers import AutoModelForCausalLM
 
     run_stage(
@@ -149,7 +149,7 @@ def test_shards_and_default_dtype(project: Path):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-def test_steps_best_and_latest(project: Path):
+def test_step_selects_a_checkpoint(project: Path):
     rows = [
         json.loads(line)
         for line in (project / "outputs" / "moved" / "metrics.jsonl").read_text().splitlines()
@@ -164,7 +164,9 @@ def test_steps_best_and_latest(project: Path):
     assert not (project / "outputs" / "moved" / "export").exists()
 
 
-def test_moved_directory_stands_alone(project: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_a_moved_experiment_needs_no_other_directory(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+):
     far = tmp_path_factory.mktemp("far")
     shutil.move(project / "outputs", far / "elsewhere")
     for name in ("model", ".cache", "hf_datasets"):
@@ -173,7 +175,7 @@ def test_moved_directory_stands_alone(project: Path, tmp_path_factory: pytest.Te
     assert (far / "elsewhere" / "still" / "export" / "step_00000002" / "config.json").exists()
 
 
-def test_again_refused_or_replaced(project: Path):
+def test_an_existing_export_is_kept_or_replaced(project: Path):
     arguments = ("-e", "still", "--out", "out")
     run_stage("05_export_checkpoint.py", *arguments, cwd=project)
     before = (project / "out" / "manifest.json").read_bytes()
@@ -191,12 +193,12 @@ def test_again_refused_or_replaced(project: Path):
     assert not list(project.glob("out.*"))
 
 
-def test_bad_input_is_refused_in_words(project: Path):
+def test_bad_input_is_an_error_without_a_traceback(project: Path):
     def refused(*arguments: object, code: int, says: str) -> None:
         done = run_stage("05_export_checkpoint.py", *arguments, cwd=project, expect=code)
         assert says in done.stderr and "Traceback" not in done.stderr
 
-    refused(code=2, says="-e is needed")
+    refused(code=2, says="-e is required")
     refused("-e", "nowhere", code=3, says="moved, still")
     refused("-e", "moved", "--step", 3, code=3, says="steps 6, 4, 2")
     refused("-e", "moved", "--step", "first", code=2, says="a number, latest or best")
@@ -222,8 +224,8 @@ def test_bad_input_is_refused_in_words(project: Path):
     assert not (project / "outputs" / "moved" / "export").exists()
 
 
-def test_generates_what_the_trained_model_generates(project: Path):
-    """From raw text to generated tokens: with the tokenizer and the settings of the export."""
+def test_an_export_generates_the_same_tokens(project: Path):
+    """The tokenizer and the generation config are those of the export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run_stage(
@@ -241,8 +243,8 @@ def test_generates_what_the_trained_model_generates(project: Path):
     assert texts[0] == texts[1]
 
 
-def test_exports_while_training_goes_on(project: Path):
-    """Each export is of a step that was committed, and a run that goes on is not disturbed."""
+def test_an_export_during_training_is_of_a_committed_step(project: Path):
+    """The running training is not disturbed."""
     arguments = (
         "-e",
         "busy",
@@ -308,10 +310,10 @@ def still(project: Path, name: str, config: PretrainedConfig, ranks: int) -> str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_and_comes_out_untouched(
+def test_every_family_is_trained_and_exported_unchanged(
     prepared_once: Path, tmp_path: Path, family: str
 ):
-    """lr 0 on two ranks, then the export: the names and bits that `save_pretrained` wrote."""
+    """At learning rate 0 on two ranks, the export has the names and bits of `save_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
@@ -322,8 +324,8 @@ def test_every_family_trains_and_comes_out_untouched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_than_experts(prepared_once: Path, tmp_path: Path, ranks: int):
-    """Mixtral with two experts: some ranks hold no expert, and nothing is lost or wrong."""
+def test_ranks_without_an_expert_lose_nothing(prepared_once: Path, tmp_path: Path, ranks: int):
+    """Mixtral with two experts on more ranks trains and exports the right weights."""
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
     config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)
     still(tmp_path, "experts", config, ranks)

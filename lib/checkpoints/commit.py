@@ -212,7 +212,7 @@ def seal_attempt(
     ranks: int,
     facts: dict[str, Any],
 ) -> None:
-    """Write the manifest and COMMIT, and make everything durable; `give_name` must follow.
+    """Write the manifest and COMMIT, and make everything durable; `publish_attempt` must follow.
 
     Raises ArtifactError if this rank cannot see a file that another rank wrote.
     """

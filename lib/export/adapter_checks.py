@@ -45,7 +45,7 @@ _SHOWN = 8
 
 
 def check_adapter(
-    adapted: LoraRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
+    lora_run: LoraRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield the result of each check as text; raise ArtifactError if a check fails.
 
@@ -53,25 +53,25 @@ def check_adapter(
     dtype: of its files. advance: called with the numbers of each tensor read; the total is PASSES
     times the parameters of the model.
     """
-    yield require_trained(adapted)
-    yield require_equal_logits(adapted, out, dtype, advance)
+    yield require_trained(lora_run)
+    yield require_equal_logits(lora_run, out, dtype, advance)
 
 
-def require_trained(adapted: LoraRun) -> str:
+def require_trained(lora_run: LoraRun) -> str:
     """Return how many rows of B were trained, as text; raise ArtifactError if some are lost.
 
     B starts at zero, and a step changes every number with a gradient. So a row of B with a second
     moment cannot be zero. Rows without a gradient are few and scattered, if there are any; a long
     run of them is a slice that was not saved.
     """
-    checkpoint = adapted.checkpoint
+    checkpoint = lora_run.checkpoint
     steps = checkpoint.record().get("optimizer_steps", 0)
     problems = []
     rows = 0
     trained_rows = 0
-    is_trained = adapted.options.get("lr") != 0
+    is_trained = lora_run.options.get("lr") != 0
     with closing(FullTensorReader(checkpoint.path / commit.TENSORS, False)) as reader:
-        for name, tensor in adapted.tensors.items():
+        for name, tensor in lora_run.tensors.items():
             keys = [f"{contents.OPTIMIZER}{kind}.{name}" for kind in _SECOND_MOMENTS]
             key = next((key for key in keys if key in reader.described), None)
             if not name.endswith(f".{lora.B}.weight") or key is None:
@@ -128,25 +128,25 @@ def compute_logits(
     model = copy.deepcopy(model)
     with stream_parts(model, read):
         attention.fix_rope_frequencies(model, options["packing"], options["seq_length"])
-        return probe.compute(model, SingleDevice(torch.device("cpu")))
+        return probe.compute_logits(model, SingleDevice(torch.device("cpu")))
 
 
 def compute_exported_logits(
-    adapted: LoraRun, base: Callable[[str], Tensor], out: Path, advance: Callable[[int], None]
+    lora_run: LoraRun, base: Callable[[str], Tensor], out: Path, advance: Callable[[int], None]
 ) -> Tensor:
     """Return the logits of the probe from the exported files, of a merged model or an adapter.
 
     base: returns a tensor of the base model by name.
     """
     if not (out / adapter_files.CONFIG).exists():
-        with StoredModel(adapted.plain, out) as merged:
+        with StoredModel(lora_run.plain, out) as merged:
             return compute_logits(
-                adapted.plain, _count_reads(merged.read, advance), adapted.options
+                lora_run.plain, _count_reads(merged.read, advance), lora_run.options
             )
-    settings, tensors = adapter_files.read_back(adapted.plain, out)
-    model = copy.deepcopy(adapted.plain)
+    settings, tensors = adapter_files.read_back(lora_run.plain, out)
+    model = copy.deepcopy(lora_run.plain)
     settings.attach(model)
-    return compute_logits(model, overlay(tensors, base), adapted.options)
+    return compute_logits(model, overlay(tensors, base), lora_run.options)
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -159,7 +159,7 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def require_equal_logits(
-    adapted: LoraRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
+    lora_run: LoraRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
 ) -> str:
     """Return the differences between three computations of the probe, and their limits, as text.
 
@@ -167,29 +167,29 @@ def require_equal_logits(
     and the trainer when it saved, as recorded in the checkpoint. dtype: of the files. advance:
     called with the parameters of each tensor read. Raises ArtifactError if a limit is exceeded.
     """
-    recorded = adapted.checkpoint.record().get("probe")
-    with StoredModel(adapted.plain, adapted.base) as base:
+    recorded = lora_run.checkpoint.record().get("probe")
+    with StoredModel(lora_run.plain, lora_run.base) as base:
         read_base = _count_reads(base.read, advance)
         expected = compute_logits(
-            adapted.model, overlay(adapted.tensors, read_base), adapted.options
+            lora_run.model, overlay(lora_run.tensors, read_base), lora_run.options
         )
-        exported = compute_exported_logits(adapted, read_base, out, advance)
-        base_logits = compute_logits(adapted.plain, read_base, adapted.options)
+        exported = compute_exported_logits(lora_run, read_base, out, advance)
+        base_logits = compute_logits(lora_run.plain, read_base, lora_run.options)
     pairs = [("the files − base + adapters", exported, expected, _rounding(dtype))]
     if recorded:
         trainer = torch.tensor(recorded["logits"])
         if trainer.shape != expected.shape:
             raise ArtifactError(
-                f"checkpoint {adapted.checkpoint.path} was not written by stage 04",
+                f"checkpoint {lora_run.checkpoint.path} was not written by stage 04",
                 found=f"a probe of {list(trainer.shape)} logits",
                 expected=str(list(expected.shape)),
             )
-        eps = _rounding(COMPUTE_DTYPES[adapted.options["precision"]])
+        eps = _rounding(COMPUTE_DTYPES[lora_run.options["precision"]])
         pairs += [
             ("base + adapters − the trainer", expected, trainer, eps),
             ("the files − the trainer", exported, trainer, max(eps, _rounding(dtype))),
         ]
-    growth = _LIMIT * math.sqrt(len(decoder_layers(adapted.plain)))
+    growth = _LIMIT * math.sqrt(len(decoder_layers(lora_run.plain)))
     return _report_differences(
         [(what, relative_difference(one, other), growth * eps) for what, one, other, eps in pairs],
         relative_difference(expected, base_logits),

@@ -25,51 +25,51 @@ _CACHED = re.compile(r"models--(.+?)--(.+)")
 _SHOWN = 8
 
 
-def plan_adapter(adapted: LoraRun, dtype: torch.dtype) -> list[Entry]:
+def plan_adapter(lora_run: LoraRun, dtype: torch.dtype) -> list[Entry]:
     """Return the tensors of the file, in writing order.
 
     Raises UsageError for adapters of fused experts (one tensor): runtimes silently ignore them, or
     load them transposed.
     """
-    if fused := [name for name, shape in adapted.shapes.items() if len(shape) > 2]:
+    if fused := [name for name, shape in lora_run.shapes.items() if len(shape) > 2]:
         raise UsageError(
-            "adapters of fused experts cannot leave the model: no runtime is known "
-            "to load them right",
+            "adapters of fused experts cannot be exported alone: no runtime is known "
+            "to load them correctly",
             found=units.join_lines(fused, _SHOWN),
-            hint="merged into the model they can:",
+            hint="to export the merged model instead:",
             run=commands.as_typed(drop=["--adapter"]),
         )
-    return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
+    return [Entry(PREFIX + name, shape, dtype) for name, shape in lora_run.shapes.items()]
 
 
 def write_adapter(
-    adapted: LoraRun, planned: list[Entry], out: Path, advance: Callable[[int], None]
+    lora_run: LoraRun, entries: list[Entry], out: Path, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """Write config and tensors into `out`, read the tensors back, and return manifest entries.
 
     Raises ArtifactError if the file does not read back as it was written.
     """
-    manifest.write_json(out / CONFIG, make_config(adapted))
-    with TensorFile(out / WEIGHTS, planned) as file:
-        for entry in planned:
-            file.add(adapted.tensors[entry.key.removeprefix(PREFIX)], entry.dtype)
+    manifest.write_json(out / CONFIG, make_config(lora_run))
+    with TensorFile(out / WEIGHTS, entries) as file:
+        for entry in entries:
+            file.add(lora_run.tensors[entry.key.removeprefix(PREFIX)], entry.dtype)
             advance(entry.bytes)
     if not file.reads_back():
         raise make_read_back_error(file.path)
     return [manifest.file_entry(out, out / CONFIG, "sha256"), file.manifest_entry()]
 
 
-def make_config(adapted: LoraRun) -> dict[str, Any]:
+def make_config(lora_run: LoraRun) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    settings = adapted.lora
-    chosen = lora_targets.choose_linears(adapted.plain, adapted.lora.targets)
+    settings = lora_run.lora
+    linears = lora_targets.choose_linears(lora_run.plain, lora_run.lora.targets)
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
         "alpha_pattern": {},
-        "base_model_name_or_path": name_of(adapted.base),
+        "base_model_name_or_path": name_base_model(lora_run.base),
         "bias": "none",
         "fan_in_fan_out": any(
-            lora_targets.is_transposed(adapted.plain.get_submodule(name)) for name in chosen
+            lora_targets.is_transposed(lora_run.plain.get_submodule(name)) for name in linears
         ),
         "inference_mode": True,
         "init_lora_weights": True,
@@ -80,21 +80,21 @@ def make_config(adapted: LoraRun) -> dict[str, Any]:
         "r": settings.rank,
         "rank_pattern": {},
         "revision": None,
-        "target_modules": name_targets(adapted.plain, chosen),
+        "target_modules": name_targets(lora_run.plain, linears),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": settings.rslora,
     }
 
 
-def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
+def name_targets(model: PreTrainedModel, linears: Collection[str]) -> list[str]:
     """Return target names by which PEFT finds exactly these linear layers of a model.
 
     Uses the last parts of their names if no other module ends in one, else the full names.
     """
-    leaves = sorted({name.rpartition(".")[2] for name in chosen})
-    is_exact = find_targets(model, leaves) == set(chosen)
-    return leaves if is_exact else sorted(chosen)
+    leaves = sorted({name.rpartition(".")[2] for name in linears})
+    is_exact = find_targets(model, leaves) == set(linears)
+    return leaves if is_exact else sorted(linears)
 
 
 def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
@@ -106,7 +106,7 @@ def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
     }
 
 
-def name_of(model_dir: Path) -> str:
+def name_base_model(model_dir: Path) -> str:
     """Return the name of a model on the Hub, or of its directory if it has none there.
 
     Never returns a path: it would be invalid on other machines, and reveal who made the adapter.
@@ -115,9 +115,8 @@ def name_of(model_dir: Path) -> str:
     name = content.get("options", {}).get("model_name")
     if content.get("kind") == directory.KIND and isinstance(name, str) and _NAME.fullmatch(name):
         return name
-    cached = next(
-        (found for part in model_dir.absolute().parts if (found := _CACHED.fullmatch(part))), None
-    )
+    matches = map(_CACHED.fullmatch, model_dir.absolute().parts)
+    cached = next(filter(None, matches), None)
     return f"{cached[1]}/{cached[2]}" if cached else model_dir.resolve().name
 
 
@@ -137,28 +136,28 @@ def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor
         return settings, {key.removeprefix(PREFIX): file.get_tensor(key) for key in keys}
 
 
-def verify_adapter(adapted: LoraRun, out: Path) -> None:
+def verify_adapter(lora_run: LoraRun, out: Path) -> None:
     """Compare the names and shapes in the files with those that PEFT creates from the config.
 
     Raises ArtifactError if anything differs, because PEFT silently ignores unexpected tensors.
     """
     content = records.read_json(out / CONFIG)
     expected: dict[str, tuple[int, ...]] = {}
-    for name in find_targets(adapted.plain, content["target_modules"]):
-        rows, inputs = lora_targets.count_features(adapted.plain.get_submodule(name))
+    for name in find_targets(lora_run.plain, content["target_modules"]):
+        rows, inputs = lora_targets.count_features(lora_run.plain.get_submodule(name))
         expected |= {
             f"{PREFIX}{name}.{lora.A}.weight": (content["r"], inputs),
             f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"]),
         }
     with safe_open(out / WEIGHTS, "pt") as file:
         keys = list(file.keys())  # the file itself is not iterable
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-    if wrong := [
-        f"{key}: expected {expected.get(key)}, written {found.get(key)}"
-        for key in sorted(expected.keys() | found.keys())
-        if expected.get(key) != found.get(key)
+        written = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    if differences := [
+        f"{key}: expected {expected.get(key)}, written {written.get(key)}"
+        for key in sorted(expected.keys() | written.keys())
+        if expected.get(key) != written.get(key)
     ]:
         raise ArtifactError(
-            "the adapter holds other tensors than PEFT will look for",
-            found=units.join_lines(wrong, _SHOWN),
+            "the adapter contains other tensors than PEFT expects",
+            found=units.join_lines(differences, _SHOWN),
         )

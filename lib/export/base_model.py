@@ -1,98 +1,106 @@
-"""The model that a run has trained adapters beside: found again, and the same to the last byte."""
+"""Find the base model of a LoRA run, and check that it still has the weights that the run read."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
 from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory, lookup
 
-_HINT = "-m NAME|DIR names where the model lies now that the adapters were trained beside"
+_HINT = "-m NAME|DIR names the present place of the base model"
 
 
-class BaseModel(NamedTuple):
-    """The directory of a frozen model. stamps: of its files, from before it was looked at."""
+@dataclass(frozen=True)
+class BaseModel:
+    """The base model of a LoRA run.
+
+    directory: of the model. identities: of its files, taken before any file was read. cache_dir:
+    --cache-dir of the run.
+    """
 
     directory: Path
-    stamps: file_identity.Identities
+    identities: file_identity.Identities
+    cache_dir: Path
 
-    def require_unchanged(self) -> None:
-        """Raise UsageError when the files are not those any more that were found."""
-        file_identity.require_same(self.stamps, f"the model {self.directory}", "it was exported")
+    @classmethod
+    def find(cls, name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> BaseModel:
+        """Return the base model of a run, whose weights are not checked yet.
 
-
-def find(name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> BaseModel:
-    """Return the frozen model of a run.
-
-    name: of `-m`; None: where it was, or wherever a prepared model of the same content lies. Raises
-    ArtifactError when it is gone, UsageError when it is another model.
-    """
-    identity = checkpoint.commit()["identity"]
-    if name is None:
-        path = config.get("model_dir", "")
-        name = lookup.find_recorded_model(path, identity["inputs"]["model"], cache_dir(config))
+        name: of -m; None: where the run found it, or a prepared model with the same content.
+        config: the content of the run's config.yaml. Raises ArtifactError if the model is gone, and
+        UsageError if it is another model.
+        """
+        cache_dir = Path(config.get("options", {}).get("cache_dir") or ".cache")
+        fingerprint = checkpoint.commit()["identity"]["inputs"]["model"]
         if name is None:
-            root = checkpoint.path.parents[1]
-            raise ArtifactError(
-                f"the model {path}, with which {root} was begun, is gone"
-                if path
-                else f"nothing says where the model lies that {root} was begun with",
+            path = config.get("model_dir", "")
+            name = lookup.find_recorded_model(path, fingerprint, cache_dir)
+            if name is None:
+                run = checkpoint.path.parents[1]
+                raise ArtifactError(
+                    f"the base model {path} of {run} is gone"
+                    if path
+                    else f"{run}/config.yaml does not name a base model",
+                    hint=_HINT,
+                )
+        model_dir = lookup.find_model(name, cache_dir)
+        identities = file_identity.read_identities(directory.list_model_files(model_dir))
+        if (actual := directory.fingerprint_model(model_dir)) != fingerprint:
+            raise UsageError(
+                f"{model_dir} is not the base model of this run",
+                expected=f"fingerprint {fingerprint}",
+                found=f"fingerprint {actual}",
                 hint=_HINT,
             )
-    found = lookup.find_model(name, cache_dir(config))
-    before = file_identity.read_identities(directory.list_model_files(found))
-    if (now := directory.fingerprint_model(found)) != identity["inputs"]["model"]:
-        raise UsageError(
-            f"{found} is not the model that the adapters were trained beside",
-            expected=f"a fingerprint of {identity['inputs']['model']}",
-            found=now,
-            hint=_HINT,
-        )
-    return BaseModel(found, before)
+        return cls(model_dir, identities, cache_dir)
 
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a file has changed since the model was found."""
+        file_identity.require_same(self.identities, f"the model {self.directory}", "it was read")
 
-def require_whole(
-    base: Path, config: dict[str, Any], checkpoint: Checkpoint, progress: bool
-) -> None:
-    """Raise ArtifactError unless the weights are those that the run has read, every byte.
+    def require_intact(self, checkpoint: Checkpoint, show_progress: bool) -> None:
+        """Raise ArtifactError unless every byte of the weights is what the run read.
 
-    Where the run has noted no digests, those count that the directory has.
-    """
-    content = manifest.read_if_any(base) or {}
-    noted = checkpoint.record().get("base") or {
-        entry["path"]: entry["digest"]
-        for entry in content.get("files", [])
-        if entry["path"].endswith(".safetensors")
-    }
-    if odd := [name for name in noted if Path(name).name != name]:
-        raise ArtifactError(
-            f"{checkpoint.path} is not one that stage 04 wrote",
-            found=f"the base in its train state: {', '.join(odd)}",
-        )
-    files = [
-        {
-            "path": name,
-            "digest": digest,
-            "bytes": (base / name).stat().st_size if (base / name).is_file() else 0,
+        If the checkpoint has no digests of them, those in the manifest of the model are used.
+        """
+        content = manifest.read_if_any(self.directory) or {}
+        digests = checkpoint.record().get("base") or {
+            entry["path"]: entry["digest"]
+            for entry in content.get("files", [])
+            if entry["path"].endswith(".safetensors")
         }
-        for name, digest in noted.items()
-    ]
-    remedy = (
-        lookup.model_remedy(base, "--overwrite")
-        if content.get("kind") == directory.KIND
-        else {"hint": f"copy it again from where it came from; {_HINT}"}
-    )
-    if cache_dir(config).is_dir():
-        verified.require_intact(
-            base, {"files": files}, "the base", cache_dir(config), progress=progress, **remedy
+        if paths := [name for name in digests if Path(name).name != name]:
+            raise ArtifactError(
+                f"checkpoint {checkpoint.path} was not written by stage 04",
+                found=f"paths among the files of the base model: {', '.join(paths)}",
+            )
+        entries = [
+            {"path": name, "digest": digest, "bytes": _read_size(self.directory / name)}
+            for name, digest in digests.items()
+        ]
+        remedy = (
+            lookup.model_remedy(self.directory, "--overwrite")
+            if content.get("kind") == directory.KIND
+            else {"hint": f"copy it again from its source; {_HINT}"}
         )
-    else:
-        manifest.check(base, {"files": files}, "the base", deep=True, **remedy)
+        files = {"files": entries}
+        if self.cache_dir.is_dir():
+            verified.require_intact(
+                self.directory,
+                files,
+                "the base model",
+                self.cache_dir,
+                progress=show_progress,
+                **remedy,
+            )
+        else:
+            manifest.check(self.directory, files, "the base model", deep=True, **remedy)
 
 
-def cache_dir(config: dict[str, Any]) -> Path:
-    """Return the --cache-dir of a run."""
-    return Path(config.get("options", {}).get("cache_dir") or ".cache")
+def _read_size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if there is no file."""
+    return path.stat().st_size if path.is_file() else 0

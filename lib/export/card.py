@@ -28,11 +28,11 @@ _OPTIONS = {
     "lora_targets": "adapters: on",
 }
 
-_LOADED_WHOLE = """\
+_LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("<this directory>")"""
-_LOADED = """\
+_LOAD_ADAPTER = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,16 +72,18 @@ def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dic
     return {step: loss for step, loss in logged.items() if step in steps}
 
 
-def collect_facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
+def collect_facts(
+    checkpoint: Checkpoint, metrics: Path, run_options: dict[str, Any]
+) -> dict[str, Any]:
     """Return the facts about a checkpoint's training, by label.
 
-    names: options of the run; only the last part of a path is shown. The losses are those of the
-    checkpoint, or of the last logged step before it.
+    run_options: as in config.yaml; only the last part of a path is shown. The losses are those of
+    the checkpoint, or of the last logged step before it.
     """
     commit = checkpoint.commit()
     identity = commit.get("identity", {})
-    found: dict[str, Any] = {"steps": checkpoint.step, "tokens seen": commit.get("tokens")}
-    for label, own, key in (
+    facts: dict[str, Any] = {"steps": checkpoint.step, "tokens seen": commit.get("tokens")}
+    for label, field, key in (
         ("final training loss", "loss", "train/loss"),
         ("validation loss", "eval_loss", "eval/loss"),
     ):
@@ -90,17 +92,17 @@ def collect_facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) 
             for step, loss in read_metric(metrics, key).items()
             if step <= checkpoint.step
         }
-        if commit.get(own) is not None:
-            found[label] = f"{commit[own]:.4f}"
+        if commit.get(field) is not None:
+            facts[label] = f"{commit[field]:.4f}"
         elif logged:
-            found[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
+            facts[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
     for label, key in (("trained from", "model_name"), ("data", "dataset_name")):
-        if value := names.get(key):
+        if value := run_options.get(key):
             values = value if isinstance(value, list) else [value]
-            found[label] = ", ".join(Path(str(one)).name for one in values)
-    found |= {f"digest of {name}": digest for name, digest in identity.get("inputs", {}).items()}
+            facts[label] = ", ".join(Path(str(path)).name for path in values)
+    facts |= {f"digest of {name}": digest for name, digest in identity.get("inputs", {}).items()}
     options = identity.get("options", {})
-    return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
+    return facts | {label: options[key] for key, label in _OPTIONS.items() if key in options}
 
 
 def render_card(
@@ -108,7 +110,7 @@ def render_card(
     architecture: str,
     dtype: str,
     parameters: int,
-    found: dict[str, Any],
+    facts: dict[str, Any],
     chats: bool,
     adapter_of: str = "",
 ) -> str:
@@ -117,11 +119,13 @@ def render_card(
     parameters: of the full model. chats: whether it has a chat template. adapter_of: the name of
     the base model of an adapter, else "".
     """
-    rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
+    rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **facts}
     if adapter_of:
-        rows = {"base model": adapter_of, "architecture": architecture, "dtype": dtype, **found}
+        rows = {"base model": adapter_of, "architecture": architecture, "dtype": dtype, **facts}
     table = "\n".join(
-        f"| {label} | {_shown(value)} |" for label, value in rows.items() if value is not None
+        f"| {label} | {_format_value(value)} |"
+        for label, value in rows.items()
+        if value is not None
     )
     # The Hub rejects a card whose base_model is not the name of a repository.
     is_of_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of))
@@ -135,14 +139,14 @@ library_name: {"peft" if adapter_of else "transformers"}
 # {title}
 
 {"LoRA adapters of a" if adapter_of else "A"} causal language model, exported from step \
-{found["steps"]:,} of a training run.
+{facts["steps"]:,} of a training run.
 
 | | |
 |---|---|
 {table}
 
 ```python
-{_LOADED.format(base=where) if adapter_of else _LOADED_WHOLE}
+{_LOAD_ADAPTER.format(base=where) if adapter_of else _LOAD_MODEL}
 tokenizer = AutoTokenizer.from_pretrained("<this directory>")
 {_CHAT if chats else ""}```
 {_BASE_BY_PATH.format(base=adapter_of) if adapter_of and not is_of_hub else ""}
@@ -150,7 +154,7 @@ Nothing was measured here but the losses above. `manifest.json` holds the SHA-25
 """
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if type(value) is int:
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -53,23 +53,25 @@ def write_companions(
     model: PreTrainedModel,
     out: Path,
     dtype: str,
-    names: dict[str, Any],
+    run_options: dict[str, Any],
     trust_code: bool,
     adapter_of: str = "",
 ) -> dict[str, Any]:
     """Write the tokenizer, the model card and, unless the export is an adapter, the configs.
 
-    dtype: of the export. names: options of the run. adapter_of: the name of the base model if the
-    export is an adapter, else "". Returns what the manifest of the export says about config.json.
+    dtype: of the export. run_options: as in config.yaml. adapter_of: the name of the base model if
+    the export is an adapter, else "". Returns the part of the manifest's summary about config.json.
     """
     from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models.directory import EARLIER_KEYS
 
     _copy_tokenizer(experiment.model, out)
-    of_config: dict[str, Any] = {}
+    config_summary: dict[str, Any] = {}
     if not adapter_of:
-        of_config[EARLIER_KEYS] = _write_configs(experiment.model, out, model, dtype, trust_code)
-    facts = card.collect_facts(checkpoint, experiment.metrics, names)
+        config_summary[EARLIER_KEYS] = _write_configs(
+            experiment.model, out, model, dtype, trust_code
+        )
+    facts = card.collect_facts(checkpoint, experiment.metrics, run_options)
     manifest.write_text(
         out / card.FILE,
         card.render_card(
@@ -82,7 +84,7 @@ def write_companions(
             adapter_of=adapter_of,
         ),
     )
-    return of_config
+    return config_summary
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:
@@ -114,7 +116,7 @@ def _write_configs(
     """Write the configs of a model with the dtype of the export, and its code if that is needed.
 
     model_dir: the model directory of the run. model: built from it. Returns the keys of config.json
-    that transformers 5 does not need.
+    that only transformers 4 needs.
     """
     from transformers import GenerationConfig
 
@@ -126,9 +128,7 @@ def _write_configs(
     if has_code:
         remote_code.copy_code(model_dir, out)
     else:
-        config.pop(
-            "auto_map", None
-        )  # refers to code that is not part of the export and was not used
+        config.pop("auto_map", None)  # refers to code that is not part of the export
     config = dialects.set_dtype(config, dtype) | {"architectures": [type(model).__name__]}
     tied = getattr(model.config, "tie_word_embeddings", None)
     full = config if has_code else dialects.add_earlier_keys(config, tied)

@@ -36,13 +36,13 @@ class Export(ABC):
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        adapted: LoraRun | None,
+        lora_run: LoraRun | None,
         dtype: torch.dtype,
     ) -> None:
-        """Plan an export. model: of the run, without adapters, on meta. adapted: of a LoRA run."""
+        """Plan an export. model: of the run, without adapters, on meta. lora_run: of a LoRA run."""
         self.model = model
         self.checkpoint = checkpoint
-        self.adapted = adapted
+        self.lora_run = lora_run
         self._dtype = dtype
 
     @abstractmethod
@@ -62,12 +62,14 @@ class Export(ABC):
 
         Raises ArtifactError if a check fails.
         """
-        if self.adapted is None:
+        if self.lora_run is None:
             return
         began = time.monotonic()
         numbers = adapter_checks.PASSES * self.model.num_parameters()
         with Progress("checking", numbers, "numbers", progress) as bar:
-            for result in adapter_checks.check_adapter(self.adapted, out, self._dtype, bar.advance):
+            for result in adapter_checks.check_adapter(
+                self.lora_run, out, self._dtype, bar.advance
+            ):
                 log.info(f"checked: {result}")
         log.info(f"checked in {units.duration(time.monotonic() - began)}")
 
@@ -79,11 +81,11 @@ class ModelExport(Export):
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        adapted: LoraRun | None,
+        lora_run: LoraRun | None,
         dtype: torch.dtype,
         max_shard_bytes: int,
     ) -> None:
-        super().__init__(model, checkpoint, adapted, dtype)
+        super().__init__(model, checkpoint, lora_run, dtype)
         self._plan = full_model.plan_export(model, dtype, max_shard_bytes)
         self.bytes = self._plan.bytes
         self.tensors = len(self._plan.entries)
@@ -93,11 +95,11 @@ class ModelExport(Export):
         """Write the model, tensor by tensor."""
         options = self.checkpoint.commit().get("identity", {}).get("options", {})
         changes = model_changes.build_changes(model_changes.select_settings(options))
-        if self.adapted is None:
+        if self.lora_run is None:
             return full_model.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, changes
             )
-        with StoredModel(self.model, self.adapted.base) as base:
+        with StoredModel(self.model, self.lora_run.base) as base:
             return full_model.write_model(
                 self.model, self.checkpoint, self._plan, out, advance, changes, base
             )
@@ -112,18 +114,18 @@ class AdapterExport(Export):
 
     files = 1
 
-    def __init__(self, model: PreTrainedModel, adapted: LoraRun, dtype: torch.dtype) -> None:
-        super().__init__(model, adapted.checkpoint, adapted, dtype)
-        self._adapted = adapted
-        self._plan = adapter_files.plan_adapter(adapted, dtype)
+    def __init__(self, model: PreTrainedModel, lora_run: LoraRun, dtype: torch.dtype) -> None:
+        super().__init__(model, lora_run.checkpoint, lora_run, dtype)
+        self._lora_run = lora_run
+        self._plan = adapter_files.plan_adapter(lora_run, dtype)
         self.bytes = sum(entry.bytes for entry in self._plan)
         self.tensors = len(self._plan)
-        self.adapter_of = adapter_files.name_of(adapted.base)
+        self.adapter_of = adapter_files.name_base_model(lora_run.base)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the config and the tensors of the adapter."""
-        return adapter_files.write_adapter(self._adapted, self._plan, out, advance)
+        return adapter_files.write_adapter(self._lora_run, self._plan, out, advance)
 
     def verify(self, out: Path) -> None:
         """Compare the files with the names and shapes that PEFT expects."""
-        adapter_files.verify_adapter(self._adapted, out)
+        adapter_files.verify_adapter(self._lora_run, out)

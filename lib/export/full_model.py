@@ -75,28 +75,28 @@ def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int
 def write_model(
     model: PreTrainedModel,
     checkpoint: commit.Checkpoint,
-    planned: ExportPlan,
+    plan: ExportPlan,
     out: Path,
     advance: Callable[[int], None],
-    folded: Sequence[ModelChange] = (),
+    changes: Sequence[ModelChange] = (),
     base: StoredModel | None = None,
 ) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
-    advance: called with the bytes of each written tensor. folded: changes of the run to the model,
+    advance: called with the bytes of each written tensor. changes: model changes of the run,
     which are merged. base: the base model of a LoRA run, whose checkpoint contains only adapters.
     Raises ArtifactError if the checkpoint belongs to another model, or if a file does not read back
     as it was written.
     """
     files = []
     # Converting experts copies them; reading ahead as well would need memory for a third group.
-    converts = len(planned.entries) > len(planned.groups)
+    converts = len(plan.entries) > len(plan.groups)
     with (
         closing(FullTensorReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
         ThreadPoolExecutor(1) as checker,
     ):
-        tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded, base)
-        for name, entries in planned.files.items():
+        tensors = _hub_tensors(model, plan.groups, reader, checkpoint.path, changes, base)
+        for name, entries in plan.files.items():
             with TensorFile(out / name, entries) as file:
                 for entry in entries:
                     key, tensor = next(tensors)
@@ -108,7 +108,7 @@ def write_model(
             raise make_read_back_error(bad[0])
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:
-        _write_index(model, planned, out / INDEX)
+        _write_index(model, plan, out / INDEX)
         written.append(manifest.file_entry(out, out / INDEX, "sha256"))
     return written
 
@@ -118,16 +118,16 @@ def verify_model(model: PreTrainedModel, out: Path) -> None:
 
     Raises ArtifactError if anything differs.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    written: dict[str, tuple[int, ...]] = {}
     for path in out.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             names = list(file.keys())  # the file itself is not iterable
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            written |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     expected = keys.list_expected(model)
     problems = [
-        f"{key}: expected {expected.get(key)}, written {found.get(key)}"
-        for key in sorted(found.keys() | expected.keys())
-        if found.get(key) != expected.get(key)
+        f"{key}: expected {expected.get(key)}, written {written.get(key)}"
+        for key in sorted(written.keys() | expected.keys())
+        if written.get(key) != expected.get(key)
     ]
     if problems:
         raise ArtifactError(
@@ -147,14 +147,14 @@ def _hub_tensors(
     groups: list[tuple[str, ...]],
     reader: FullTensorReader,
     path: Path,
-    folded: Sequence[ModelChange],
+    changes: Sequence[ModelChange],
     base: StoredModel | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hub names and full tensors in the planned order, each valid until the next one.
 
     If the reader reads ahead, a thread reads the next group. Tensors of adapters stay in memory.
     """
-    saved, extra = _saved_names(model, groups, reader, path, folded, base is not None)
+    saved, extra = _saved_names(model, groups, reader, path, changes, base is not None)
     added = {
         name.removeprefix(contents.MODEL): tensor.clone()
         for name in extra
@@ -165,7 +165,7 @@ def _hub_tensors(
         coming = ahead.submit(read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
             full = {
-                name: model_changes.fold_tensor(folded, model, name, tensor, added)
+                name: model_changes.fold_tensor(changes, model, name, tensor, added)
                 for name, tensor in zip(group, coming.result(), strict=True)
             }
             if reader.reads_ahead:
@@ -180,31 +180,31 @@ def _saved_names(
     groups: list[tuple[str, ...]],
     reader: FullTensorReader,
     path: Path,
-    folded: Sequence[ModelChange],
-    beside_base: bool,
+    changes: Sequence[ModelChange],
+    reads_base: bool,
 ) -> tuple[list[list[str]], list[str]]:
     """Return the names under which each group is read, and the names of adapter tensors.
 
-    beside_base: the checkpoint contains only adapters. Raises ArtifactError if the checkpoint
-    belongs to another model.
+    reads_base: the groups are read from the base model, because the checkpoint contains only an
+    adapter. Raises ArtifactError if the checkpoint belongs to another model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
     saved = [
         list(group)
-        if beside_base
+        if reads_base
         else [(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
         for group in groups
     ]
-    for names, group in zip(saved, groups, strict=True) if not beside_base else ():
+    for names, group in zip(saved, groups, strict=True) if not reads_base else ():
         for key, name in zip(names, group, strict=True):
             shape = tuple(tensors[name].shape)
-            there = reader.described.get(key, (None, None))[0]
-            if there != shape:
+            saved_shape = reader.described.get(key, (None, None))[0]
+            if saved_shape != shape:
                 raise ArtifactError(
                     f"checkpoint {path} belongs to another model",
                     expected=f"{name} {list(shape)}",
-                    found="nothing" if there is None else str(list(there)),
+                    found="nothing" if saved_shape is None else str(list(saved_shape)),
                 )
     used = {key for names in saved for key in names}
     others = sorted(
@@ -215,23 +215,23 @@ def _saved_names(
     added = [
         key
         for key in others
-        if any(change.owns(key.removeprefix(contents.MODEL)) for change in folded)
+        if any(change.owns(key.removeprefix(contents.MODEL)) for change in changes)
     ]
-    if left := [key for key in others if key not in added]:
+    if unexpected := [key for key in others if key not in added]:
         raise ArtifactError(
             f"checkpoint {path} contains tensors that {path.parents[1]}/model does not have",
-            found=", ".join(left[:5]),
+            found=", ".join(unexpected[:5]),
             expected="the config.json that the run was started with",
         )
     return saved, added
 
 
-def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> None:
-    where = {entry.key: name for name, entries in planned.files.items() for entry in entries}
+def _write_index(model: PreTrainedModel, plan: ExportPlan, path: Path) -> None:
+    where = {entry.key: name for name, entries in plan.files.items() for entry in entries}
     manifest.write_json(
         path,
         {
-            "metadata": {"total_parameters": model.num_parameters(), "total_size": planned.bytes},
+            "metadata": {"total_parameters": model.num_parameters(), "total_size": plan.bytes},
             "weight_map": dict(sorted(where.items())),
         },
     )

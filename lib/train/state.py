@@ -90,7 +90,7 @@ class TrainState:
             cursors = gather(self.position.cursor._asdict(), self.layout.control)
             # Ranks that read the same data have the same cursor.
             record["cursors"] = cursors[:: len(cursors) // self.plan.division.dp_size]
-        if is_frozen(self.model) and (logits := probe.measure(self.model, self.layout)):
+        if is_frozen(self.model) and (logits := probe.measure_logits(self.model, self.layout)):
             record["probe"] = {"precision": self.plan.config.precision, "logits": logits}
         return record
 

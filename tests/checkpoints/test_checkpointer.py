@@ -1,4 +1,4 @@
-"""Work that follows a save delays no step."""
+"""Work after a save does not delay a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lib.core.paths import Experiment
 from lib.train.journal import Journal
 
 
-def test_all_that_follows_a_save_is_done_in_its_thread(
+def test_work_after_a_save_runs_in_the_saving_thread(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delete, note and draw in the background: only a run's next save waits, no step does."""
+    """Pruning, recording events and `after` make only the next save wait, never a step."""
     experiment = Experiment(tmp_path, "exp")
     seen = []
     prune = commit.prune_checkpoints

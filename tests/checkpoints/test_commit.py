@@ -1,4 +1,4 @@
-"""A checkpoint is whole or none: COMMIT, manifest, sizes, retention."""
+"""A checkpoint is complete or does not count: COMMIT, manifest, sizes, retention."""
 
 from __future__ import annotations
 
@@ -31,16 +31,29 @@ def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
     return commit.commit_attempt(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
 
 
-def test_committed_is_valid_and_newest_first(tmp_path: Path):
+def test_committed_checkpoints_are_listed_newest_first(tmp_path: Path):
     for step in (5, 20, 10):
         assert make(tmp_path, step).problems() == []
     assert [c.step for c in commit.list_checkpoints(tmp_path)] == [20, 10, 5]
     assert commit.list_checkpoints(tmp_path)[0].commit()["world_size"] == 2
 
 
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path):
+    assert commit.find_newest(tmp_path) is None
+    for step in (5, 20, 10):
+        make(tmp_path, step)
+    (tmp_path / "step_00000020" / commit.COMMIT).unlink()
+    assert commit.find_newest(tmp_path).step == 10
+    assert commit.find_newest(tmp_path, before=10).step == 10
+    assert commit.find_newest(tmp_path, before=9).step == 5
+    assert commit.find_newest(tmp_path, before=4) is None
+
+
 @pytest.mark.parametrize("name", [commit.COMMIT, commit.MANIFEST, f"{commit.TENSORS}/data"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-def test_damage_is_seen_without_hashing(tmp_path: Path, name: str, damage: str):
+def test_wrong_sizes_and_missing_files_are_found_without_hashing(
+    tmp_path: Path, name: str, damage: str
+):
     path = make(tmp_path, 1).path / name
     content = path.read_bytes()
     path.unlink()
@@ -49,7 +62,7 @@ def test_damage_is_seen_without_hashing(tmp_path: Path, name: str, damage: str):
     assert commit.list_checkpoints(tmp_path)[0].problems()
 
 
-def test_flipped_bit_and_changed_manifest(tmp_path: Path):
+def test_a_flipped_bit_and_a_changed_manifest_are_found(tmp_path: Path):
     checkpoint = make(tmp_path, 1)
     data = checkpoint.path / commit.TENSORS / "data"
     data.write_bytes(bytes([255]) + data.read_bytes()[1:])
@@ -60,13 +73,13 @@ def test_flipped_bit_and_changed_manifest(tmp_path: Path):
     assert "does not match" in checkpoint.problems()[0]
 
 
-def test_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Path):
+def test_a_renamed_checkpoint_is_not_of_another_step(tmp_path: Path):
     checkpoint = make(tmp_path, 1)
     checkpoint.path.rename(tmp_path / "step_00000009")
     assert commit.list_checkpoints(tmp_path)[0].problems() == ["COMMIT.json belongs to step 1"]
 
 
-def test_prune_keeps_the_newest_intact(tmp_path: Path):
+def test_pruning_keeps_the_newest_intact_checkpoints(tmp_path: Path):
     for step in range(1, 6):
         make(tmp_path, step)
     (tmp_path / "step_00000005" / commit.COMMIT).unlink()
@@ -76,7 +89,7 @@ def test_prune_keeps_the_newest_intact(tmp_path: Path):
     assert commit.prune_checkpoints(tmp_path, keep=1) == []  # never fewer than two
 
 
-def test_prune_keeps_multiples_and_the_best(tmp_path: Path):
+def test_pruning_keeps_multiples_and_the_best_checkpoint(tmp_path: Path):
     losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 2.5, 7: None, 8: 1.6}
     for step, loss in losses.items():
         make(tmp_path, step, eval_loss=loss)
@@ -84,7 +97,7 @@ def test_prune_keeps_multiples_and_the_best(tmp_path: Path):
     assert [c.step for c in commit.list_checkpoints(tmp_path)] == [8, 7, 4, 3]
 
 
-def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch):
+def test_a_save_without_disk_space_does_not_start(tmp_path: Path, monkeypatch):
     commit.require_space(tmp_path)
     make(tmp_path, 1)
     commit.require_space(tmp_path)
@@ -93,7 +106,7 @@ def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch):
         commit.require_space(tmp_path)
 
 
-def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
+def test_leftovers_are_deleted(tmp_path: Path):
     commit.create_attempt(tmp_path, 3)
     (tmp_path / ".trash-step_00000001").mkdir()
     (tmp_path / "quarantine").mkdir()
@@ -102,7 +115,7 @@ def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["quarantine"]
 
 
-def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
+def test_directories_of_users_named_like_leftovers_are_kept(tmp_path: Path):
     mine = ["step_00000001.tmp-2025", "step_00000001.tmp-mine", ".trash-step_00000001", "old"]
     for name in mine:
         shutil.copytree(make(tmp_path / "other", 1).path, tmp_path / name)
@@ -121,8 +134,8 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
     assert all((tmp_path / name / commit.COMMIT).is_file() for name in mine)
 
 
-def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
-    """The checkpoint is whole, or it does not count and the next launch deletes it."""
+def test_a_kill_during_a_deletion_leaves_no_damaged_checkpoint(tmp_path: Path):
+    """It remains complete, or it does not count and the next launch deletes it."""
     at = 0
     killed = True
     while killed:
@@ -142,15 +155,15 @@ def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
     assert at > 5
 
 
-def test_a_damaged_step_saved_again_is_quarantined(tmp_path: Path):
+def test_saving_a_damaged_step_again_quarantines_the_damaged_one(tmp_path: Path):
     (make(tmp_path, 7).path / commit.COMMIT).unlink()
     assert make(tmp_path, 7).problems() == []
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch, number: int):
-    """Nor missing, be it a file or the directory itself; and nothing is deleted on such a word."""
+def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch, number: int):
+    """Nor as a missing file or directory, and nothing is deleted because of it."""
     checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
     failing = {checkpoints[1].path / commit.COMMIT, tmp_path}
 

@@ -1,4 +1,4 @@
-"""Copies that are made while training goes on: whole, of one moment, and never late."""
+"""Copies made during training are complete, consistent, and ready in time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
     assert copies.bytes == sum(t.nbytes for t in tensors.values())
 
 
-def test_who_writes_waits_too(trained, slow):
+def test_the_writer_waits_for_the_copies(trained, slow):
     tensors, optimizer = trained
     copies = HostCopies(optimizer)
     taken = copies.copy_tensors(tensors)
@@ -76,7 +76,7 @@ def test_who_writes_waits_too(trained, slow):
     assert time.monotonic() - began < SLOWNESS / 2, "waited for copies that were there"
 
 
-def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch):
+def test_a_failed_copy_raises_before_the_weights_change(trained, monkeypatch):
     def broken(_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -91,7 +91,7 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
     assert torch.equal(tensors["model.weight"], before)
 
 
-def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.MonkeyPatch):
+def test_host_memory_has_the_exact_size_and_is_locked_at_once(monkeypatch: pytest.MonkeyPatch):
     """torch's own allocator would take the next power of two for each tensor."""
     locked: list[int] = []
 
@@ -121,7 +121,7 @@ def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.Mo
     ("code", "room", "why"),
     [(2, 1e9, "cannot page-lock"), (0, 100.0, "needs 0.1 KiB of host memory")],
 )
-def test_without_room_or_locks_a_save_is_written_before_the_next_step(
+def test_without_memory_for_copies_a_save_blocks_training(
     trained,
     group: dist.ProcessGroup,
     tmp_path: Path,
@@ -154,7 +154,7 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
     assert re.search(why, said) and said.count("written before the next step") == 1
 
 
-def test_memory_that_another_rank_refuses_is_given_back(
+def test_copies_are_freed_if_another_rank_lacks_memory(
     trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tensors, optimizer = trained

@@ -106,7 +106,7 @@ def newest(
     return found.step, left
 
 
-def test_the_newest_is_read_back_as_it_was_written(address: str) -> None:
+def test_the_newest_checkpoint_is_read_back(address: str) -> None:
     tier = tier_at(address)
     assert newest(tier) == (0, [])
     save(tier, 2, 4, 6)
@@ -185,7 +185,7 @@ def a_lost_part(client: Any) -> None:
         a_lost_part,
     ],
 )
-def test_what_is_not_as_written_is_left_and_told(address: str, harm: Callable[[Any], None]) -> None:
+def test_a_damaged_part_is_reported_and_not_used(address: str, harm: Callable[[Any], None]) -> None:
     tier = tier_at(address)
     save(tier, 4, 6)
     harm(tier._client)
@@ -196,14 +196,14 @@ def test_what_is_not_as_written_is_left_and_told(address: str, harm: Callable[[A
     assert newest(tier) == (6, []), "saved anew, it counts"
 
 
-def test_a_save_without_a_commit_is_none(address: str) -> None:
+def test_a_save_without_a_commit_does_not_count(address: str) -> None:
     tier = tier_at(address)
     save(tier, 4, 6)
     tier._client.delete_checkpoint(6, rank=COMMIT)
     assert newest(tier) == (4, [])
 
 
-def test_steps_of_a_course_that_was_left_do_not_come_back(address: str) -> None:
+def test_steps_after_a_rollback_are_not_used_again(address: str) -> None:
     tier = tier_at(address)
     save(tier, 6, 8)
     tier.drop_newer(6, "the run went back")
@@ -212,7 +212,7 @@ def test_steps_of_a_course_that_was_left_do_not_come_back(address: str) -> None:
     assert newest(tier) == (3, [])
 
 
-def test_a_save_that_fails_leaves_the_one_before(
+def test_a_failed_save_keeps_the_previous_checkpoint(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = tier_at(address)
@@ -232,7 +232,7 @@ def test_a_save_that_fails_leaves_the_one_before(
     assert newest(tier) == (4, [])
 
 
-def test_slots_of_other_ranks_are_not_read_and_make_way(address: str) -> None:
+def test_a_namespace_of_another_number_of_ranks_is_replaced(address: str) -> None:
     tier = tier_at(address)
     of_two = hyperpod._make_client(address, tier._namespace, 0, 2)
     of_two.get_or_create_namespace()
@@ -243,7 +243,7 @@ def test_slots_of_other_ranks_are_not_read_and_make_way(address: str) -> None:
     assert tier._steps() == [2]
 
 
-def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:
+def test_an_unreachable_service_does_not_end_the_run() -> None:
     port = free_port()
     tier = tier_at(f"http://127.0.0.1:{port}")
     with pytest.raises(StageError, match=r"refused"):
@@ -257,7 +257,7 @@ def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:
         assert newest(tier) == (4, []), "it is used again as soon as it answers"
 
 
-def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_hanging_service_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hyperpod, "_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tier = tier_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -267,7 +267,7 @@ def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         tier.delete_all(6)
 
 
-def test_no_other_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirects_to_another_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(302)
@@ -282,7 +282,7 @@ def test_no_other_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     server.server_close()
 
 
-def test_no_proxy_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_ignored(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("NO_PROXY", "")
     tier = tier_at(address)
@@ -290,7 +290,7 @@ def test_no_proxy_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert newest(tier) == (2, [])
 
 
-def test_a_missing_package_is_told_with_the_command_that_installs_it(
+def test_a_missing_package_is_an_error_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "amzn_sagemaker_checkpointing.config.in_memory_client", None)

@@ -1,4 +1,4 @@
-"""A checkpoint must fit its model in names, shapes and dtypes: DCP itself would not mind."""
+"""Names, shapes and dtypes of a checkpoint must match the model; DCP does not check this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAVED = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         ({**SAVED, "model.c": torch.zeros(1)}, "model.c is missing"),
         ({"model.a": SAVED["model.a"]}, "model.b is not in the model"),
@@ -27,9 +27,9 @@ SAVED = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
         ({**SAVED, "model.b": torch.zeros(5, dtype=torch.int64)}, "the model has torch.int64 [5]"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, tensors: dict, told: str):
+def test_every_mismatch_is_named(tmp_path: Path, tensors: dict, message: str):
     dcp.save(SAVED, storage_writer=HashingWriter(tmp_path / "dcp"), no_dist=True)
     require_same_tensors(SAVED, StrictReader(tmp_path / "dcp"), tmp_path)
     with pytest.raises(ArtifactError, match="another model") as caught:
         require_same_tensors(tensors, StrictReader(tmp_path / "dcp"), tmp_path)
-    assert told in caught.value.found
+    assert message in caught.value.found

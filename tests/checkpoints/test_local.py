@@ -15,19 +15,19 @@ from lib.checkpoints.tier import LocalTier
 from lib.core import hashing, manifest, reading
 
 
-def test_deletions_are_noted_and_what_cannot_be_read_is_left(
+def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
     tmp_path: Path,
     group: dist.ProcessGroup,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    noted: list[tuple] = []
+    recorded: list[tuple] = []
     left = commit.create_attempt(tmp_path, 9).name
     tier = LocalTier(
         tmp_path,
         group,
         group,
-        lambda event, step, **facts: noted.append(
+        lambda event, step, **facts: recorded.append(
             (event, step, facts.get("steps") or facts.get("paths"))
         ),
     )
@@ -41,23 +41,23 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
                 {"options": {}},
             )
         )
-    assert noted == [("clean", 0, [left]), ("prune", 3, [1])]
+    assert recorded == [("clean", 0, [left]), ("prune", 3, [1])]
 
     def fail(*arguments: object, **how: object) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    told: list[str] = []
+    reasons: list[str] = []
     monkeypatch.setattr(reading, "_PAUSES_S", ())
     for module, name in ((manifest, "find_damage"), (hashing, "matches")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             assert (
-                tier.find_newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
+                tier.find_newest_valid({"options": {}}, 0, lambda step, why: reasons.append(why))
                 is None
             )
-    told += [text for text in caplog.messages if "stays where it is" in text]
-    assert len(told) == 4 and all("does not mean that it is damaged" in why for why in told)
-    found = tier.find_newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
+    reasons += [text for text in caplog.messages if "stays where it is" in text]
+    assert len(reasons) == 4 and all("does not mean that it is damaged" in why for why in reasons)
+    found = tier.find_newest_valid({"options": {}}, 0, lambda step, why: reasons.append(why))
     assert found is not None and found.step == 3 and not commit.list_quarantined(tmp_path)
     tier.delete_all(3)
-    assert noted[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()
+    assert recorded[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.checkpoints import commit, contents, search, snapshot
+from lib.checkpoints import commit, contents, hyperpod, search, snapshot
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.commit import Checkpoint
 from lib.core import manifest
 from lib.core.errors import ArtifactError, DiskFullError, StageError
+from tests.conftest import free_port
 
 
 def save(checkpoints: Path, step: int) -> Checkpoint:
@@ -112,3 +116,16 @@ def test_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> None:
         "error: step_00000005 lacks state that a resumed run needs",
         "found:    missing in train_state.json: samples",
     ]
+
+
+def test_a_network_error_is_one_short_line() -> None:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{free_port()}", timeout=5)
+    except (urllib.error.URLError, http.client.HTTPException) as error:
+        pool = f"HTTPConnectionPool(host='h', port=1): Max retries exceeded {'x' * 300} ({error})"
+        wrapped = RuntimeError(f"request failed: {pool} " * 3)
+        wrapped.__cause__ = ConnectionError(pool)
+    message = hyperpod._summarize_error(wrapped)
+    assert message == "RuntimeError: [Errno 111] Connection refused"
+    long = hyperpod._summarize_error(ValueError("y" * 1000 + "\nsecond line"))
+    assert len(long) <= 160 and "\n" not in long

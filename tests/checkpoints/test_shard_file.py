@@ -32,7 +32,7 @@ def places(tmp_path: Path) -> dict[str, _StorageInfo]:
     return {name: found[MetadataIndex(name, (0,) * t.dim())] for name, t in SAVED.items()}
 
 
-def test_whole_shards(tmp_path: Path, places: dict[str, _StorageInfo]):
+def test_complete_shards_are_read(tmp_path: Path, places: dict[str, _StorageInfo]):
     with ShardFile(tmp_path / "__0_0.distcp") as file:
         for name, tensor in SAVED.items():
             target = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -52,7 +52,7 @@ def test_whole_shards(tmp_path: Path, places: dict[str, _StorageInfo]):
     ],
 )
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_parts_of_shards(
+def test_parts_of_shards_are_read(
     tmp_path: Path,
     places: dict[str, _StorageInfo],
     name: str,
@@ -71,7 +71,7 @@ def test_parts_of_shards(
     assert torch.equal(target, expected)
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path, places: dict[str, _StorageInfo]):
+def test_a_truncated_file_is_an_error(tmp_path: Path, places: dict[str, _StorageInfo]):
     file = ShardFile(tmp_path / "__0_0.distcp")
     file.read(places["matrix"], torch.empty(6, 10), [0, 0])
     (tmp_path / "__0_0.distcp").open("r+b").truncate(places["matrix"].offset + 300)

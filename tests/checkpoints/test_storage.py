@@ -1,4 +1,4 @@
-"""What is read from disk is verified, and nothing in it can run code."""
+"""Files read from disk are verified, and cannot run code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         dcp.load(tensors, storage_reader=StrictReader(directory), no_dist=True)
 
 
-def test_round_trip(saved: Path):
+def test_saved_tensors_are_loaded(saved: Path):
     tensors = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
     load(saved, tensors)
     assert torch.equal(tensors["model.a"], torch.arange(12.0).view(3, 4))
@@ -60,7 +60,7 @@ def test_malicious_metadata_runs_nothing(saved: Path, tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_pickled_objects_are_not_loaded(tmp_path: Path):
+def test_pickled_objects_are_refused(tmp_path: Path):
     dcp.save({"thing": {"a", "set"}}, storage_writer=HashingWriter(tmp_path / "dcp"), no_dist=True)
     with pytest.raises(ArtifactError, match="BytesStorageMetadata"):
         StrictReader(tmp_path / "dcp").read_metadata()

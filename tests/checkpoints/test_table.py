@@ -33,7 +33,7 @@ def table(action: str, directory: Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_what_there_is_and_what_is_damaged(tmp_path: Path) -> None:
+def test_the_table_lists_checkpoints_and_their_problems(tmp_path: Path) -> None:
     checkpoints = tmp_path / "exp" / "checkpoints"
     paths = [save(checkpoints, step) for step in (5, 10, 15)]
     commit.quarantine(commit.Checkpoint(save(checkpoints, 20), 20), "for the test")

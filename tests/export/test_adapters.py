@@ -1,4 +1,4 @@
-"""Adapters leave a run merged or alone, and what is broken is not published."""
+"""LoRA runs are exported as a merged model or as an adapter, and no broken export is published."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.export import adapter_checks, adapter_files
 from lib.models.lora import Lora
 from lib.models.sharded import local_tensor
-from tests.export.adapted_runs import adapted_model, save_adapted_run
-from tests.export.exporting import run_stage_05, save_run
+from tests.export.exports import run_stage_05, save_run
+from tests.export.lora_runs import build_lora_model, save_lora_run
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 
@@ -31,20 +31,20 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def make_run(root: Path, family: str = "llama_tied", lora: Lora | None = None, **more: Any) -> Path:
-    """Leave a run with adapters under a directory; return that."""
+    """Write a LoRA run under a directory, and return the directory."""
     make_checkpoint(root / "model", FAMILIES[family]())
-    save_adapted_run(root, root / "model", lora or Lora(4, 8.0), **more)
+    save_lora_run(root, root / "model", lora or Lora(4, 8.0), **more)
     return root
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a directory with the experiment `exp` of a tiny Llama, whose adapters do much."""
+    """Return a directory with the experiment `exp`, whose adapter changes the logits much."""
     return make_run(tmp_path, strength=0.2)
 
 
 def export(root: Path, *arguments: object) -> None:
-    """Run stage 05 on it."""
+    """Run stage 05 on the experiment of a directory."""
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", *arguments)
 
 
@@ -66,8 +66,10 @@ def test_every_precision_passes(
         assert said.count("at most") == 3 and "of lora_B had a gradient, and none" in said
 
 
-def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long samples have other ones in some kinds of RoPE, in the few tokens of the probe too."""
+def test_the_probe_uses_the_rope_frequencies_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some kinds of RoPE choose them by the sequence length, also for the short probe."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -76,7 +78,7 @@ def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         "long_factor": [2.0, 3.0, 4.0, 5.0],
     }
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
-    save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
+    save_lora_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export(tmp_path, "--adapter")
     monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
     with pytest.raises(ArtifactError, match="do not compute what was trained"):
@@ -103,7 +105,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_merged_wrongly_is_not_published(
+def test_a_wrong_merge_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
@@ -112,13 +114,11 @@ def test_what_is_merged_wrongly_is_not_published(
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
 
-def test_the_base_is_found_verified_and_named(run: Path) -> None:
+def test_the_base_model_is_found_and_verified(run: Path) -> None:
     content = bytearray((run / "model" / "model.safetensors").read_bytes())
     digest = hashing.bytes_digest(bytes(content))
     shutil.rmtree(run / "exp")
-    save_adapted_run(
-        run, run / "model", Lora(4, 8.0), record={"base": {"model.safetensors": digest}}
-    )
+    save_lora_run(run, run / "model", Lora(4, 8.0), record={"base": {"model.safetensors": digest}})
     (run / "model").rename(run / "elsewhere")
     with pytest.raises(ArtifactError, match="is gone") as gone:
         export(run)
@@ -130,13 +130,13 @@ def test_the_base_is_found_verified_and_named(run: Path) -> None:
     with pytest.raises(ArtifactError, match="damaged"):
         export(run, "-m", run / "elsewhere")
     make_checkpoint(run / "other", FAMILIES["llama"]())
-    with pytest.raises(UsageError, match="not the model that the adapters"):
+    with pytest.raises(UsageError, match="is not the base model"):
         export(run, "-m", run / "other")
     assert not list(run.glob("out*"))
 
 
-def test_an_adapter_is_what_peft_writes(tmp_path: Path) -> None:
-    """Also for a base of another name: no path, no config.json, float32."""
+def test_an_exported_adapter_equals_the_files_of_peft(tmp_path: Path) -> None:
+    """The files are float32, and contain neither config.json nor any path."""
     make_run(tmp_path, lora=Lora(4, 6.5, 0.1, "q_proj|v_proj", rslora=True))
     (tmp_path / "exp" / "model" / "tokenizer.json").write_text("{}")
     export(tmp_path, "--adapter")
@@ -185,8 +185,8 @@ def test_an_adapter_is_what_peft_writes(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_names_of_bases_and_targets(tmp_path: Path) -> None:
-    """From the Hub by stage 03's manifest or the cache's layout, else the directory's."""
+def test_base_models_and_targets_are_named_so_that_peft_finds_them(tmp_path: Path) -> None:
+    """The name is from stage 03's manifest, the layout of the Hub's cache, or the directory."""
     cached = tmp_path / "models--org--a--b" / "snapshots" / ("0" * 40)
     for path in (prepared := tmp_path / "org--a", cached, tmp_path / "scratch-tiny"):
         path.mkdir(parents=True)
@@ -194,7 +194,8 @@ def test_names_of_bases_and_targets(tmp_path: Path) -> None:
     for path, name in ((prepared, "org/a"), (tmp_path / "scratch-tiny", "scratch-tiny")):
         manifest.write_json(path / "manifest.json", written | {"options": {"model_name": name}})
     assert [
-        adapter_files.name_of(path) for path in (prepared, cached, tmp_path / "scratch-tiny")
+        adapter_files.name_base_model(path)
+        for path in (prepared, cached, tmp_path / "scratch-tiny")
     ] == ["org/a", "org/a--b", "scratch-tiny"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES["qwen2_moe"]())
@@ -205,7 +206,7 @@ def test_names_of_bases_and_targets(tmp_path: Path) -> None:
 
 
 def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
-    """Return what leaves of each B, and what else begins so, some rows alone."""
+    """Return a function that sets all rows but `kept` to zero, in tensors B of these kinds."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -225,11 +226,11 @@ LOST = {
     "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows"),
     "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_NOT_WHOLE = r"lacks a part of its adapter|do not compute what was trained"
+_REFUSED = r"lacks a part of its adapter|do not compute what was trained"
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_an_adapter_of_which_a_part_is_lost_is_not_published(tmp_path: Path, what: str) -> None:
+def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, what: str) -> None:
     kept, kinds, says = LOST[what]
     make_run(
         tmp_path,
@@ -238,18 +239,18 @@ def test_an_adapter_of_which_a_part_is_lost_is_not_published(tmp_path: Path, wha
         optimizer="adamw" if "slice" in what else "adamw8bit",
     )
     for arguments in ((), ("--adapter",)):
-        with pytest.raises(ArtifactError, match=_NOT_WHOLE) as caught:
+        with pytest.raises(ArtifactError, match=_REFUSED) as caught:
             export(tmp_path, *arguments)
         assert says in caught.value.found and not list(tmp_path.glob("out*"))
 
 
-def test_what_was_not_trained_is_no_loss(tmp_path: Path) -> None:
-    """B stays zero without a step, and at a learning rate of 0."""
+def test_rows_that_were_never_trained_may_be_zero(tmp_path: Path) -> None:
+    """B remains zero without a step, and at a learning rate of 0."""
     none = without_rows(slice(0, 0), "model.")
     make_run(tmp_path, strength=0.0, change=none, lr=0)
     export(tmp_path, "--adapter")
     shutil.rmtree(tmp_path / "exp")
-    save_adapted_run(
+    save_lora_run(
         tmp_path,
         tmp_path / "model",
         Lora(4, 8.0),
@@ -261,11 +262,11 @@ def test_what_was_not_trained_is_no_loss(tmp_path: Path) -> None:
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[..., Any]:
-    """Return an `adapter_files.write_adapter` that leaves another config or other tensors."""
+    """Return an `adapter_files.write_adapter` that changes the config or the tensors."""
     write = adapter_files.write_adapter
 
-    def broken(adapted: Any, planned: Any, out: Path, advance: Any) -> Any:
-        entries = write(adapted, planned, out, advance)
+    def broken(lora_run: Any, planned: Any, out: Path, advance: Any) -> Any:
+        entries = write(lora_run, planned, out, advance)
         if name.endswith(".json"):
             content = json.loads((out / name).read_text())
             change(content)
@@ -311,7 +312,7 @@ BROKEN_ADAPTERS = {
 
 
 @pytest.mark.parametrize("what", BROKEN_ADAPTERS)
-def test_an_adapter_written_wrongly_is_not_published(
+def test_a_wrong_adapter_file_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     name, change, says = BROKEN_ADAPTERS[what]
@@ -321,10 +322,10 @@ def test_an_adapter_written_wrongly_is_not_published(
     assert not list(run.glob("out*"))
 
 
-def test_adapters_are_only_of_a_run_that_has_them(tmp_path: Path) -> None:
+def test_adapter_is_refused_for_a_run_of_the_full_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
     save_run(tmp_path, tmp_path / "model")
-    with pytest.raises(UsageError, match="--adapter belongs to a run with LoRA adapters"):
+    with pytest.raises(UsageError, match="--adapter requires a LoRA run"):
         export(tmp_path, "--adapter")
 
 
@@ -347,7 +348,7 @@ def test_peft_and_the_merged_model_compute_what_the_trainer_did(
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         for name in ("model", "merged")
     )
-    trained = adapted_model(tmp_path / "model", lora).eval()
+    trained = build_lora_model(tmp_path / "model", lora).eval()
     with torch.no_grad():
         without, by_merged, expected = (
             model(input_ids=TOKENS).logits for model in (base, merged, trained)

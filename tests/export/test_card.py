@@ -1,4 +1,4 @@
-"""The model card of an export: sentences that read well, and code that loads what it says."""
+"""The model card of an export has correct sentences, and code that loads the export."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lib.export import card
         ("name", "\nLoRA adapters of a causal language model", '"<directory of name>"'),
     ],
 )
-def test_the_sentences_and_the_code_of_a_card(base: str, says: str, loads: str) -> None:
+def test_a_card_names_the_model_and_shows_how_to_load_it(base: str, says: str, loads: str) -> None:
     text = card.render_card(
         "x", "llama", "float32", 7, {"steps": 1000}, chats=True, adapter_of=base
     )
     assert says in text and loads in text and "A a " not in text
-    # AutoPeftModel looks a bare name up on the Hub, where it is not.
+    # AutoPeftModel looks for a bare name on the Hub, which has no such model.
     assert ("`AutoPeftModelForCausalLM` finds the base" in text) == (base == "name")
     assert ("base_model: org/name" in text) == (base == "org/name")

@@ -23,7 +23,7 @@ from transformers import (
 
 from lib.models import tokenizer
 from tests.export import earlier_reader
-from tests.export.exporting import run_stage_05, save_run
+from tests.export.exports import run_stage_05, save_run
 from tests.models.families import FAMILIES, LLAMA3, LONGROPE, SIZES, make_checkpoint
 
 pytestmark = pytest.mark.long

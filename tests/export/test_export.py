@@ -1,4 +1,4 @@
-"""An export is what `save_pretrained` would have written, for every family."""
+"""An exported model equals the files of `save_pretrained`, for every model family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lib.export import card, full_model
 from lib.export.tensor_reader import FullTensorReader
 from lib.models.architecture import build_on_meta
 from lib.models.tensor_file import TensorFile
-from tests.export.exporting import run_stage_05, save_run
+from tests.export.exports import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -79,7 +79,7 @@ def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
 
 
 class Factors:
-    """An adapter that gives the outputs of linear layers a trained factor each."""
+    """A model change that multiplies the outputs of linear layers by trained factors."""
 
     def owns(self, name: str) -> bool:
         return name.endswith(".factor")
@@ -91,7 +91,7 @@ class Factors:
         return tensor if factor is None else tensor * factor[:, None]
 
 
-def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
+def test_tensors_that_a_model_change_added_are_merged(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
     model = build_on_meta(tmp_path / "model")
     layer = "model.layers.1.mlp.down_proj"
@@ -147,8 +147,8 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
 
 
-def test_biases_of_routers_stay_float32_under_any_name(tmp_path: Path) -> None:
-    """The Hub's name of DeepSeek-V4's is `ffn.gate.bias`."""
+def test_router_biases_remain_float32_under_any_name(tmp_path: Path) -> None:
+    """On the Hub, the bias of DeepSeek-V4 is named `ffn.gate.bias`."""
     sizes = {
         **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16},
         **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
@@ -171,7 +171,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_card_tells_how_it_was_trained(run: Path) -> None:
+def test_the_card_describes_the_training(run: Path) -> None:
     (run / "exp" / "config.yaml").write_text(
         "options:\n  dataset_name: [/secret/place/corpus=0.7, other=0.3]\n"
     )
@@ -195,7 +195,7 @@ def test_the_card_tells_how_it_was_trained(run: Path) -> None:
     assert text.startswith("---\nlibrary_name: transformers\n") and "secret" not in text
 
 
-def test_best_is_what_the_run_recorded(run: Path) -> None:
+def test_best_is_the_step_with_the_lowest_recorded_loss(run: Path) -> None:
     for step, loss in ((2, 1.0), (3, float("nan")), (4, 2.0)):
         save_run(run, run / "model", step=step, facts={"eval_loss": loss})
     run_stage_05("-e", "exp", "--save-dir", run, "--step", "best")
@@ -206,10 +206,10 @@ def test_best_is_what_the_run_recorded(run: Path) -> None:
     assert json.loads((run / "out" / "manifest.json").read_text())["summary"]["step"] == 1
 
 
-def test_a_checkpoint_deleted_while_it_is_exported(
+def test_a_checkpoint_can_be_deleted_once_its_files_are_open(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once its files are open the export goes on; before, it says so and leaves nothing."""
+    """Before that, the export fails and leaves no files."""
     folder = run / "exp" / "checkpoints" / "step_00000001"
     original = FullTensorReader.read
 
@@ -230,12 +230,12 @@ def test_a_checkpoint_deleted_while_it_is_exported(
         return found
 
     monkeypatch.setattr(commit.Checkpoint, "content_problems", prune_after)
-    with pytest.raises(ArtifactError, match="deleted meanwhile"):
+    with pytest.raises(ArtifactError, match="was deleted"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
     assert not list(run.glob("later*"))
 
 
-def test_a_checkpoint_that_holds_more_than_the_model_is_refused(run: Path) -> None:
+def test_a_checkpoint_with_more_layers_than_the_model_is_refused(run: Path) -> None:
     path = run / "exp" / "model" / "config.json"
     config = json.loads(path.read_text())
     config["num_hidden_layers"] -= 1
@@ -247,7 +247,7 @@ def test_a_checkpoint_that_holds_more_than_the_model_is_refused(run: Path) -> No
     assert not (run / "out").exists()
 
 
-def test_another_model_in_the_checkpoint_is_told(run: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     shutil.copyfile(run / "model" / "config.json", run / "exp" / "model" / "config.json")
     path = run / "exp" / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 32}))
@@ -256,7 +256,7 @@ def test_another_model_in_the_checkpoint_is_told(run: Path) -> None:
     assert not list(run.glob("out*"))
 
 
-def test_what_does_not_read_back_is_not_published(
+def test_an_export_that_does_not_read_back_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TensorFile, "reads_back", lambda self: False)
@@ -265,19 +265,19 @@ def test_what_does_not_read_back_is_not_published(
     assert not list(run.glob("out*"))
 
 
-def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("lib.models.tensor_file.os.pwrite", full)
-    with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
+    with pytest.raises(OSError, match="No space left"):  # exit code 4, as in all stages
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert not list(run.glob("out*"))
 
 
 @pytest.fixture
 def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
-    """Return a function that writes the export with some largest size of a file."""
+    """Return a function that writes the export with a maximum file size."""
 
     def write(size: int) -> list[dict[str, Any]]:
         model = build_on_meta(run / "exp" / "model")
@@ -289,14 +289,16 @@ def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
     return write
 
 
-def test_a_tensor_larger_than_a_file_may_be(run: Path, writes: Callable[..., Any]) -> None:
+def test_a_tensor_above_the_maximum_file_size_gets_its_own_file(
+    run: Path, writes: Callable[..., Any]
+) -> None:
     entries = writes(100)
     files = [entry for entry in entries if entry["path"].endswith(".safetensors")]
     assert len(files) == len(content(run / "files")) == len(content(run / "model"))
 
 
-def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    """And so are lines that a power cut has left."""
+def test_metrics_that_are_not_finite_are_ignored(tmp_path: Path) -> None:
+    """So are lines that a power cut has damaged."""
     (tmp_path / "m").write_bytes(
         b'{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n\0\0\xff\xfe\n{"step": 3, "x"'
     )

@@ -1,4 +1,4 @@
-"""Checkpoints made in this process, without training, and stage 05 run on them."""
+"""Write checkpoints in this process, without training, and run stage 05 on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_run(
     facts: dict[str, Any] | None = None,
     added: dict[str, torch.Tensor] | None = None,
 ) -> Checkpoint:
-    """Leave under `root/exp` what a run of that model leaves that has not changed its weights.
+    """Write under `root/exp` the files of a run that has not changed the weights of a model.
 
     added: parameters of an adapter.
     """

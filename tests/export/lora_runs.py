@@ -1,4 +1,4 @@
-"""Checkpoints of runs with adapters, made in this process without training."""
+"""Write checkpoints of LoRA runs in this process, without training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from lib.parallel import attention, parallelize
 LAYOUT = SimpleNamespace(device=torch.device("cpu"))
 
 
-def adapted_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> PreTrainedModel:
-    """Return a model as the trainer has it, with adapters that are as if trained."""
+def build_lora_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> PreTrainedModel:
+    """Return a model as the trainer builds it, with random values in B as if it was trained."""
     model = build_on_meta(model_dir)
     lora.convert(model, Placement())
     parallelize.parallelize(model, init_device_mesh("cpu", [1]), lora.precision, "none", None)
@@ -46,7 +46,7 @@ def adapted_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> PreTra
     return model
 
 
-def save_adapted_run(
+def save_lora_run(
     root: Path,
     model_dir: Path,
     lora: Lora,
@@ -57,9 +57,9 @@ def save_adapted_run(
     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
     **options: Any,
 ) -> Checkpoint:
-    """Leave under `root/exp` what a run leaves that has trained adapters, at step 1.
+    """Write under `root/exp` the files of a LoRA run that has saved step 1.
 
-    change: made to what is saved, and not to what the trainer computed.
+    change: of the saved tensors; the recorded logits remain those of the unchanged ones.
     """
     experiment = Experiment(root, "exp")
     experiment.model.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def save_adapted_run(
             {"model_dir": str(model_dir), "options": {"cache_dir": str(root / ".cache")}}
         )
     )
-    model = adapted_model(model_dir, lora, strength)
+    model = build_lora_model(model_dir, lora, strength)
     attention.fix_rope_frequencies(model, "concat", options.get("seq_length", 32))
     states = registry.build_optimizer(optimizer, model, 0.0)  # only its moments count
     for parameter in model.parameters():
@@ -97,7 +97,7 @@ def save_adapted_run(
         "tokens": 640,
         "loss": 1.5,
         "optimizer_steps": 1,
-        "probe": {"precision": lora.precision, "logits": probe.measure(model, LAYOUT)},
+        "probe": {"precision": lora.precision, "logits": probe.measure_logits(model, LAYOUT)},
         **(record or {}),
     }
     tensors = contents.name_tensors(model, registry.named_states(model, states))
