@@ -1,4 +1,7 @@
-"""Download files of a repository into a directory, or copy those that this machine has."""
+"""Download files of a repository into a directory, or copy those that this machine has.
+
+docs/explanation/log.md compares this with the download functions of huggingface_hub.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Maps the names of a model's parameters to those of the tensors of its Hub checkpoint.
+"""Map the names of a model's parameters to the names of the tensors in its Hub checkpoint.
 
-Nearly all families use the same names on both sides. For the others transformers holds a registry
-of renamings and conversions (Mixtral's experts are one tensor each on the Hub and one fused tensor
-in the module), and this is the only module that reads it. The functions taken from it are internal
-to transformers, and were the same in 5.17, 5.20 and 5.23.
+Nearly all families use the same names. For the others, transformers has a registry of renamings and
+conversions: Mixtral's experts, for example, are one tensor each on the Hub and one fused tensor in
+the module. Only this module reads the registry. Its functions are internal to transformers, and
+were the same in 5.17, 5.20 and 5.23.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lib.models.tensors import FLOATING, Shape
 
 
 class Added(torch.nn.Module):
-    """Marks modules that an adapter added: no Hub checkpoint contains their parameters."""
+    """Base class of modules that a model change adds. No Hub checkpoint has their parameters."""
 
     def draw(self, full: Tensor) -> None:
-        """Give a parameter, full and zero on the CPU, its first values."""
+        """Initialise the full parameter, which is zero and on the CPU."""
 
 
 def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
-    """Return names and shapes of the tensors that `save_pretrained` writes for this model.
+    """Return names and shapes of the tensors that `save_pretrained` writes for a model.
 
-    Reads only names, shapes and which parameters are tied, so the model may be on meta or sharded.
+    The model may be on meta or sharded, because no values are read.
     """
     return {key: tuple(tensor.shape) for key, tensor in _revert(model, _list_saved(model)).items()}
 
@@ -50,22 +50,22 @@ def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
 def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
     """Return the names of all parameters and persistent buffers to export, in groups.
 
-    Each group goes to `convert_to_hub` as a whole. Nearly all hold one name; a few families write
-    several parameters into one Hub tensor. Tied duplicates are left out. The order is that in which
-    `save_pretrained` fills its files.
+    Call `convert_to_hub` with one complete group at a time. Nearly all groups have one name, but
+    some families store several parameters in one Hub tensor. Each tied parameter occurs once. The
+    order is the one in which `save_pretrained` fills its files.
     """
     saved = dict(sorted(_list_saved(model).items(), key=lambda item: dot_natural_key(item[0])))
     groups: list[list[str]] = []
-    writer: dict[str, list[str]] = {}  # the group that writes a Hub tensor
+    group_of: dict[str, list[str]] = {}  # Hub name → group
     for name, tensor in saved.items():
         keys = _revert(model, {name: tensor})
-        group = next((writer[key] for key in keys if key in writer), None)
+        group = next((group_of[key] for key in keys if key in group_of), None)
         if group is None:
             groups.append(group := [])
         group.append(name)
-        writer.update(dict.fromkeys(keys, group))
-    # A renaming that looks at several names at once would come out differently name by name.
-    if writer.keys() != _revert(model, saved).keys():
+        group_of.update(dict.fromkeys(keys, group))
+    # If a renaming depends on several names at once, all parameters must be converted together.
+    if group_of.keys() != _revert(model, saved).keys():
         return [tuple(saved)]
     return [tuple(group) for group in groups]
 
@@ -73,18 +73,19 @@ def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
 def convert_to_hub(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hub name and content of the tensors that one export group becomes.
+    """Yield the Hub names and values of the tensors of one export group.
 
-    tensors: full (not sharded) values by module name. Results may be views: make them contiguous.
+    tensors: full (not sharded) values by module name. Results may be views that are not contiguous.
     """
     yield from _revert(model, tensors).items()
 
 
 @dataclass
 class LoadPlan:
-    """Says how to fill a model from the tensors of a checkpoint, and what does not fit.
+    """The recipes for loading a model from a checkpoint, and the tensors that do not fit.
 
-    recipes: by module name. problems: one sentence per missing, unexpected or misshapen tensor.
+    recipes: by module name. problems: one message per tensor that is missing, unexpected or of
+    another shape.
     """
 
     recipes: dict[str, Recipe] = field(default_factory=dict)
@@ -92,10 +93,10 @@ class LoadPlan:
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
-    """Return the plan for a checkpoint with tensors of these shapes, by Hub name.
+    """Return the plan for loading a checkpoint. shapes: of its tensors, by Hub name.
 
-    Takes every spelling that `from_pretrained` takes: the base model's names without prefix,
-    legacy names, a tied weight under either of its names or both.
+    Accepts all names that `from_pretrained` accepts: without the prefix of the base model, legacy
+    names, and tied weights under one or both names.
     """
     plan = LoadPlan()
     wanted = _list_tensors(model)
@@ -115,9 +116,9 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
 def list_wrong_dtypes(
     model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[str, str]
 ) -> list[str]:
-    """Return a sentence for each tensor that is of another kind of numbers than the model's.
+    """Return a message for each tensor that has integers instead of floats, or vice versa.
 
-    dtypes: of the tensors of the checkpoint, as its files call them.
+    dtypes: of the checkpoint's tensors, as its files name them.
     """
     tensors = _list_tensors(model)
     return sorted(
@@ -131,7 +132,7 @@ def list_wrong_dtypes(
 
 
 def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
-    """Return the names of each parameter and persistent buffer by its id, several when tied."""
+    """Return the names of each parameter and persistent buffer by id; several if it is tied."""
     names = defaultdict(list)
     for name, tensor in _list_tensors(model).items():
         names[id(tensor)].append(name)
@@ -139,7 +140,7 @@ def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
 
 
 def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers themselves, under all of their names."""
+    """Return the parameters and persistent buffers under all of their names."""
     ignored = set(model._keys_to_ignore_on_save or ()) | {
         name
         for path, module in model.named_modules()
@@ -154,13 +155,13 @@ def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _list_saved(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what `save_pretrained` saves, by module name, as meta tensors without storage."""
-    shadows = {name: _shadow(tensor.shape) for name, tensor in _list_tensors(model).items()}
-    # Given meta tensors, it looks up in the model which names are the same parameter.
-    return remove_tied_weights_from_state_dict(shadows, model)
+    """Return the tensors that `save_pretrained` saves, by module name, as empty meta tensors."""
+    tensors = {name: _empty_on_meta(tensor.shape) for name, tensor in _list_tensors(model).items()}
+    # For meta tensors, transformers finds out in the model which names are tied.
+    return remove_tied_weights_from_state_dict(tensors, model)
 
 
-def _shadow(shape: Shape) -> Tensor:
+def _empty_on_meta(shape: Shape) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
@@ -175,9 +176,9 @@ def _find_recipes(
     shapes: Mapping[str, Shape],
     problems: list[str],
 ) -> Iterator[tuple[str, Recipe, Shape]]:
-    """Yield module name, recipe and resulting shape of everything the checkpoint can make.
+    """Yield name, recipe and shape of every parameter that the checkpoint's tensors result in.
 
-    Follows transformers' `convert_and_load_state_dict_in_model` without reading a tensor.
+    Does the same as transformers' `convert_and_load_state_dict_in_model` without reading tensors.
     """
     with own_classes(model):
         conversions = get_model_conversion_mapping(model)
@@ -211,34 +212,34 @@ def _convert(
     shapes: Mapping[str, Shape],
     problems: list[str],
 ) -> Iterator[tuple[str, Recipe, Shape]]:
-    """Yield what one conversion makes; its operations run on meta tensors to learn the shapes."""
+    """Yield the results of one conversion. It runs on meta tensors, which shows their shapes."""
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run = copy.deepcopy(converter)
         for pattern, keys in sources.items():
             for key in keys:
                 run.add_tensor(first, key, pattern, tensors[key])
-        made = run.convert(first, model=model, config=model.config)
+        results = run.convert(first, model=model, config=model.config)
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            name: value[0] if isinstance(value, list) else value for name, value in results.items()
         }
 
     keys = tuple(key for pattern in sources for key in sources[pattern])
     try:
-        made = convert({key: _shadow(shapes[key]) for key in keys})
+        parameters = convert({key: _empty_on_meta(shapes[key]) for key in keys})
     except (RuntimeError, ValueError, KeyError, IndexError) as error:
-        problems.append(f"{first}: cannot be made of {keys[0]} and its like: {error}")
+        problems.append(f"{first}: cannot be converted from {keys[0]} and similar: {error}")
         return
-    for name, tensor in made.items():
-        recipe = stack_experts(converter, sources, tensor.ndim) if len(made) == 1 else None
+    for name, tensor in parameters.items():
+        recipe = stack_experts(converter, sources, tensor.ndim) if len(parameters) == 1 else None
         yield name, recipe or Converted(keys, convert, name), tuple(tensor.shape)
 
 
 def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
-    """Return the pattern of tensors that old checkpoints hold and no model reads any more."""
+    """Return the pattern of tensors in old checkpoints that models no longer read."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
-    # As transformers' `_adjust_missing_and_unexpected_keys`: both were persistent once.
+    # As in transformers' `_adjust_missing_and_unexpected_keys`: both used to be persistent.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
@@ -252,17 +253,17 @@ def _list_missing(
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, Shape],
 ) -> list[str]:
-    """Return a sentence for each Hub tensor that is expected, absent and not made in another way.
+    """Return a message for each parameter that the checkpoint lacks.
 
-    Of a tied weight one name is enough. A buffer may be missing where the family says so.
+    For a tied parameter one name is enough. Buffers may be missing if the family says so.
     """
-    may_miss = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     problems = []
     for names in group_tied(model).values():
         name = names[0]
-        if any(made in recipes for made in names) or (
+        if any(alias in recipes for alias in names) or (
             not isinstance(wanted[name], torch.nn.Parameter)
-            and any(pattern.search(name) for pattern in may_miss)
+            and any(pattern.search(name) for pattern in optional)
         ):
             continue
         problems += _list_absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
@@ -272,6 +273,6 @@ def _list_missing(
 def _list_absent(
     model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape]
 ) -> list[str]:
-    """Return a sentence for each Hub tensor of a parameter that the checkpoint lacks."""
-    keys = _revert(model, {name: _shadow(tensor.shape)})
+    """Return a message for each Hub tensor of a parameter that the checkpoint lacks."""
+    keys = _revert(model, {name: _empty_on_meta(tensor.shape)})
     return [f"missing: {key}" for key in keys if key not in shapes]

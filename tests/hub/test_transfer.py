@@ -58,7 +58,7 @@ def transfer(wire: Wire, **how) -> Transfer:
     return Transfer(wire, Repository("org/x", "0" * 40, {}), **how)
 
 
-def test_a_large_file_comes_in_pieces_at_once(tmp_path):
+def test_a_large_file_is_downloaded_in_parallel_pieces(tmp_path):
     wire = Wire()
     entries = transfer(wire, workers=4).fetch([remote()], tmp_path)
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
@@ -67,7 +67,7 @@ def test_a_large_file_comes_in_pieces_at_once(tmp_path):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.bin"]
 
 
-def test_what_came_before_a_kill_does_not_come_again(tmp_path):
+def test_a_killed_download_resumes_where_it_stopped(tmp_path):
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
     came = 23 << 14
@@ -78,7 +78,7 @@ def test_what_came_before_a_kill_does_not_come_again(tmp_path):
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
 
 
-def test_counts_that_do_not_fit_begin_anew(tmp_path):
+def test_invalid_counts_restart_the_download(tmp_path):
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=5)).fetch([remote()], tmp_path)
     counts = next(tmp_path.rglob("*.at"))
@@ -87,7 +87,7 @@ def test_counts_that_do_not_fit_begin_anew(tmp_path):
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
 
 
-def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
+def test_counts_ahead_of_the_bytes_are_detected_and_repaired(tmp_path):
     """A power cut can leave counts on disk whose bytes were never written."""
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
@@ -99,7 +99,7 @@ def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
     assert sum(end - start for start, end in wire.ranges) > len(CONTENT)
 
 
-def test_damage_that_stays_is_an_error_and_leaves_nothing(tmp_path):
+def test_repeated_damage_is_an_error_and_leaves_nothing(tmp_path):
     wire = Wire(content=b"\1" + CONTENT[1:])
     with pytest.raises(ArtifactError, match="is damaged"):
         transfer(wire, workers=3).fetch([remote()], tmp_path)
@@ -116,7 +116,7 @@ def test_empty_files_and_git_blobs(tmp_path):
     assert entries[1]["digest"] == "sha256:" + hashlib.sha256(b"abc").hexdigest()
 
 
-def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
+def test_an_earlier_directory_is_used_if_its_digests_match(tmp_path, capsys):
     for name, content in (("good", CONTENT), ("bad", b"\1" + CONTENT[1:])):
         (tmp_path / name / "a").mkdir(parents=True)
         (tmp_path / name / "a/model.bin").write_bytes(content)
@@ -149,7 +149,7 @@ def test_nothing_is_written_outside_the_directory(tmp_path, path):
 
 
 @pytest.mark.parametrize("length", [10, 1 << 17, len(CONTENT)])
-def test_headers_come_without_the_rest(tmp_path, length):
+def test_only_the_headers_are_downloaded(tmp_path, length):
     content = length.to_bytes(8, "little") + CONTENT
     wire = Wire(content)
     fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
@@ -158,7 +158,7 @@ def test_headers_come_without_the_rest(tmp_path, length):
     assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)
 
 
-def test_a_header_whose_stream_ends_early_is_taken_up_there(tmp_path):
+def test_a_header_whose_stream_ends_early_is_continued(tmp_path):
     class Short(Wire):
         def read_range(self, repository, file, start, end) -> bytes:
             return super().read_range(repository, file, start, min(end, start + 50_000))
