@@ -73,14 +73,18 @@ class Float8:
                 expected=f"linear layers whose sizes are multiples of {MULTIPLE}",
                 run=commands.as_typed("--precision", "bf16"),
             )
-        is_sharded = placement.shard_size > 1
+        ranks = {
+            name: placement.count_ranks(f"{name}.weight", linear.weight.shape)
+            for name, linear in chosen.items()
+        }
+        is_sharded = any(count > 1 for count in ranks.values())
         even = {
             name
             for name, linear in chosen.items()
             if self.recipe == "tensorwise"
-            and is_sharded
+            and ranks[name] > 1
             and not placement.offload
-            and linear.out_features % placement.shard_size == 0
+            and linear.out_features % ranks[name] == 0
         }
         torchao = _import_torchao()
         config = dataclasses.replace(

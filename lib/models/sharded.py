@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,17 @@ class Placement(NamedTuple):
     """How a model will be sharded.
 
     shard_size: ranks per replica. offload: whether shards are in host memory. device: `cuda` or
-    `cpu`.
+    `cpu`. ranks_of: (name, shape) → the ranks that share a parameter; None for `shard_size` each.
     """
 
     shard_size: int = 1
     offload: bool = False
     device: str = "cpu"
+    ranks_of: Callable[[str, Sequence[int]], int] | None = None
+
+    def count_ranks(self, name: str, shape: Sequence[int]) -> int:
+        """Return the number of ranks that will share a parameter."""
+        return self.shard_size if self.ranks_of is None else self.ranks_of(name, shape)
 
 
 class Padded:

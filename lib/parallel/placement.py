@@ -13,7 +13,7 @@ it to `derive_meshes` and `shard_sizes`, and name it in `choose_mesh`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -72,6 +72,16 @@ def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> Paramete
     dim = _choose_dim(shape, ranks)
     padding = -shape[dim] % ranks if dim == ROWS else 0
     return ParameterPlacement(mesh, ranks, dim, padding, _largest_shard(shape, ranks, dim))
+
+
+def count_ranks_in(shard_size: int) -> Callable[[str, Sequence[int]], int]:
+    """Return a function (name, shape) → the ranks that share a parameter. shard_size: as above."""
+    sizes = shard_sizes(shard_size)
+
+    def count_ranks(name: str, shape: Sequence[int]) -> int:
+        return place(name, shape, sizes).ranks
+
+    return count_ranks
 
 
 def _choose_dim(shape: Sequence[int], ranks: int) -> int:

@@ -23,7 +23,7 @@ from lib.optim.registry import OPTIMIZERS, list_without_blocks
 from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize, precision
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
-from lib.parallel.placement import list_cut_shapes
+from lib.parallel.placement import count_ranks_in, list_cut_shapes
 from lib.parallel.routers import RouterLoad
 from lib.train import balance, earlier, plan
 from lib.train.config import AUTO, Config
@@ -135,7 +135,8 @@ def shard(
     """
     load = balance.watch(config, model, layout.device)
     offload = update_device(config, layout) != layout.device
-    placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
+    shard_size = layout.fsdp.size(-1)
+    placement = Placement(shard_size, offload, layout.device.type, count_ranks_in(shard_size))
     changes = _select_changes(config, changes_memory_plan=False)
     for description in model_changes.apply_changes(model, changes, placement).descriptions:
         log.info(description)
