@@ -17,13 +17,25 @@ from lib.core.errors import UsageError
 class FileIdentity(NamedTuple):
     """Changes with a file's content: a replacement has another inode, a write another time.
 
-    For a link it identifies the target. bytes: size of the file.
+    For a link it identifies the target. bytes: size of the file. ctime_ns: also changes with a
+    permission, a name or a hard link, which change no content; it cannot be set by a program.
     """
 
     device: int
     inode: int
     bytes: int
     mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def stamp(self) -> list[int]:
+        """Return the values to record: all but the device, whose number changes with a mount."""
+        return [self.inode, self.bytes, self.mtime_ns, self.ctime_ns]
+
+    @property
+    def content(self) -> tuple[int, ...]:
+        """Return the values that a change of the content changes."""
+        return self[:4]
 
 
 Identities = dict[Path, FileIdentity | None]  # None: the file does not exist
@@ -62,18 +74,18 @@ def _read_identity(path: Path) -> FileIdentity | None:
         info = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return FileIdentity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+    return FileIdentity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def _describe_change(path: Path, before: FileIdentity | None) -> str:
     """Return a sentence about the change of a file; empty if it is the same."""
     now = _read_identity(path)
-    if now == before:
-        return ""
     if now is None:
-        return f"{path} is gone"
+        return f"{path} is gone" if before else ""
     if before is None:
         return f"{path} was not there"
+    if now.content == before.content:
+        return ""
     if now[:2] != before[:2]:
         return f"{path} is another file now"
     if now.bytes != before.bytes:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, lease, log, manifest, paths, records, units
+from lib.core import file_identity, hashing, lease, log, manifest, paths, records, units
 from lib.core.progress import Progress
 from lib.core.retry import poll
 
@@ -126,12 +126,9 @@ def _place(directory: Path, content: dict[str, Any], cache_dir: Path) -> Path:
 
 def _stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
     """Return inode, bytes and times of each existing file, by its path."""
-    stamps = {}
-    for entry in content["files"]:
-        with suppress(FileNotFoundError):
-            info = (directory / entry["path"]).stat()
-            stamps[entry["path"]] = [info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]
-    return stamps
+    names = {directory / entry["path"]: entry["path"] for entry in content["files"]}
+    identities = file_identity.read_identities(names)
+    return {names[path]: identity.stamp for path, identity in identities.items() if identity}
 
 
 def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
