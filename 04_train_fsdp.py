@@ -100,7 +100,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     configure_allocator()
     gpus.hide_gpus(config.device)
     if not (config.prepare_only or config.plan_gpus):
-        gpus.require(config.dry_run)
+        gpus.require_usable_gpus(config.dry_run)
         if config.cpu_offload:
             gpus.warn_without_offload(config.device)
         gpus.report_unused(config.device)

@@ -94,7 +94,7 @@ def _rehearse_on_cpu(asked: bool) -> None:
     """Hide GPUs and use one core; exit if torch cannot use a GPU of this machine."""
     from lib.parallel import gpus
 
-    if not asked and (found := gpus.unusable()):
+    if not asked and (found := gpus.find_unusable()):
         sys.exit(
             f"error: {found.problem}\n  found:    {found.found}\n"
             f"  hint:     {found.hint}; --rehearse runs the items on the CPU"

@@ -162,7 +162,7 @@ def _gpu_lines() -> list[str]:
     """Return a line for each GPU that nvidia-smi lists on this machine."""
     lines = []
     degrees = "°C" if _is_unicode() else "C"
-    for load in nvidia.loads():
+    for load in nvidia.list_loads():
         memory = (
             f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}"
             if load.total and load.used is not None

@@ -36,7 +36,7 @@ class AllRanks:
         self.node = int(os.environ.get("GROUP_RANK", "0"))
         self.timeout_s = timeout_s
         self.store = self._connect()
-        self.on_gpu = torch.cuda.is_available() and gpus.unusable() is None
+        self.on_gpu = torch.cuda.is_available() and gpus.find_unusable() is None
         if self.on_gpu:
             if self.local_rank >= torch.cuda.device_count():
                 raise UsageError(

@@ -259,7 +259,7 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     """Yield whether the torch of the bundle and the installed torch can use the GPUs here."""
     stamp = ROOT / unpacking.UNPACKED
-    driver = nvidia.driver()
+    driver = nvidia.find_driver()
     summary = json.loads(stamp.read_text(encoding="utf-8"))["summary"] if stamp.exists() else {}
     if driver and (bundled := summary.get("torch")):
         torch = Torch(bundled["version"].partition("+")[0], bundled["cuda"])
@@ -272,11 +272,11 @@ def _gpus() -> Iterator[Finding]:
             )
             return
         yield Finding(INFO, "driver", f"{driver} is new enough for torch {torch} of this bundle")
-    if not (nvidia.names() or nvidia.device_files() or nvidia.known_to_kernel()):
+    if not (nvidia.list_names() or nvidia.list_device_files() or nvidia.list_kernel_gpus()):
         return  # torch takes two seconds to import
     from lib.parallel import gpus
 
-    found = gpus.unusable()
+    found = gpus.find_unusable()
     yield (
         Finding(ERROR, "torch", f"{found.problem} ({found.found})", found.hint)
         if found

@@ -220,7 +220,7 @@ def planned(opts: ImageOptions) -> ImageBuild:
         )
     named = torch_pin(requirements)
     problems = Problems()
-    driver = opts.driver_version or nvidia.driver()
+    driver = opts.driver_version or nvidia.find_driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
     if problem := base_problem(torch, opts.base_image):
         problems.add(problem, hint="choose a base image without CUDA, or with the CUDA of torch")

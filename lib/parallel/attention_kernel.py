@@ -1,7 +1,7 @@
-"""Which kernel computes attention: FlashAttention 3 where its package is and it computes the same.
+"""Pick the kernel that computes attention: FlashAttention 3 if installed, else torch's choice.
 
-torch takes it in the place of its own FlashAttention 2 when it is asked to. It is tried first,
-forward and backward, on heads like the model's.
+If activated, FlashAttention 3 replaces torch's own FlashAttention 2. Before that, both are compared
+forward and backward on heads like the model's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention
 
 _MODULE = "flash_attn_interface"  # of the package flash_attn_3; torch imports it by this name
-_LENGTH = 256  # of the row that a kernel is tried on
-_NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
+_LENGTH = 256  # tokens of the row on which a kernel is tried
+_NOISE = 0.02  # of the norm: above the difference of two ways to round to half precision
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -41,8 +41,8 @@ _OTHERS = {
 }
 
 
-def settle(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
-    """Take the fastest kernel that a model's attention has here; return in words which, and why."""
+def pick_kernel(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
+    """Activate the fastest attention kernel for a model; return its name and the reason."""
     config = model.config.get_text_config()
     name = config._attn_implementation
     by_mask = packing == "documents" and name == "sdpa"
@@ -56,53 +56,57 @@ def settle(model: nn.Module, packing: str, precision: str, device: torch.device)
     heads = _heads(config, COMPUTE_DTYPES[precision], device)
     if not heads:
         return label
-    takes = SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_takes(heads, by_mask)
+    backend = (
+        SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_backend(heads, by_mask)
+    )
     if by_mask:
-        why = attention.varlen_problem(precision, config)
-        return f"{label}, by {_KERNELS[takes]}" + (
-            f", since {why}; that is several times slower" if why else ""
+        problem = attention.varlen_problem(precision, config)
+        return f"{label}, by {_KERNELS[backend]}" + (
+            f", since {problem}; that is several times slower" if problem else ""
         )
-    if takes not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        return f"{label}, by {_KERNELS[takes]}"
-    without = _lacks_flash_3(config, device) or take_flash_3(name, heads)
-    if without:
-        return f"{label}, by {_KERNELS[takes]} ({without})"
+    if backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        return f"{label}, by {_KERNELS[backend]}"
+    problem = _flash_3_problem(config, device) or activate_flash_3(name, heads)
+    if problem:
+        return f"{label}, by {_KERNELS[backend]} ({problem})"
     if name == "sdpa":
         _prefer_flash()
     return f"{label}, by FlashAttention 3 of flash_attn_3"
 
 
-def take_flash_3(name: str, heads: list[Tensor]) -> str:
-    """Let torch take FlashAttention 3 if it computes the same; return why not, empty where it does.
+def activate_flash_3(name: str, heads: list[Tensor]) -> str:
+    """Replace FlashAttention 2 by 3 if the results agree; return the reason if not, or "".
 
-    name: sdpa or varlen. heads: queries [1, H, T, D], keys and values, with gradients.
+    name: sdpa or varlen. heads: queries [1, H, T, D], keys and values, all with gradients.
     """
     try:
-        expected = _tried(name, heads)
+        expected = _compute(name, heads)
         activate_flash_attention_impl("FA3")
-        pairs = zip(_tried(name, heads), expected, strict=True)
+        pairs = zip(_compute(name, heads), expected, strict=True)
         worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
         if worst < _NOISE:
             return ""
-        failed = f"its results differ by {worst:.2g} of their norm"
-    except Exception as error:  # of another build, CUDA or torch: whatever it raises
-        failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        failure = f"its results differ by {worst:.2g} of their norm"
+    except Exception as error:  # another build, CUDA or torch may raise anything
+        failure = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     if current_flash_attention_impl():
         restore_flash_attention_impl()
-    return f"FlashAttention 3 fails here: {failed}"
+    return f"FlashAttention 3 fails here: {failure}"
 
 
 def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return queries, keys and values like a model's: [1, H or fewer, T, D].
+    """Return random queries, keys and values like a model's: [1, H or fewer, T, D].
 
-    Empty where the config does not say how many heads there are, and how wide.
+    The list is empty if the config does not contain the number and size of the heads.
     """
     sizes = attention.find_head_sizes(config)
     count = attention.get_field(config, "num_attention_heads")
     shared = attention.get_field(config, "num_key_value_heads") or count
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []
-    generator = torch.Generator(device).manual_seed(0)  # not the state that dropout goes on from
+    generator = torch.Generator(device).manual_seed(
+        0
+    )  # the state that dropout uses must not change
     return [
         torch.randn(
             1,
@@ -118,12 +122,12 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     ]
 
 
-def _torch_takes(heads: list[Tensor], by_mask: bool) -> SDPBackend:
-    """Return the kernel that torch's scaled_dot_product_attention chooses by itself."""
+def _torch_backend(heads: list[Tensor], by_mask: bool) -> SDPBackend:
+    """Return the kernel that torch's scaled_dot_product_attention picks by itself."""
     query, key, value = heads
     groups = query.shape[1] // key.shape[1]
     mask = None
-    if by_mask:  # transformers repeats keys and values then
+    if by_mask:  # with a mask, transformers repeats keys and values
         mask = query.new_ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool)
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     return SDPBackend(
@@ -138,23 +142,23 @@ def _torch_takes(heads: list[Tensor], by_mask: bool) -> SDPBackend:
     )
 
 
-def _lacks_flash_3(config: PretrainedConfig, device: torch.device) -> str:
-    """Say why FlashAttention 3 cannot be taken; empty where it can be tried."""
+def _flash_3_problem(config: PretrainedConfig, device: torch.device) -> str:
+    """Return why FlashAttention 3 cannot be used, or "" if it can be tried."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention 3 needs compute capability 9.0"
     if not find_spec(_MODULE):
         return "flash_attn_3 is not installed"
     if "FA3" not in list_flash_attention_impls():
-        return "this torch does not know FlashAttention 3"
+        return "this torch does not support FlashAttention 3"
     if torch.are_deterministic_algorithms_enabled():
-        return "--deterministic on leaves FlashAttention 3 out"
+        return "--deterministic on rules out FlashAttention 3"
     if attention.has_dropout(config):
-        return "FlashAttention 3 knows no dropout, which this model has"
+        return "FlashAttention 3 does not support the dropout of this model"
     return ""
 
 
-def _tried(name: str, heads: list[Tensor]) -> list[Tensor]:
-    """Return the result and the gradients of attention over heads, by FlashAttention."""
+def _compute(name: str, heads: list[Tensor]) -> list[Tensor]:
+    """Return the output and the gradients of attention, computed by FlashAttention."""
     attend = AttentionInterface()[name]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "sdpa" else nullcontext():
         if name == "sdpa":
@@ -166,9 +170,9 @@ def _tried(name: str, heads: list[Tensor]) -> list[Tensor]:
 
 
 def _prefer_flash() -> None:
-    """Let sdpa take FlashAttention before cuDNN, which torch takes first on this GPU.
+    """Let sdpa prefer FlashAttention to cuDNN, which torch prefers on this GPU.
 
-    What has a mask goes on to the next kernel as before.
+    Attention with a mask still uses the next kernel that supports one.
     """
     flash = int(SDPBackend.FLASH_ATTENTION)
     order = torch._C._get_sdp_priority_order()

@@ -1,4 +1,4 @@
-"""What torch compiles: the decoder blocks, the loss, and the update of an optimizer."""
+"""Compile the decoder blocks, the loss and the update of an optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
 from lib.parallel import graphs, routers
 
-# Where blocks recompute selectively, torch asks that they change nothing in place, which
-# parallelize.py sees to.
+# With selective activation checkpointing, torch warns that blocks must change nothing in place.
+# parallelize.py ensures that.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 )
@@ -24,29 +24,29 @@ BLOCKS = "the decoder blocks"
 
 
 class Compiler:
-    """Compiles functions for the sizes that they are called with.
+    """Compiles functions for the shapes of their calls.
 
-    After the first failure (no C compiler, an operation that is unknown, a kernel that does not
-    start), all functions of this compiler run uncompiled, and those of other compilers stay
-    compiled. The failure concerns this rank alone: the others need not know, since no compiled
-    function waits for another rank.
+    After the first failure (no C compiler, an unknown operation, a kernel that does not start), all
+    functions of this compiler run uncompiled; those of other compilers stay compiled. A failure
+    affects this rank alone. Other ranks need not know, since no compiled function waits for them.
     """
 
     def __init__(self, required: bool, part: str = BLOCKS) -> None:
-        """required: raise UsageError at a failure. part: names the functions in messages."""
+        """required: raise UsageError after a failure. part: names the functions in messages."""
         self._required = required
         self._part = part
         self._works = True
 
     def for_part(self, part: str) -> Compiler:
-        """Return a compiler for another part of the step, which may also run uncompiled."""
+        """Return a compiler for another part of the step; that part may run uncompiled."""
         return Compiler(required=False, part=part)
 
     def wrap(
         self, function: Callable[..., Any], instead: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return a function that is compiled when it is first called. instead: if that fails."""
-        # Together with the forward pass: one that failed later would have begun already.
+        """Return a function that is compiled at its first call. instead: used after a failure."""
+        # Compile the backward pass together with the forward pass: a later failure would come in
+        # the middle of a step.
         options = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         compiled = options(torch.compile(function, dynamic=False))
         instead = instead or function
@@ -64,9 +64,9 @@ class Compiler:
                 return compiled(*arguments, **named)
             except (StageError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # whatever triton, a compiler or CUDA raises
+            except Exception as error:  # Triton, a compiler or CUDA may raise anything
                 cause = error
-            if trained:  # what fails without the compiler too is raised as it is
+            if trained:  # an error that also occurs uncompiled is raised unchanged
                 _rehearse(instead, arguments, named)
             result = instead(*arguments, **named)
             self._give_up(cause)
@@ -99,20 +99,20 @@ class Compiler:
 def _rehearse(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Go through a function forward and backward, without a trace in gradients or random states.
+    """Run a function forward and backward without changing gradients or random states.
 
-    A kernel of the backward pass that does not start would otherwise show when it is too late to do
-    without: other layers have their gradients by then.
+    A backward kernel that does not start is noticed here. In the backward pass of a step it would
+    be too late to fall back, because other layers already have their gradients.
     """
     inputs: list[Tensor] = []
 
-    def apart(value: Any) -> Any:
+    def detach(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
-            return value  # the same object, by which the compiler knows what it has seen
+            return value  # the same object, since the compiler guards on identity
         inputs.append(value.detach().requires_grad_())
         return inputs[-1]
 
-    arguments, named = tree_map(apart, (arguments, named))
+    arguments, named = tree_map(detach, (arguments, named))
     with routers.paused(), torch.random.fork_rng({part.device for part in inputs if part.is_cuda}):
         results = [
             part
@@ -125,17 +125,17 @@ def _rehearse(
             )
 
 
-def is_wanted(option: bool | None, device: torch.device) -> bool:
-    """Tell what --compile means on a device; None is auto: on a GPU alone."""
+def is_compile_on(option: bool | None, device: torch.device) -> bool:
+    """Return whether --compile compiles on a device. None stands for auto: only on a GPU."""
     return device.type == "cuda" if option is None else option
 
 
 def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
-    """Return the compiler of the decoder blocks as --compile asks for it; None: compile nothing.
+    """Return the compiler of the decoder blocks by --compile; None if nothing is compiled.
 
-    The other parts of a step get compilers of their own from it, by `for_part`.
+    Its method `for_part` returns the compilers of the other parts of a step.
     """
-    if not is_wanted(option, device):
+    if not is_compile_on(option, device):
         return None
-    graphs.prepare()
+    graphs.prepare_graphs()
     return Compiler(required=bool(option))

@@ -1,6 +1,6 @@
-"""Which collectives a rank is in: torch's flight recorder, kept in logs/ when the watchdog ends it.
+"""Write torch's flight recorder, the latest collectives of a rank, when the watchdog ends it.
 
-launch/runs/collectives.py reads from these files who waits for whom.
+launch/runs/collectives.py reads these files to name the ranks that others wait for.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch._C import _distributed_c10d as c10d
 
 from lib.core import log, manifest
 
-_ENTRIES = "2000"  # collectives that are kept, as torch does by itself for NCCL and not for gloo
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of GPUs (if torch has them), of hosts
+_ENTRIES = "2000"  # collectives to keep; torch sets this by itself for NCCL, not for gloo
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL (if present) and of gloo
 _SHOWN = (
     "profiling_name",
     "process_group",
@@ -30,13 +30,16 @@ _SHOWN = (
 )
 
 
-def enable() -> None:
-    """Have torch note every collective; must come before the first process group."""
+def enable_recorder() -> None:
+    """Let torch record every collective. Call this before the first process group is made."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
 
 
-def dump(path: Path) -> None:
-    """Write what this rank's groups are and what they did last; pending: what has not ended."""
+def dump_collectives(path: Path) -> None:
+    """Write the process groups of this rank and their latest collectives as JSON.
+
+    An entry is `pending` if its collective has not ended.
+    """
     groups = {
         name: dist.get_process_group_ranks(group)
         for group, name in dist.distributed_c10d._world.pg_names.items()

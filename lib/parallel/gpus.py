@@ -1,7 +1,7 @@
-"""Tells why torch cannot use the GPUs of this machine, where it has some.
+"""Find out why torch cannot use the GPUs of this machine, if it has any.
 
-Stage 04 and launch/check.py ask it, so that nobody trains on the CPU of a GPU node for want of
-a driver. A machine without GPUs costs it a look at a few files.
+Stage 04 and launch/check.py use this, so that a run on a GPU node does not silently train on its
+CPU because a driver is missing. On a machine without GPUs it only reads a few files.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lib.parallel import nvidia
 from lib.parallel.torch_builds import BLACKWELL, Torch, build_for, driver_problem
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-NONE_MEANT = "-1"  # what a person types for the CPU; schedulers leave it empty
-_HIDING = ("", "NoDevFiles")  # the latter is Slurm's
-# What torch says when CUDA does not start, and what to do then.
+CPU_ONLY = "-1"  # what users set for the CPU; schedulers set an empty value
+_HIDING = ("", "NoDevFiles")  # the second value comes from Slurm
+# Parts of torch's errors when CUDA does not start, and what to do.
 _REMEDIES = {
     "Error 802": "the fabric manager of these GPUs does not run: systemctl start "
     "nvidia-fabricmanager",
-    "Error 803": "the driver was updated and not loaded since: restart the machine",
-    "Error 804": "libraries of another CUDA come first: leave cuda-compat out of LD_LIBRARY_PATH",
+    "Error 803": "the driver was updated but not loaded: restart the machine",
+    "Error 804": "libraries of another CUDA are found first: remove cuda-compat from LD_LIBRARY_PATH",
 }
 
 
 class Reason(NamedTuple):
-    """Says in a sentence why torch cannot use GPUs, and what to do."""
+    """Why torch cannot use GPUs, and what to do."""
 
     problem: str
     hint: str
 
 
 class Unusable(NamedTuple):
-    """GPUs that torch cannot use. found: what there is. reasons: at least one."""
+    """GPUs that torch cannot use. found: the GPUs and versions. reasons: at least one."""
 
     found: str
     reasons: list[Reason]
@@ -61,59 +61,59 @@ def hide_gpus(device: str) -> None:
     Must come before anything asks torch about a GPU.
     """
     if device == "cpu":
-        os.environ[_VISIBLE] = NONE_MEANT
+        os.environ[_VISIBLE] = CPU_ONLY
 
 
-def is_cpu_meant() -> bool:
-    """Tell whether a person has said that no GPU is to be used."""
-    return os.environ.get(_VISIBLE, "").strip() == NONE_MEANT
+def is_cpu_wanted() -> bool:
+    """Return whether the user asked for the CPU."""
+    return os.environ.get(_VISIBLE, "").strip() == CPU_ONLY
 
 
-def require(is_plan: bool) -> None:
-    """Raise UsageError where there are GPUs that torch cannot use; only say so of a plan.
+def require_usable_gpus(is_plan: bool) -> None:
+    """Raise UsageError if torch cannot use the GPUs of this machine; a dry run only warns.
 
-    Every rank of a machine finds the same.
+    Every rank of a machine comes to the same result.
     """
-    if (found := unusable()) is None:
+    if (gpus := find_unusable()) is None:
         return
     error = UsageError(
-        found.problem,
-        found=found.found,
-        hint=f"{found.hint}; on the CPU instead:",
+        gpus.problem,
+        found=gpus.found,
+        hint=f"{gpus.hint}; on the CPU instead:",
         run=commands.as_typed("--device", "cpu"),
     )
     if not is_plan:
         raise error
-    log.warn("training would end here: " + error.render().removeprefix("error: "))
+    log.warn("training would end with this error: " + error.render().removeprefix("error: "))
 
 
-def unusable() -> Unusable | None:
-    """Return what keeps torch from the GPUs of this machine; None where nothing does.
+def find_unusable() -> Unusable | None:
+    """Return the GPUs of this machine that torch cannot use, with the reasons, or None.
 
-    Nothing does either where there are none, or the CPU is meant.
+    Returns None as well if the machine has no GPU or the CPU was asked for.
     """
-    if is_cpu_meant():
+    if is_cpu_wanted():
         return None
     if torch.cuda.is_available():
-        reasons = list(_without_code())
+        reasons = list(_missing_code())
         return Unusable(torch.cuda.get_device_name(_device()), reasons) if reasons else None
-    names = nvidia.names()
-    files = nvidia.device_files()
-    if not (there := names or files or nvidia.known_to_kernel()):
+    names = nvidia.list_names()
+    files = nvidia.list_device_files()
+    if not (gpus := names or files or nvidia.list_kernel_gpus()):
         return None
-    driver = nvidia.driver()
+    driver = nvidia.find_driver()
     found = (
-        f"{units.counted(len(there), 'GPU')} ({', '.join(dict.fromkeys(map(str, there)))}), "
+        f"{units.counted(len(gpus), 'GPU')} ({', '.join(dict.fromkeys(map(str, gpus)))}), "
         f"driver {driver or 'not known'}, torch {torch.__version__}"
     )
-    reasons = [*_of_versions(driver), *_hidden(bool(names), files)]
-    return Unusable(found, reasons or [_said_by_torch()])
+    reasons = [*_version_problems(driver), *_hiding_causes(bool(names), files)]
+    return Unusable(found, reasons or [_torch_error()])
 
 
-def _of_versions(driver: str) -> Iterator[Reason]:
-    """Yield the cause where torch's build does not fit the driver, or has no CUDA."""
+def _version_problems(driver: str) -> Iterator[Reason]:
+    """Yield the reason if torch's build does not work with the driver, or has no CUDA."""
     here = Torch(torch.__version__.partition("+")[0], torch.version.cuda or "")
-    with suppress(UsageError):  # of a release or a CUDA that the table does not know
+    with suppress(UsageError):  # the table lacks this release or CUDA
         usual = Torch(here.version, here.release.default)
         build = usual if driver and not driver_problem(usual, driver) else build_for(here, driver)
         install = (
@@ -128,8 +128,8 @@ def _of_versions(driver: str) -> Iterator[Reason]:
             )
 
 
-def _hidden(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
-    """Yield what hides all GPUs from this process. is_listed: nvidia-smi sees some."""
+def _hiding_causes(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
+    """Yield what hides all GPUs from this process. is_listed: nvidia-smi lists some."""
     visible = os.environ.get(_VISIBLE)
     if visible is not None and visible.strip() in _HIDING:
         yield Reason(
@@ -149,45 +149,45 @@ def _hidden(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
 
 
 def _opens(file: Path) -> bool:
-    """Return whether this process may use a device: a control group may forbid it."""
+    """Return whether this process may use a device; a control group can forbid it."""
     try:
         os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
     except PermissionError:
         return False
     except OSError:
-        pass  # which is no matter of rights
+        pass  # not a matter of permissions
     return True
 
 
-def _said_by_torch() -> Reason:
+def _torch_error() -> Reason:
     try:
         torch.cuda.init()
-        said = "torch counts no GPU"
-    except Exception as error:  # of whatever kind: it says why
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = "torch counts no GPU"
+    except Exception as error:  # any kind of error: its message is the reason
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return Reason(
-            f"{said}, with {_VISIBLE}={visible}",
+            f"{message}, with {_VISIBLE}={visible}",
             f"name GPUs that are here in {_VISIBLE}, or unset it",
         )
     return Reason(
-        said,
+        message,
         next(
-            (remedy for sign, remedy in _REMEDIES.items() if sign in said),
-            "nvidia-smi, and `dmesg | grep NVRM`, tell more",
+            (remedy for part, remedy in _REMEDIES.items() if part in message),
+            "see nvidia-smi and `dmesg | grep NVRM`",
         ),
     )
 
 
-def _without_code() -> Iterator[Reason]:
-    """Yield the cause where torch's build holds no code for the GPU of this rank."""
+def _missing_code() -> Iterator[Reason]:
+    """Yield the reason if torch's build contains no code for the GPU of this rank."""
     known = [
         arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))
-    ]  # AMD's are gfx942 and the like
+    ]  # AMD's have other names, such as gfx942
     major, minor = torch.cuda.get_device_capability(_device())
-    if known and not any(_runs(arch, major, minor) for arch in known):
+    if known and not any(_can_run(arch, major, minor) for arch in known):
         yield Reason(
-            f"torch {torch.__version__} holds no code for its compute capability "
+            f"torch {torch.__version__} contains no code for its compute capability "
             f"{major}.{minor}, only for {', '.join(known)}",
             "a newer GPU needs a newer torch, or a build for a newer CUDA: Blackwell with "
             f"a driver older than 580 torch 2.11.0+{BLACKWELL}"
@@ -196,11 +196,11 @@ def _without_code() -> Iterator[Reason]:
         )
 
 
-def _runs(arch: str, major: int, minor: int) -> bool:
-    """Tell whether code runs on a GPU: `sm_86` on 8.6 and 8.9, `compute_90` on all from 9.0 on."""
+def _can_run(arch: str, major: int, minor: int) -> bool:
+    """Return whether code runs on a GPU: `sm_86` on 8.6 and 8.9, `compute_90` from 9.0 on."""
     kind, _, number = arch.partition("_")
     of_major, of_minor = divmod(int(number.rstrip("af")), 10)
-    if number.endswith("a"):  # for that one alone
+    if number.endswith("a"):  # runs on this capability only
         return (of_major, of_minor) == (major, minor)
     return (
         (of_major, of_minor) <= (major, minor)

@@ -1,7 +1,7 @@
-"""How many graphs torch.compile may make of one function, and for what it makes none.
+"""Limit the graphs that torch.compile makes: one for documents of any length, not one for each.
 
-torch keeps a graph per combination of shapes and constants that a function was called with, for all
-decoder blocks together since they share their code. Beyond its limit it runs the rest uncompiled.
+torch keeps a graph for each combination of shapes and constants that a function was called with.
+All decoder blocks share their code, and so the limit. Beyond it, torch runs calls uncompiled.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch._dynamo
 
 from lib.core import log
 
-# With gradients and without, that is a graph for each of 64 layers that all differ. torch allows 8.
-_MOST = 128
-# What the attention kernel is told about the longest document, in any argument of a block. Only the
-# kernel reads these numbers, so a graph for each of them would be the same graph.
+# Enough for 64 layers that all differ, with and without gradients. The default of torch is 8.
+_GRAPH_LIMIT = 128
+# The arguments of a block that contain the length of the longest document. Only the attention
+# kernel reads these numbers, so the graphs for all of them would be the same.
 _LENGTHS = r".*max_length_[qk].*"
 _REACHED = "hit config."  # in the warning of torch (2.11 to 2.13) about its limit
 
 
 class _LimitReport(logging.Filter):
-    """Puts one warning of ours in the place of torch's many about its limit of graphs."""
+    """Replaces torch's many warnings about its limit of graphs by one."""
 
     is_done = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether torch itself should print a record."""
+        """Return whether torch itself prints a record."""
         text = record.getMessage()
         if _REACHED not in text:
             return True
@@ -44,14 +44,14 @@ class _LimitReport(logging.Filter):
 _report = _LimitReport()
 
 
-def prepare() -> None:
+def prepare_graphs() -> None:
     """Raise torch's limit of graphs, and let one graph serve documents of any length.
 
-    Warns once in this process when a function reaches the limit.
+    When a function reaches the limit, one warning is logged in this process.
     """
     config = torch._dynamo.config
-    config.recompile_limit = max(_MOST, config.recompile_limit)
+    config.recompile_limit = max(_GRAPH_LIMIT, config.recompile_limit)
     compiler = torch.compiler.config
     if _LENGTHS not in compiler.dynamic_sources.split(","):
         compiler.dynamic_sources = ",".join(filter(None, (compiler.dynamic_sources, _LENGTHS)))
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_report)  # once, however often
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_report)  # later calls add nothing

@@ -145,7 +145,7 @@ def configure_allocator() -> None:
 
 def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
     """Join the process group of all ranks. meeting: None without torchrun: a group of one."""
-    flight_recorder.enable()
+    flight_recorder.enable_recorder()
     # Gloo connects two ranks when they first communicate, not each of 1,024 ranks to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _use_loopback_on_one_machine()
@@ -220,7 +220,7 @@ def _device(local_rank: int) -> torch.device:
         return device
     torch.set_num_threads(threads)
     log.info(
-        ("" if gpus.is_cpu_meant() else "no GPU: ") + "training on the CPU, "
+        ("" if gpus.is_cpu_wanted() else "no GPU: ") + "training on the CPU, "
         f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})"
     )
     return torch.device("cpu")

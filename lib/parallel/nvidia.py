@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of this machine, by nvidia-smi and the files of its kernel module."""
+"""Query NVIDIA's driver through nvidia-smi and the files of its kernel module."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,t
 
 
 class Load(NamedTuple):
-    """Says what a GPU does, None where it does not tell.
+    """The load of a GPU; None for values that it does not report.
 
-    gpu: its number. busy: per cent of the time in which a kernel ran. used, total: memory, MiB.
-    watts, limit: power, W.
+    gpu: its number. busy: per cent of the time in which a kernel ran. used, total: memory in MiB.
+    watts, limit: power in W.
     """
 
     gpu: str
@@ -34,11 +34,11 @@ class Load(NamedTuple):
 
 
 class Missing(Exception):
-    """Says that a tool is absent, or does not answer."""
+    """A tool is absent, or does not answer."""
 
 
-def answer(*command: str) -> str:
-    """Return what a tool of this machine prints; Missing where it is absent or fails."""
+def run_tool(*command: str) -> str:
+    """Return the output of a tool; raise Missing if it is absent or fails."""
     if not shutil.which(command[0]):
         raise Missing(f"{command[0]} is not on this machine")
     try:
@@ -46,23 +46,23 @@ def answer(*command: str) -> str:
     except (subprocess.TimeoutExpired, OSError) as error:
         raise Missing(f"{command[0]} gave no answer ({type(error).__name__})") from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
-        raise Missing(f"{command[0]} failed: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
+        raise Missing(f"{command[0]} failed: {message}")
     return done.stdout
 
 
-def query(fields: str, what: str = "gpu") -> list[list[str]]:
-    """Return a row of cells for each GPU, as nvidia-smi prints fields; Missing as `answer`."""
-    printed = answer("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
+def query_gpus(fields: str, what: str = "gpu") -> list[list[str]]:
+    """Return the fields of each GPU as nvidia-smi prints them; raise Missing as `run_tool`."""
+    printed = run_tool("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
-    if printed.strip() == _NO_GPU:  # not every driver's fails then
+    if printed.strip() == _NO_GPU:  # some drivers exit with 0 then
         raise Missing("nvidia-smi finds no GPU")
     if not rows or any(len(row) != len(fields.split(",")) for row in rows):
-        raise Missing("nvidia-smi says something else than was asked for")
+        raise Missing("nvidia-smi printed other fields than were asked for")
     return rows
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return the number in a cell; None for `[N/A]` and the like."""
     try:
         return float(text)
@@ -70,10 +70,10 @@ def number(text: str) -> float | None:
         return None
 
 
-def driver() -> str:
-    """Return the version of the driver, "" where there is none."""
+def find_driver() -> str:
+    """Return the version of the driver, or "" without one."""
     for source in (
-        lambda: query("driver_version")[0][0],  # which may be [N/A]
+        lambda: query_gpus("driver_version")[0][0],  # which may be [N/A]
         lambda: (PROC / "version").read_text(encoding="ascii", errors="replace"),
     ):
         with suppress(Missing, OSError):
@@ -82,27 +82,27 @@ def driver() -> str:
     return ""
 
 
-def names() -> list[str]:
-    """Return the names of the GPUs that nvidia-smi lists, none where it is absent or fails."""
+def list_names() -> list[str]:
+    """Return the names of the GPUs by nvidia-smi; none if it is absent or fails."""
     try:
-        return [name for (name,) in query("name")]
+        return [name for (name,) in query_gpus("name")]
     except Missing:
         return []
 
 
-def loads() -> list[Load]:
-    """Return what each GPU that nvidia-smi lists is doing, none where it is absent or fails."""
+def list_loads() -> list[Load]:
+    """Return the load of each GPU by nvidia-smi; none if it is absent or fails."""
     try:
-        return [Load(gpu, *map(number, cells)) for gpu, *cells in query(_LOAD)]
+        return [Load(gpu, *map(parse_number, cells)) for gpu, *cells in query_gpus(_LOAD)]
     except Missing:
         return []
 
 
-def device_files() -> list[Path]:
-    """Return the device files of the GPUs that this container, or job, was given."""
+def list_device_files() -> list[Path]:
+    """Return the device files of the GPUs that this container or job was given."""
     return sorted(DEV.glob("nvidia[0-9]*"))
 
 
-def known_to_kernel() -> list[Path]:
-    """Return an entry for each GPU of the machine, whoever may use it."""
+def list_kernel_gpus() -> list[Path]:
+    """Return an entry for each GPU of the machine, usable by this process or not."""
     return sorted((PROC / "gpus").glob("*"))

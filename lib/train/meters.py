@@ -228,7 +228,7 @@ class Meters:
         self.watchdog = Watchdog(
             config.watchdog_minutes,
             rank_log.with_suffix(".stacks.txt"),
-            lambda: flight_recorder.dump(rank_log.with_suffix(".collectives.json")),
+            lambda: flight_recorder.dump_collectives(rank_log.with_suffix(".collectives.json")),
         )
 
     def __enter__(self) -> Meters:

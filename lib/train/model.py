@@ -222,7 +222,7 @@ def pick_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout)
     All ranks must call this.
     """
     attention.avoid_device_reads(model, config.packing, config.seq_length)
-    kernel = attention_kernel.settle(model, config.packing, config.precision, layout.device)
+    kernel = attention_kernel.pick_kernel(model, config.packing, config.precision, layout.device)
     log.info(f"attention: {kernel}")
     if name := experts_trial.pick_function(model, layout):
         log.info(f"experts: {name}")

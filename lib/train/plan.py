@@ -259,7 +259,7 @@ def step_config(
         )
     )
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
-    is_compiled = compiling.is_wanted(config.compile, torch.device("cuda" if on_gpu else "cpu"))
+    is_compiled = compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu"))
     return StepConfig(
         ranks,
         shard_size,

@@ -47,7 +47,7 @@ def explain(error: BaseException, config: Config, experiment: Experiment) -> Sta
             run=commands.as_typed("--deterministic", "off"),
         )
     if isinstance(error, dist.DistError) or re.search(r"Connection (closed|reset) by peer", text):
-        return meeting.without_launcher() if launcher.is_gone() else _lost_rank(text)
+        return meeting.launcher_error() if launcher.is_gone() else _lost_rank(text)
     return None
 
 

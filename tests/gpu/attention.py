@@ -16,7 +16,7 @@ def attention(place: Place) -> None:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
-    from lib.parallel.attention_kernel import take_flash_3
+    from lib.parallel.attention_kernel import activate_flash_3
 
     place.need(place.on_gpu, "a CPU has none of these kernels")
     from torch.nn.attention.varlen import varlen_attn
@@ -48,7 +48,7 @@ def attention(place: Place) -> None:
         }
         _note_determinism(place, works["sdpa flash"], width)
         tell(place, works, flops, width)
-        if left_out := take_flash_3("varlen", parts):
+        if left_out := activate_flash_3("varlen", parts):
             place.note(**{f"FA3, {width} wide": left_out})
             continue
         tell(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
@@ -87,7 +87,7 @@ def boundaries(place: Place) -> None:
     import torch
     from torch.nn.attention import restore_flash_attention_impl
 
-    from lib.parallel.attention_kernel import take_flash_3
+    from lib.parallel.attention_kernel import activate_flash_3
 
     place.need(place.on_gpu, "a CPU has none of these kernels")
     from torch.nn.attention.varlen import varlen_attn
@@ -109,7 +109,7 @@ def boundaries(place: Place) -> None:
             part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_() for part in flat
         ]
         for kernel in ("FA2", "FA3"):
-            if kernel == "FA3" and (left_out := take_flash_3("varlen", tried)):
+            if kernel == "FA3" and (left_out := activate_flash_3("varlen", tried)):
                 place.note(**{f"FA3, {width} wide": left_out})
                 continue
             for documents, empty in ((1, 0), (16, 0), (16, 112), (64, 0), (128, 0)):

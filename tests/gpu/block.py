@@ -85,7 +85,7 @@ def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> d
         if setting != REFERENCE:  # the reference needs its mask; these changes stay
             attention.avoid_device_reads(model, packing, 8192)
         if setting.flash_3:
-            said = attention_kernel.settle(model, packing, setting.precision, device)
+            said = attention_kernel.pick_kernel(model, packing, setting.precision, device)
             assert "FlashAttention 3" in said, said
         loss.token_loss_sum(model, _batch(place, packing, model.config.vocab_size)).backward()
         found = {

@@ -59,7 +59,7 @@ def settled(
 ) -> str:
     config = config or LlamaConfig(**LLAMA)
     config._attn_implementation = name
-    return attention_kernel.settle(SimpleNamespace(config=config), packing, precision, device)
+    return attention_kernel.pick_kernel(SimpleNamespace(config=config), packing, precision, device)
 
 
 def test_flash_attention_3_is_taken_where_it_computes_the_same(hopper) -> None:
@@ -74,7 +74,7 @@ def test_one_that_fails_its_trial_is_left_alone(
     hopper, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """In words, and torch's own kernel is back."""
-    tried = attention_kernel._tried
+    tried = attention_kernel._compute
 
     def faulty(name: str, heads: list[Tensor]) -> list[Tensor]:
         if not current_flash_attention_impl():
@@ -86,7 +86,7 @@ def test_one_that_fails_its_trial_is_left_alone(
     def absent() -> None:
         raise ModuleNotFoundError("No module named 'flash_attn_3._C'")
 
-    monkeypatch.setattr(attention_kernel, "_tried", faulty)
+    monkeypatch.setattr(attention_kernel, "_compute", faulty)
     if fault == "is not there":
         provide(monkeypatch, absent)
     before = torch._C._get_sdp_priority_order()
@@ -133,7 +133,7 @@ def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) 
 def test_torch_is_asked_as_transformers_will_ask_it(by_mask: bool) -> None:
     heads = attention_kernel._heads(LlamaConfig(**LLAMA), torch.float32, CPU)
     assert [tuple(part.shape) for part in heads] == [(1, n, 256, 16) for n in (4, 2, 2)]
-    assert attention_kernel._torch_takes(heads, by_mask) in SDPBackend.__members__.values()
+    assert attention_kernel._torch_backend(heads, by_mask) in SDPBackend.__members__.values()
     assert (
         attention_kernel._heads(
             LlamaConfig(**LLAMA | {"num_key_value_heads": 3}), torch.float32, CPU

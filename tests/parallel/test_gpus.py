@@ -118,22 +118,22 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
 )
 def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> None:
     node(**how)
-    found = gpus.unusable()
+    found = gpus.find_unusable()
     assert len(found.reasons) == 1 and problem in found.problem and hint in found.hint
     assert re.match(r"[12] GPUs? \((NVIDIA A100|/.*)\), driver \d+", found.found)
     with pytest.raises(UsageError) as refused:
-        gpus.require(is_plan=False)
+        gpus.require_usable_gpus(is_plan=False)
     assert refused.value.hint.endswith("on the CPU instead:")
     assert shlex.split(refused.value.run)[-2:] == ["--device", "cpu"]
 
 
 def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node(version="2.12.1+cu132", cuda="13.2", visible="")
-    assert [reason.problem.split()[0] for reason in gpus.unusable().reasons] == [
+    assert [reason.problem.split()[0] for reason in gpus.find_unusable().reasons] == [
         "driver",
         "CUDA_VISIBLE_DEVICES",
     ]
-    gpus.require(is_plan=True)
+    gpus.require_usable_gpus(is_plan=True)
     assert "training would end here: torch cannot use the GPUs" in caplog.text
 
 
@@ -143,32 +143,32 @@ def test_a_device_that_may_not_be_opened(node: Node, monkeypatch: pytest.MonkeyP
 
     node(smi=False, driver="580.65.06")
     monkeypatch.setattr(gpus.os, "open", refuse)
-    assert "may not open" in gpus.unusable().problem
+    assert "may not open" in gpus.find_unusable().problem
 
 
 def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(version="2.13.0+cpu", cuda=None)
-    assert gpus.unusable()
+    assert gpus.find_unusable()
     gpus.hide_gpus("auto")
-    assert gpus.unusable()
+    assert gpus.find_unusable()
     gpus.hide_gpus("cpu")
-    assert gpus.unusable() is None and os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert gpus.find_unusable() is None and os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(nvidia, "DEV", Path("/nowhere"))
     monkeypatch.setattr(nvidia, "PROC", Path("/nowhere"))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpus.unusable() is None
+    assert gpus.find_unusable() is None
 
 
 def test_what_nvidia_smi_says_instead_of_a_gpu(node: Node, tmp_path: Path) -> None:
     node(driver="580.65.06")
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '[N/A]'\n")
-    assert nvidia.driver() == "580.65.06"
+    assert nvidia.find_driver() == "580.65.06"
     smi.write_text("#!/bin/sh\necho 'No devices were found'\n")
-    assert nvidia.driver() == "580.65.06" and nvidia.names() == []
+    assert nvidia.find_driver() == "580.65.06" and nvidia.list_names() == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_build_of_torch_without_code_for_the_gpu(
         ("get_device_name", "a GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    found = gpus.unusable()
+    found = gpus.find_unusable()
     assert (found is None) == runs
     assert runs or f"{capability[0]}.{capability[1]}, only for {known[0]}" in found.problem
     assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint

@@ -224,7 +224,7 @@ def test_the_limit_of_graphs_is_reported_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Of all functions that reach it; calls beyond it give the same without a graph."""
-    monkeypatch.setattr(graphs, "_MOST", 8)
+    monkeypatch.setattr(graphs, "_GRAPH_LIMIT", 8)
     run(layers(12))
     assert len(compiled) == 8
 

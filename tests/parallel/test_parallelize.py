@@ -225,7 +225,7 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
     gpu = torch.device("cuda", 0)
     cpu = torch.device("cpu")
     assert [
-        compiling.is_wanted(option, device)
+        compiling.is_compile_on(option, device)
         for option in (None, True, False)
         for device in (gpu, cpu)
     ] == [True, False, True, True, False, False]
