@@ -15,8 +15,8 @@ import torch
 
 from lib.core import hashing, manifest
 from lib.core.paths import MANIFEST, models_root, tokens_root
-from lib.parallel.gpus import unusable
-from lib.parallel.nvidia import Missing, answer, number, query
+from lib.parallel.gpus import find_unusable
+from lib.parallel.nvidia import Missing, parse_number, query_driver, run_tool
 
 _BLOCK = 8 << 20
 _DISK_BYTES = 512 << 20
@@ -42,7 +42,7 @@ def collect_facts(save_dir: Path, cache_dir: Path, named: list[Path], root: Path
 
     named: artifacts to compare, all prepared ones if empty. root: the directory of the code.
     """
-    found = unusable()
+    found = find_unusable()
     why = {"unusable": [found.problem, found.found, found.hint]} if found else {}
     return {
         "gpu": query_gpus() | why,
@@ -64,7 +64,7 @@ def query_gpus() -> dict[str, Any]:
     """
     not_checked: dict[str, str] = {}
     try:
-        found = [_identity(*row) for row in query(_IDENTITY)]
+        found = [_identity(*row) for row in query_driver(_IDENTITY)]
     except Missing as missing:
         return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
     # One query per group, since nvidia-smi refuses a whole query because of one unknown field.
@@ -111,7 +111,7 @@ def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
     facts: dict[str, Any] = {"devices": devices, "not_checked": {}}
     if any(device["efa"] for device in devices):
         try:
-            facts["libfabric"] = "provider: efa" in answer("fi_info", "-p", "efa")
+            facts["libfabric"] = "provider: efa" in run_tool("fi_info", "-p", "efa")
         except Missing as missing:
             facts["not_checked"]["libfabric"] = str(missing)
     return facts
@@ -131,17 +131,17 @@ def _identity(
         "index": index,
         "name": name,
         "driver": driver,
-        "memory_gib": (number(total) or 0) / 1024,
-        "used_gib": (number(used) or 0) / 1024,
-        "max_clock_mhz": number(clock),
-        "temperature_c": number(temperature),
+        "memory_gib": (parse_number(total) or 0) / 1024,
+        "used_gib": (parse_number(used) or 0) / 1024,
+        "max_clock_mhz": parse_number(clock),
+        "temperature_c": parse_number(temperature),
     }
 
 
 def _slowdowns() -> dict[str, str]:
     """Return the reasons why each GPU (by index) is slowed down; empty if it is not."""
     found = {}
-    for index, mask in query("index,clocks_throttle_reasons.active"):
+    for index, mask in query_driver("index,clocks_throttle_reasons.active"):
         try:
             bits = int(mask, 16)
         except ValueError:
@@ -151,14 +151,17 @@ def _slowdowns() -> dict[str, str]:
 
 
 def _ecc() -> list[dict[str, Any]]:
-    counts = [number(count) for _, count in query("index,ecc.errors.uncorrected.volatile.total")]
+    counts = [
+        parse_number(count)
+        for _, count in query_driver("index,ecc.errors.uncorrected.volatile.total")
+    ]
     if all(count is None for count in counts):
         raise Missing("these GPUs have no ECC, or it is off")
     return [{"ecc_errors": count or 0} for count in counts]
 
 
 def _remapped_rows() -> list[dict[str, Any]]:
-    rows = query("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
+    rows = query_driver("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
     return [
         {
             "remap_pending": pending.lower() in ("yes", "1"),
@@ -170,7 +173,7 @@ def _remapped_rows() -> list[dict[str, Any]]:
 
 def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Count the links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
-    status = answer("nvidia-smi", "nvlink", "--status")
+    status = run_tool("nvidia-smi", "nvlink", "--status")
     blocks = re.split(r"^GPU (\d+):", status, flags=re.MULTILINE)
     by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
     if not any("Link " in block for block in by_gpu.values()):

@@ -27,7 +27,8 @@ _REMEDIES = {
     "Error 802": "the fabric manager of these GPUs does not run: systemctl start "
     "nvidia-fabricmanager",
     "Error 803": "the driver was updated but not loaded: restart the machine",
-    "Error 804": "libraries of another CUDA are found first: remove cuda-compat from LD_LIBRARY_PATH",
+    "Error 804": "libraries of another CUDA are found first: remove cuda-compat from "
+    "LD_LIBRARY_PATH",
 }
 
 
@@ -58,7 +59,7 @@ class Unusable(NamedTuple):
 def hide_gpus(device: str) -> None:
     """Hide the GPUs from this process and its child processes if `device` is `cpu`.
 
-    Must come before anything asks torch about a GPU.
+    Call this before anything asks torch about a GPU.
     """
     if device == "cpu":
         os.environ[_VISIBLE] = CPU_ONLY
@@ -84,7 +85,7 @@ def require_usable_gpus(is_plan: bool) -> None:
     )
     if not is_plan:
         raise error
-    log.warn("training would end with this error: " + error.render().removeprefix("error: "))
+    log.warn("training would end here: " + error.render().removeprefix("error: "))
 
 
 def find_unusable() -> Unusable | None:

@@ -1,7 +1,6 @@
-"""The loss: a sum over label tokens, so that any division of the batch gives the same mean.
+"""Compute the loss as a sum over label tokens, so that any division of a batch gives the same mean.
 
-How it is computed, and whether packed documents see each other, is tried on the model itself and
-not looked up by family.
+Whether the output layer itself can compute it is tried on the model, not looked up by family.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
 # Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small
-# products leave units idle, and half a GiB on a CPU, where more is no faster.
-AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 26}
-_FEWEST_ROWS = 256  # smaller matrix products waste the device
-_NOISE = 0.02  # nats per token between two ways of rounding in half precision
+# products leave units idle, and half a GiB on a CPU, where larger chunks are no faster.
+CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 26}
+_MIN_ROWS = 256  # smaller matrix products use a device badly
+_NOISE = 0.02  # nats per token: above the difference of two ways to round to half precision
 
 
 # Returns the loss of a micro-batch, summed over its label tokens; its gradients are scaled.
@@ -37,24 +36,25 @@ LossSum = Callable[[MicroBatch, float], Tensor]
 def build_loss(
     model: nn.Module, layout: ParallelLayout, packing: str, compiler: Compiler | None = None
 ) -> LossSum:
-    """Return what computes the loss of a model, see token_loss_sum; all ranks must call this.
+    """Return the function that computes the loss of a model, see `token_loss_sum`.
 
-    Tried on the weights that are there. Raises UsageError where packed documents see each other.
+    All ranks must call this, because it runs trial passes with the current weights. Raises
+    UsageError if packed documents see each other.
     """
     if packing == "documents":
         require_isolation(model, layout)
     with lora.warn_about_unused_adapters(model):
-        said = chunk(model, layout, compiler)
-    log.info(f"loss: {said}")
+        description = chunk_loss(model, layout, compiler)
+    log.info(f"loss: {description}")
     return partial(token_loss_sum, model)
 
 
 def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
-    Its gradients are those of the sum times `scale`, a power of two. That is applied before they
-    are rounded to half precision: afterwards, small ones would have vanished in float16. A
-    micro-batch whose labels are all ignored gives a zero that is still part of the graph.
+    The gradients are those of the sum times `scale`, a power of two. It is applied before they are
+    rounded to half precision; later, small gradients would have vanished in float16. A micro-batch
+    whose labels are all ignored gives a zero that is still part of the graph.
     """
     inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
@@ -66,7 +66,7 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Hands a number on; its gradient is scaled."""
+    """Passes a number on and scales its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scale: float) -> Tensor:
@@ -79,13 +79,13 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class LossHead:
-    """Takes the place of the output layer's `forward`: gives the loss where labels are set.
+    """Replaces the output layer's `forward`, and returns the loss while labels are set.
 
-    There, inside the layer, the sharded weights are gathered; the logits of all tokens never exist.
+    Inside the layer its sharded weights are gathered, and the logits of all tokens never exist.
     """
 
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
-        """at_once: logits that may exist at a time. compiler: of the decoder blocks."""
+        """at_once: logits that may exist at a time. compiler: the one of the decoder blocks."""
         self._head = head
         self._logits = head.forward
         self._at_once = at_once
@@ -100,7 +100,7 @@ class LossHead:
         if self._labels is None:
             return self._logits(hidden)
         head = self._head
-        # Decided here: within a Function the weight says that it requires a gradient all the same.
+        # Decided here: inside a Function the weight requires a gradient even under no_grad.
         gradient = self._gradient if torch.is_grad_enabled() else None
         return _ChunkedLoss.apply(
             hidden.flatten(0, 1),
@@ -115,7 +115,7 @@ class LossHead:
     def loss_sum(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
     ) -> Tensor:
-        """Return the loss sum of a micro-batch, which the model hands on in place of logits."""
+        """Return the loss sum of a micro-batch, which the model passes on in place of logits."""
         self._labels = labels
         self._scale = scale
         try:
@@ -125,11 +125,11 @@ class LossHead:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the cross entropy of a linear layer by rows, and its gradients on the way.
+    """Computes the cross entropy of a linear layer and its gradients, one chunk of rows at a time.
 
-    Logits and gradients of a chunk exist only for the while, so the forward does what the backward
-    would have to do again; the backward hands them on. Loss and gradient of the weights are summed
-    in float32, and the gradients scaled in it.
+    The logits of a chunk are freed at once, so the forward pass also computes the gradients, and
+    the backward pass returns them. The loss and the gradient of the weights are summed in float32;
+    gradients are scaled in float32.
     """
 
     @staticmethod
@@ -145,17 +145,17 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N].
 
-        gradient_of: None where no gradient is wanted.
+        gradient_of: None if no gradient is wanted.
         """
-        # Chunks as alike as can be: for another size the gradient would be compiled once more.
+        # Chunks of equal size: for each other size the gradient would be compiled again.
         chunks = units.ceil_div(len(labels) * len(weight), at_once)
-        rows = max(_FEWEST_ROWS, units.ceil_div(len(labels), chunks))
+        rows = max(_MIN_ROWS, units.ceil_div(len(labels), chunks))
         is_trained = ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not any(ctx.needs_input_grad):
             gradient_of = None
         of_hidden = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
-        # One chunk is the whole product, which needs no sum.
+        # A single chunk is the whole product and needs no sum.
         of_weight = (
             None
             if gradient_of is None or not is_trained or rows >= len(labels)
@@ -177,7 +177,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.mm(gradient, weight, out=of_hidden[first : first + rows])
             if not is_trained:
                 continue
-            of_weight = _added(of_weight, gradient, chunk)
+            of_weight = _add_product(of_weight, gradient, chunk)
             if bias is not None:
                 of_chunk = gradient.sum(0, dtype=torch.float32)
                 of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
@@ -193,7 +193,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """upstream: float32 scalar, 1 where the loss is what `backward` is called on."""
+        """upstream: float32 scalar, 1 if `backward` is called on the loss itself."""
         return (
             *(
                 None if kept is None else kept.mul_(upstream.to(kept.dtype))
@@ -211,9 +211,9 @@ def _gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the cross entropy summed over rows that count, and its gradient by the logits.
 
-    logits: [n, V]; target: int64 [n]; counts: 1 or 0 of each row, float32 [n]; factor: what its
-    gradient is multiplied by, float32 [n]. The gradient, softmax less one-hot, has the logits'
-    dtype.
+    logits: [n, V]; target: int64 [n]; counts: 1 or 0 for each row, float32 [n]; factor: multiplies
+    the gradient of each row, float32 [n]. The gradient, softmax minus one-hot, has the dtype of the
+    logits.
     """
     dtype = logits.dtype
     logits = logits.float()
@@ -221,13 +221,13 @@ def _gradient(
     at = torch.arange(len(target), device=target.device), target
     loss = ((normaliser - logits[at]) * counts).sum()
     logits.sub_(normaliser[:, None]).exp_()
-    # Not scatter_add_, which is done in any order on a GPU; each row has one target.
+    # Not scatter_add_, whose order varies on a GPU; here each row has one target.
     logits[at] -= 1.0
     return loss, logits.mul_(factor[:, None]).to(dtype)
 
 
 def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as `_gradient`, in operations that a compiler makes two passes of."""
+    """Return the same as `_gradient`, in operations that a compiler fuses into two passes."""
     numbers = logits.float()
     normaliser = torch.logsumexp(numbers, 1)
     picked = numbers.gather(1, target[:, None])[:, 0]
@@ -237,23 +237,23 @@ def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor) -> tu
     return ((normaliser - picked) * counts).sum(), gradient.to(logits.dtype)
 
 
-def _added(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:
-    """Add gradientᵀ · chunk to a sum in float32; None: the product is all there is.
+def _add_product(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:
+    """Add gradientᵀ · chunk to a sum in float32; without a sum, return the product alone.
 
     gradient: [n, V]; chunk: [n, H].
     """
     if total is None:
         return gradient.t() @ chunk
-    if chunk.is_cuda and _adds_in_place(chunk.device, chunk.dtype):
+    if chunk.is_cuda and _can_add_in_place(chunk.device, chunk.dtype):
         return torch.addmm(total, gradient.t(), chunk, out_dtype=torch.float32, out=total)
     return total.add_(gradient.t() @ chunk)
 
 
 @cache
-def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether products of half precision can be summed in float32 where the sum lies.
+def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether products in half precision can be added to a float32 sum in place.
 
-    Tried, for torch knows it on GPUs alone, and not each (2.11 to 2.13).
+    This is tried, because torch (2.11 to 2.13) supports it on some GPUs only.
     """
     ones, total = (torch.ones(16, 16, device=device, dtype=kind) for kind in (dtype, torch.float32))
     try:
@@ -263,21 +263,21 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
-def chunk(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = None) -> str:
-    """Compute the loss within the output layer if that gives the same; return a sentence about it.
+def chunk_loss(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = None) -> str:
+    """Let the output layer compute the loss if the result is the same; return a description.
 
     Some families change the logits after that layer (a cap, a factor), so it is tried. All ranks
-    must call this: two forward passes over a row of 16 tokens.
+    must call this. It runs two forward passes over a row of 16 tokens.
     """
     head = model.get_output_embeddings()
     batch = trial_batch(trial_tokens(model), layout)
     with trial_mode(model):
         plain = token_loss_sum(model, batch) / LENGTH
-        head.forward = LossHead(head, AT_ONCE[layout.device.type], compiler)
+        head.forward = LossHead(head, CHUNK_LOGITS[layout.device.type], compiler)
         try:
             chunked = token_loss_sum(model, batch) / LENGTH
             same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)
-        except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
+        except (RuntimeError, TypeError, IndexError):  # code after the layer needs logits
             same = False
     if same:
         return "in the output layer, chunk by chunk: the logits of all tokens never exist"

@@ -51,7 +51,7 @@ def run_tool(*command: str) -> str:
     return done.stdout
 
 
-def query_gpus(fields: str, what: str = "gpu") -> list[list[str]]:
+def query_driver(fields: str, what: str = "gpu") -> list[list[str]]:
     """Return the fields of each GPU as nvidia-smi prints them; raise Missing as `run_tool`."""
     printed = run_tool("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
@@ -73,7 +73,7 @@ def parse_number(text: str) -> float | None:
 def find_driver() -> str:
     """Return the version of the driver, or "" without one."""
     for source in (
-        lambda: query_gpus("driver_version")[0][0],  # which may be [N/A]
+        lambda: query_driver("driver_version")[0][0],  # which may be [N/A]
         lambda: (PROC / "version").read_text(encoding="ascii", errors="replace"),
     ):
         with suppress(Missing, OSError):
@@ -85,7 +85,7 @@ def find_driver() -> str:
 def list_names() -> list[str]:
     """Return the names of the GPUs by nvidia-smi; none if it is absent or fails."""
     try:
-        return [name for (name,) in query_gpus("name")]
+        return [name for (name,) in query_driver("name")]
     except Missing:
         return []
 
@@ -93,7 +93,7 @@ def list_names() -> list[str]:
 def list_loads() -> list[Load]:
     """Return the load of each GPU by nvidia-smi; none if it is absent or fails."""
     try:
-        return [Load(gpu, *map(parse_number, cells)) for gpu, *cells in query_gpus(_LOAD)]
+        return [Load(gpu, *map(parse_number, cells)) for gpu, *cells in query_driver(_LOAD)]
     except Missing:
         return []
 

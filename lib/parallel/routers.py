@@ -1,9 +1,8 @@
-"""The routers of a mixture-of-experts model: their load, and what keeps it even.
+"""Count the load of the experts in a mixture-of-experts model, and keep it even.
 
 A router chooses the experts of each token. A hook on each router counts its choices, and adds the
-gradient of the load-balancing loss where the run trains with one. Counting is an operator of its
-own that only counts in the forward pass of a training step, so recomputed, compiled and validation
-passes count nothing twice.
+gradient of the load-balancing loss if the run trains with one. A custom operator counts only in the
+forward pass of a training step, so recomputed, compiled and validation passes count nothing twice.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from lib.models.architecture import ROUTER_BIASES
 from lib.models.sharded import own_class
 from lib.tokens.batches import MicroBatch, Step
 
-LOSS = "loss"  # the load-balancing loss that the family has in transformers
-BIAS = "bias"  # added to the scores for the choice alone, and moved after each step
+LOSS = "loss"  # the load-balancing loss of the family in transformers
+BIAS = "bias"  # added to the scores for the choice only, and moved after each step
 _FORMULA = "load_balancing_loss_func"  # in the modules of transformers whose families have the loss
-_STARVED = 0.1  # of the mean load
+_STARVED = 0.1  # of the mean load: experts below it count as starved
 _pauses = 0
 
 
 class Router(NamedTuple):
-    """Names a router whose outputs are (logits, weights, chosen experts).
+    """A router whose outputs are (logits, weights, chosen experts).
 
-    layer: number of its decoder layer. experts: how many it chooses from. bias: module and name of
-    the buffer that is added to its scores for the choice, if there is one.
+    layer: the number of its decoder layer. experts: how many it chooses from. bias: the module and
+    name of the buffer that is added to its scores for the choice, if there is one.
     """
 
     layer: int
@@ -81,14 +80,14 @@ def _as_list(recorded: dict[str, Any]) -> list[Any]:
 
 
 def _count_experts(module: nn.Module) -> int:
-    """Return how many experts a router on the meta device chooses from, 0 for other modules."""
+    """Return how many experts a router on the meta device chooses from; 0 for other modules."""
     weight = next((p for p in module.parameters() if p.ndim == 2), None)
     if weight is None or not weight.is_meta:
         return 0
     experts = weight.shape[0]
     trial = copy.deepcopy(module).to(device="meta")
     hidden = torch.empty(4, weight.shape[1], dtype=weight.dtype, device="meta")
-    bias = torch.empty(experts, device="meta")  # which some families hand to the router
+    bias = torch.empty(experts, device="meta")  # some families pass it to the router
     for arguments in ((hidden,), (hidden, bias), (hidden[None], bias)):
         try:
             with torch.no_grad():
@@ -107,39 +106,39 @@ def _count_experts(module: nn.Module) -> int:
 
 
 def find_method(model: PreTrainedModel, routers: list[Router]) -> str:
-    """Return how a family keeps the load of its experts even: LOSS, BIAS, or "" if not at all.
+    """Return how a family keeps the load of its experts even: LOSS, BIAS, or "" for neither.
 
-    A family with both, such as MiniMax-M2, gets the loss, which its config switches on and off.
+    A family with both, such as MiniMax-M2, gets LOSS, which its config turns on and off.
     """
     if routers and hasattr(sys.modules[own_class(model).__module__], _FORMULA):
         return LOSS
     return BIAS if routers and all(router.bias is not None for router in routers) else ""
 
 
-def family_coefficient(model: PreTrainedModel) -> float:
-    """Return the coefficient of the load-balancing loss in a model's config, 0 without one."""
+def find_coefficient(model: PreTrainedModel) -> float:
+    """Return the coefficient of the load-balancing loss in a model's config; 0 without one."""
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
 
 
-def config_asks(model: PreTrainedModel) -> bool:
-    """Return whether a model's config has `output_router_logits`, so that transformers adds it."""
+def is_loss_in_config(model: PreTrainedModel) -> bool:
+    """Return whether the config lets transformers add the loss (`output_router_logits`)."""
     return any(
         getattr(config, "output_router_logits", False)
         for config in (model.config, model.config.get_text_config())
     )
 
 
-def record_no_logits(model: PreTrainedModel) -> None:
-    """Have transformers compute no load-balancing loss of its own, which would go unused."""
+def turn_off_family_loss(model: PreTrainedModel) -> None:
+    """Keep transformers from computing its own load-balancing loss, which would go unused."""
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
 
 
-def reaches_trained(model: PreTrainedModel, routers: list[Router]) -> bool:
+def has_trained_inputs(model: PreTrainedModel, routers: list[Router]) -> bool:
     """Return whether a trained parameter comes before the choice of any router.
 
-    Modules are registered in the order in which they compute.
+    This assumes that modules are registered in the order in which they compute.
     """
     is_trained = False
     last = routers[-1].module if routers else None
@@ -152,7 +151,7 @@ def reaches_trained(model: PreTrainedModel, routers: list[Router]) -> bool:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Count nothing for the while: the passes within are no part of a training step."""
+    """Count nothing inside the context, whose passes are not part of a training step."""
     global _pauses
     _pauses += 1
     try:
@@ -161,8 +160,9 @@ def paused() -> Iterator[None]:
         _pauses -= 1
 
 
-# The schema hides that `into` changes: a compiled block that recomputes would keep it for backward,
-# and torch (2.13) then finds another version there. A copy of `chosen` keeps the operator alive.
+# The schema does not declare that `into` changes. Otherwise a compiled block that recomputes would
+# keep it for the backward pass, where torch (2.13) finds another version and raises. The returned
+# copy of `chosen` keeps the compiler from removing the operator.
 @torch.library.custom_op(
     "experts::tally",
     mutates_args=(),
@@ -172,12 +172,12 @@ def paused() -> Iterator[None]:
 def _tally(
     logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a copy of `chosen`, and how often rows chose each expert per token; add up the load.
+    """Add the load to `into`; return a copy of `chosen` and each row's choices per token.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
     float64 [at least E + 1], the choices of each expert, and last the load-balancing loss times
-    tokens. Adds nothing in backward, where a pass is recomputed, and while `paused`. The shares are
-    float32 [B, E].
+    tokens. with_loss: compute that loss too. The shares that are returned are float32 [B, E].
+    Nothing is added in a backward pass, which recomputes, or inside `paused`.
     """
     rows = valid.sum(1, keepdim=True).clamp(min=1.0)
     choices = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
@@ -204,7 +204,7 @@ def _(
 
 
 class _Balanced(torch.autograd.Function):
-    """Hands on the weights of the chosen experts; backward adds the gradient of the loss.
+    """Passes the weights of the chosen experts on; backward adds the gradient of the loss.
 
     The loss of a row of n tokens is E · Σ_e f_e · P_e, with f_e the choices of expert e per token
     and P_e the mean of its probability. Only the probabilities have a gradient.
@@ -229,7 +229,7 @@ class _Balanced(torch.autograd.Function):
 
 
 class LoadFigures(NamedTuple):
-    """Holds the load of all ranks until a row is read: see `RouterLoad.capture`."""
+    """The load on all ranks until a row of the log is read, see `RouterLoad.capture`."""
 
     layers: list[int]
     experts: list[int]
@@ -238,7 +238,7 @@ class LoadFigures(NamedTuple):
     has_loss: bool
 
     def figures(self) -> dict[str, float]:
-        """Return the keys of a row; the device must have done the step."""
+        """Return the figures of a row by key. The device must have finished the step."""
         found: dict[str, float] = {}
         if not self.layers:
             return found
@@ -259,9 +259,9 @@ class LoadFigures(NamedTuple):
 
 
 class RouterLoad:
-    """Counts how the tokens of a run go to its experts, and keeps that even if asked to.
+    """Counts the tokens that each expert gets, and keeps the load even if asked to.
 
-    method: LOSS, BIAS or "" to count alone. coefficient: of the loss, or what a bias moves by in a
+    method: LOSS, BIAS or "" to count only. coefficient: of the loss, or what a bias moves by in a
     step. A step's loss is the mean over layers, and over the rows of the step, weighted by their
     tokens: so it does not depend on how ranks and micro-batches divide the step.
     """
@@ -301,7 +301,7 @@ class RouterLoad:
         return count
 
     def begin_window(self) -> None:
-        """Forget the load since the last row: after a rollback, it is of steps that are undone."""
+        """Discard the load since the last row, which after a rollback belongs to undone steps."""
         self._window.zero_()
 
     def begin_step(self, step: Step, scale: float) -> None:
@@ -311,7 +311,7 @@ class RouterLoad:
         self._factor.fill_(scale * of_labels * self._coefficient / max(1, len(self._routers)))
 
     def begin_pass(self, batch: MicroBatch) -> None:
-        """Note which tokens of a micro-batch are no padding; batch: on the device."""
+        """Record which tokens of a micro-batch are not padding. batch: on the device."""
         if not self._routers:
             return
         rows, length = batch.input_ids.shape
@@ -322,9 +322,9 @@ class RouterLoad:
         self._valid = (places < batch.lengths[:, None]).float()
 
     def end_step(self, skipped: Tensor) -> None:
-        """Move the biases, and add the step to the window; all ranks must call this.
+        """Move the biases, and add the step to the window. All ranks must call this.
 
-        skipped: 1 where the guard had the optimizer leave the weights as they are, else 0.
+        skipped: 1 if the guard skipped the step of the optimizer, else 0.
         """
         if not self._routers:
             return
@@ -345,7 +345,7 @@ class RouterLoad:
         dist.all_reduce(counts)
         step = self._coefficient * (1.0 - skipped.to(counts.device, non_blocking=True).double())
         for router, row in zip(self._routers, counts, strict=True):
-            assert router.bias is not None, "without biases there is another method"
+            assert router.bias is not None, "the method BIAS needs a bias in every router"
             owner, name = router.bias
             row = row[: router.experts]
             signs = (row.mean() - row).sign()
@@ -354,7 +354,7 @@ class RouterLoad:
     def capture(self) -> LoadFigures:
         """Return the load since the last call, summed over all ranks, without waiting for it.
 
-        The loss is that of the last step. All ranks must call this: one exchange of one tensor.
+        The loss is that of the last step. All ranks must call this; they all-reduce one tensor.
         """
         sums = self._window.clone()
         self._window.zero_()

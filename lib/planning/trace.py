@@ -172,7 +172,7 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
     )
     if case.chunked:
         head = model.get_output_embeddings()
-        head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])
+        head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cuda" if case.on_gpu else "cpu"])
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _attention(model, case),
@@ -258,7 +258,7 @@ def makes_loss(model: PreTrainedModel) -> bool:
     case = StepConfig(1, 1, 1, 16, "bf16", "none")
     head = model.get_output_embeddings()
     returned = []
-    head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
+    head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cpu"])
     head.register_forward_hook(lambda _, __, out: returned.append(out))
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case):
         model.to_empty(device="cpu")

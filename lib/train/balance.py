@@ -22,8 +22,8 @@ def settle(config: Config, model: PreTrainedModel, inputs: Inputs) -> Config:
     """
     method = routers.find_method(model, routers.find_routers(model))
     given = config.router_aux_loss
-    asks = routers.config_asks(model)
-    routers.record_no_logits(model)
+    asks = routers.is_loss_in_config(model)
+    routers.turn_off_family_loss(model)
     if isinstance(given, float):
         _require_of_use(config, model, method)
         return config
@@ -31,7 +31,7 @@ def settle(config: Config, model: PreTrainedModel, inputs: Inputs) -> Config:
         return config
     if inputs.begun or inputs.named:  # by a launch that had it off, or was older than the option
         return config.with_values(KEPT, router_aux_loss=OFF)
-    coefficient = routers.family_coefficient(model) if method == LOSS else _BIAS_STEP
+    coefficient = routers.find_coefficient(model) if method == LOSS else _BIAS_STEP
     if inputs.scratch:
         return config.with_values("from scratch", router_aux_loss=coefficient or OFF)
     if method == LOSS and asks:
@@ -80,7 +80,7 @@ def describe(config: Config, model: PreTrainedModel) -> dict[str, str]:
             f"even load ({why})"
         }
     note = ""
-    if not routers.reaches_trained(model, found):
+    if not routers.has_trained_inputs(model, found):
         note = "; no trained weight comes before a router, so that it changes nothing"
     return {"experts": f"load-balancing loss × {value:g} over {count} ({why}){note}"}
 

@@ -39,7 +39,7 @@ def loss_head(place: Place) -> None:
 
 
 def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
-    from lib.parallel.loss import AT_ONCE, LossHead
+    from lib.parallel.loss import CHUNK_LOGITS, LossHead
     from lib.tokens.samples import IGNORED
 
     rows, width, vocabulary = place.size((4096, 2048, 128_256), (600, 64, 1000))
@@ -56,7 +56,7 @@ def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[s
     hidden.requires_grad_()
     head.forward = LossHead(
         head,
-        place.size(AT_ONCE["cuda"], rows * vocabulary // 3),
+        place.size(CHUNK_LOGITS["cuda"], rows * vocabulary // 3),
         strict_compiler() if compiled else None,
     )
     loss = head.forward.loss_sum(
@@ -90,7 +90,7 @@ def _loss_of_model(place: Place, tied: bool) -> dict[str, float]:
         batch = tokens(place, 2, model)
         head = model.get_output_embeddings()
         plain, expected = _gradients(model, batch)
-        assert "never exist" in loss.chunk(model, layout), "the output layer makes no loss"
+        assert "never exist" in loss.chunk_loss(model, layout), "the output layer makes no loss"
         chunked, gradients = _gradients(model, batch)
         assert isinstance(head.forward, loss.LossHead)
         found["loss"] = abs(chunked / plain - 1)

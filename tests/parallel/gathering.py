@@ -88,7 +88,7 @@ def train(
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
                 local.copy_(0.1 * torch.sin(torch.arange(local.numel()) + number).view_as(local))
-    loss.chunk(model, layout)
+    loss.chunk_loss(model, layout)
     adamw = registry.build_optimizer("adamw", model, 1e-2)
     guard = StepGuard(precision, 30.0, torch.device("cpu"), layout.ranks)
     tokens = torch.randint(

@@ -50,7 +50,7 @@ def batch(ignored: bool = False) -> MicroBatch:
 def test_chunks_give_the_loss_and_the_gradients(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool, gradient: Gradient
 ) -> None:
-    monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss, "_MIN_ROWS", 1)
     torch.manual_seed(0)
     parts = [torch.randn(40, 16), torch.randn(50, 16)] + ([torch.randn(50)] if bias else [])
     parts = [part.double().requires_grad_() for part in parts]
@@ -71,7 +71,7 @@ def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take two thirds of the products, and memory for a sum in float32."""
     made: list[str] = []
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
-    assert "in the output layer" in loss.chunk(model, HERE)
+    assert "in the output layer" in loss.chunk_loss(model, HERE)
     monkeypatch.setattr(model.lm_head.forward, "_gradient", lambda *_: made.append("gradient"))
     with torch.no_grad():
         assert loss.token_loss_sum(model, batch()) > 0
@@ -125,7 +125,7 @@ def test_families(config, in_layer: bool) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     expected = [with_gradients(model, ignored) for ignored in (False, True)]
-    said = loss.chunk(model, HERE)
+    said = loss.chunk_loss(model, HERE)
     assert said.startswith("in the output layer") == in_layer, said
     found = [with_gradients(model, ignored) for ignored in (False, True)]
     for one, other in zip(found, expected, strict=True):
@@ -144,7 +144,7 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
     model = copy.deepcopy(masters).to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     if in_layer:
         head = model.get_output_embeddings()
-        head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
+        head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cpu"])
     row = batch(False)
     guard = StepGuard(precision, 0.0, torch.device("cpu"))
     adamw = torch.optim.AdamW(masters.parameters())
@@ -172,7 +172,7 @@ def test_sums_in_place_are_tried_before_they_are_used(
             raise NotImplementedError("no such kernel")
         return out.fill_(found)
 
-    loss._adds_in_place.cache_clear()
+    loss._can_add_in_place.cache_clear()
     monkeypatch.setattr(torch, "addmm", addmm)
-    assert loss._adds_in_place(torch.device("cpu"), torch.bfloat16) == used
-    loss._adds_in_place.cache_clear()
+    assert loss._can_add_in_place(torch.device("cpu"), torch.bfloat16) == used
+    loss._can_add_in_place.cache_clear()

@@ -91,7 +91,7 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     )
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
     here = SimpleNamespace(device=torch.device("cpu"))
-    loss.chunk(model, here)
+    loss.chunk_loss(model, here)
     require_isolation(model, here)
     assert not graphs
     tokens = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
@@ -152,7 +152,7 @@ def test_parts_that_cannot_be_compiled_run_uncompiled(
     compiler = Compiler(required)
     parallelize.wrap_blocks(model, "full", compiler)
     here = SimpleNamespace(device=torch.device("cpu"))
-    assert "in the output layer" in loss.chunk(model, here, compiler)
+    assert "in the output layer" in loss.chunk_loss(model, here, compiler)
     tokens = torch.randint(0, 96, (2, 25))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     if required:

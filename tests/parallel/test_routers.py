@@ -384,7 +384,7 @@ def test_figures_of_a_load() -> None:
 def test_adapters_in_front_of_a_frozen_router_learn_from_the_loss(group: object) -> None:
     model, found = build("mixtral", Lora(4, 8.0, 0.0, "attention"))
     assert not found[0].module.weight.requires_grad
-    assert routers.reaches_trained(model, found)
+    assert routers.has_trained_inputs(model, found)
     batch = make_batch([12, 7, 1])
     value, expected = expected_gradients(model, batch)
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)

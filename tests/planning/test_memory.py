@@ -306,7 +306,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()
-            head.forward = loss.LossHead(head, loss.AT_ONCE["cuda"])
+            head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cuda"])
             real = trace.record(model, wanted, tracker)
     assert estimated.total == pytest.approx(real.total, rel=0.02)
     for kind, size in real.largest.items():

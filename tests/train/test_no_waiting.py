@@ -76,7 +76,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
     layout = ParallelLayout(0, 1, 0, 1, CPU, mesh, group, group)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     attention.avoid_device_reads(model, "documents" if packed else "concat", 24)
-    loss.chunk(model, layout)
+    loss.chunk_loss(model, layout)
     steps = registry.build_optimizer(kind, model, 1e-3)
     guard = StepGuard("bf16", 30.0, CPU)
     total = torch.zeros((), dtype=torch.float64)
