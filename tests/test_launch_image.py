@@ -173,7 +173,7 @@ def test_a_push_to_a_missing_repository_names_the_option(machine: Machine):
 
 def test_an_old_driver_is_refused_with_the_fix_and_auto_fix_applies_it(machine: Machine):
     done = machine.build("--driver-version", "570.86.15", expect=2)
-    assert "CUDA 13.0 wants 580" in done.stderr and "--cuda 12.6" in done.stderr
+    assert "CUDA 13.0 needs 580" in done.stderr and "--cuda 12.6" in done.stderr
     assert not machine.calls()
     machine.holds("torch 2.13.0+cu126 CUDA 12.6")
     machine.build("--driver-version", "570.86.15", "--auto-fix")

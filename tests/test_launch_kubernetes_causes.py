@@ -109,7 +109,7 @@ LOGS = [
         "driver mismatch",
         2,
         "error: torch cannot use the GPUs of this machine: driver 535.104.05 is "
-        "too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
+        "too old for torch 2.13.0, whose CUDA 13.0 needs 580 or newer",
     ),
     ("missing token", 2, "error: Access to model meta-llama/Llama-3.1-8B is restricted"),
     ("missing token", 1, "huggingface_hub.errors.GatedRepoError: 401 Client Error. gated repo"),

@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> Options:
     )
     parser.add_argument(
         "--driver-version",
-        type=torch_builds.read_driver,
+        type=torch_builds.parse_driver,
         default="",
         metavar="V",
         help="NVIDIA driver of the far side, such as 535, to pack a build of torch that runs "
@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> Options:
     )
     parser.add_argument(
         "--cuda",
-        type=torch_builds.read_cuda,
+        type=torch_builds.parse_cuda,
         default="",
         metavar="cuXYZ",
         help="build of torch to pack: cu126 or 12.6, or cpu (default: that of requirements.txt)",

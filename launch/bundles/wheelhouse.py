@@ -106,17 +106,17 @@ def choose_builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch
     """
     if not cuda and not driver:
         return []
-    pin = torch_builds.pinned(lists[_PINS].decode())
+    pin = torch_builds.find_pin(lists[_PINS].decode())
     if cuda == torch_builds.NO_CUDA:
         return [Torch(pin.version, "")]
-    if found := torch_builds.candidates(pin, driver, cuda):
+    if found := torch_builds.list_builds(pin, driver, cuda):
         return sorted(found, key=lambda build: build != pin)  # every index has the pinned build
     wanted = " and ".join(
         ([f"is built for CUDA {cuda}"] if cuda else [])
         + ([f"runs with driver {driver}"] if driver else [])
     )
     known = sorted(
-        {number for build in torch_builds.candidates(pin) for number in [build.cuda]}, key=float
+        {number for build in torch_builds.list_builds(pin) for number in [build.cuda]}, key=float
     )
     raise UsageError(
         f"no torch that this code supports {wanted}",
@@ -158,7 +158,7 @@ def _wheelhouse_for(
 ) -> Path:
     """Return a wheelhouse for one of the builds, or for the pinned one if `build` is None."""
     if build:
-        pins = torch_builds.repinned(lists[_PINS].decode(), build)
+        pins = torch_builds.replace_pin(lists[_PINS].decode(), build)
         lists = {**lists, _PINS: pins.encode()}
     identity: dict[str, Any] = {
         "options": {"python": wanted.python, "platform": wanted.platform},
@@ -293,7 +293,7 @@ def find_torch(place: Path) -> Torch | None:
         return None
     version = wheel.name.split("-")[1]
     if "+" in version:
-        return Torch(version.partition("+")[0], torch_builds.cuda_of(version))
+        return Torch(version.partition("+")[0], torch_builds.parse_local_version(version))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         needs = _NEEDS_CUDA.search(archive.read(name).decode("utf-8", "replace"))

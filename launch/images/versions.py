@@ -13,7 +13,7 @@ from lib.core import commands, log, options
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
 from lib.parallel import nvidia, torch_builds
-from lib.parallel.torch_builds import Torch, build_for, driver_problem
+from lib.parallel.torch_builds import Torch, driver_problem, find_build
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
@@ -26,7 +26,7 @@ _LISTS = "wheelhouse/requirements.txt", "requirements.txt"  # a bundle may conta
 
 def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
     """Return the torch that a requirements file names, or its build for another CUDA."""
-    return torch_builds.pinned(requirements.read_text(encoding="utf-8"), cuda)
+    return torch_builds.find_pin(requirements.read_text(encoding="utf-8"), cuda)
 
 
 def base_problem(torch: Torch, base_image: str) -> str:
@@ -99,13 +99,13 @@ class ImageOptions:
     )
     cuda: str = option(
         "",
-        parse=torch_builds.read_cuda,
+        parse=torch_builds.parse_cuda,
         metavar="X.Y",
         help="CUDA build of torch: 12.6 or cu126, or none (default: that of requirements.txt)",
     )
     driver_version: str = option(
         "",
-        parse=torch_builds.read_driver,
+        parse=torch_builds.parse_driver,
         metavar="V",
         help="NVIDIA driver of the nodes (default: this machine's, if it has one)",
     )
@@ -249,7 +249,7 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
     """Return the torch, or with auto_fix a build for the driver; add a problem if neither fits."""
     if not driver or not (problem := driver_problem(torch, driver)):
         return torch
-    fitting = build_for(torch, driver)
+    fitting = find_build(torch, driver)
     if auto_fix and fitting:
         log.info(f"fixed: {problem}; using torch {fitting}")
         return fitting

@@ -16,7 +16,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, parse_quantity
 from lib.core.commands import ROOT
-from lib.parallel.torch_builds import driver_problem, pinned
+from lib.parallel.torch_builds import driver_problem, find_pin
 
 _FSX = "fsx.csi.aws.com"
 
@@ -262,7 +262,7 @@ def check_drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
             "driver",
             "the nodes have no label with its version (NVIDIA's GPU feature discovery adds one)",
         )
-    torch = pinned((ROOT / "requirements.txt").read_text(encoding="utf-8"))
+    torch = find_pin((ROOT / "requirements.txt").read_text(encoding="utf-8"))
     for version, node in known.items():
         if problem := driver_problem(torch, version):
             yield Finding(

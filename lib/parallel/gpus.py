@@ -17,7 +17,7 @@ import torch
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.parallel import nvidia
-from lib.parallel.torch_builds import BLACKWELL, Torch, build_for, driver_problem
+from lib.parallel.torch_builds import BLACKWELL, Torch, driver_problem, find_build
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_ONLY = "-1"  # what users set for the CPU; schedulers set an empty value
@@ -116,7 +116,7 @@ def _version_problems(driver: str) -> Iterator[Reason]:
     here = Torch(torch.__version__.partition("+")[0], torch.version.cuda or "")
     with suppress(UsageError):  # the table lacks this release or CUDA
         usual = Torch(here.version, here.release.default)
-        build = usual if driver and not driver_problem(usual, driver) else build_for(here, driver)
+        build = usual if driver and not driver_problem(usual, driver) else find_build(here, driver)
         install = (
             f"install torch {build}, which runs with it (docs/how-to/airgap.md)" if build else ""
         )

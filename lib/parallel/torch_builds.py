@@ -1,6 +1,6 @@
-"""Which CUDA the wheels of torch bring along, and which driver that CUDA wants of a machine.
+"""The table of torch's wheels, the CUDA that each contains, and the driver that it needs.
 
-Images, bundles and the checks of a machine read this one table. A new torch or CUDA is a new row.
+Images, bundles and the checks of a machine use this one table. A new torch or CUDA is a new row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lib.core.errors import UsageError
 
 
 class Release(NamedTuple):
-    """newest: its last patch. default: the CUDA of plain `torch==X`. builds: all, oldest first."""
+    """newest: the last patch. default: the CUDA of `torch==X`. builds: every CUDA, oldest first."""
 
     newest: str
     default: str
@@ -28,11 +28,12 @@ RELEASES = {
     "2.12": Release("2.12.1", "13.0", ("12.6", "13.0", "13.2")),
     "2.13": Release("2.13.0", "13.0", ("12.6", "13.0", "13.2")),
 }
-# Oldest Linux driver by the major version of CUDA: within one, any minor version runs.
+# The oldest Linux driver for each major version of CUDA; it runs all minor versions.
 # Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
 # (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
 OLDEST_DRIVERS = {"12": "525", "13": "580"}
-# The one without code for Blackwell (10.0, 12.0), and what has it for drivers older than 580.
+# The CUDA whose wheels lack code for Blackwell (10.0, 12.0), and the one whose wheels have it for
+# drivers older than 580.
 # Source: RELEASE.md of PyTorch, "PyTorch CUDA support matrix".
 WITHOUT_BLACKWELL = "12.6"
 BLACKWELL = "cu128"
@@ -42,7 +43,7 @@ _PIN = re.compile(r"^torch==(\d+\.\d+)(\.\d+)(?:\+(\w+))?[^\n]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Torch:
-    """Names a build of torch. version: `2.13.0`. cuda: `13.0`, or empty for one without."""
+    """A build of torch. version: `2.13.0`. cuda: `13.0`, or "" for a build without CUDA."""
 
     version: str
     cuda: str
@@ -57,7 +58,7 @@ class Torch:
 
     @property
     def release(self) -> Release:
-        """Return what is known of its release; UsageError when that is nothing."""
+        """Return the row of its release. Raises UsageError if the table has none."""
         minor = self.version.rpartition(".")[0]
         if minor not in RELEASES:
             raise UsageError(
@@ -69,33 +70,34 @@ class Torch:
 
     @property
     def oldest_driver(self) -> str:
-        """Return the oldest driver that it works with, "" without CUDA; UsageError if unknown."""
+        """Return the oldest driver for its CUDA, "" without CUDA. Raises UsageError if unknown."""
         major = self.cuda.partition(".")[0]
         if major and major not in OLDEST_DRIVERS:
             raise UsageError(
-                f"the driver that CUDA {major} wants is not known",
+                f"the driver that CUDA {major} needs is not known",
                 hint="add a row for it to lib/parallel/torch_builds.py",
             )
         return OLDEST_DRIVERS.get(major, "")
 
     @property
     def requirement(self) -> str:
-        """Return what pip is asked for: without a local version where that build is the default."""
+        """Return the requirement for pip, without a local version if that build is the default."""
         is_default = self.cuda == self.release.default
         return f"torch=={self.version}" if is_default else f"torch=={self}"
 
 
-def pinned(requirements: str, cuda: str = "") -> Torch:
-    """Return the build that a list of requirements names. cuda: another one than that, or `none`.
+def find_pin(requirements: str, cuda: str = "") -> Torch:
+    """Return the build of torch that a list of requirements pins.
 
-    Raises UsageError when the list pins no torch, or there is no such build.
+    cuda: replaces the CUDA of the pin; `none` for a build without CUDA. Raises UsageError if the
+    list pins no torch, or the build does not exist.
     """
     match = _PIN.search(requirements)
     if not match:
         raise UsageError("the requirements pin no torch", expected="a line `torch==X.Y.Z`")
     minor, patch, local = match.groups()
     release = Torch(minor + patch, "").release
-    wanted = cuda or (cuda_of(f"+{local}") or NO_CUDA if local else release.default)
+    wanted = cuda or (parse_local_version(f"+{local}") or NO_CUDA if local else release.default)
     if wanted not in (*release.builds, NO_CUDA):
         raise UsageError(
             f"torch {minor} is not built for CUDA {wanted}",
@@ -104,20 +106,20 @@ def pinned(requirements: str, cuda: str = "") -> Torch:
     return Torch(minor + patch, "" if wanted == NO_CUDA else wanted)
 
 
-def repinned(requirements: str, torch: Torch) -> str:
-    """Return a list of requirements with this build in the place of the one that it pins."""
+def replace_pin(requirements: str, torch: Torch) -> str:
+    """Return a list of requirements that pins this build instead."""
     return _PIN.sub(torch.requirement, requirements)
 
 
-def cuda_of(version: str) -> str:
-    """Return the CUDA that a local version names: `12.6` for `2.13.0+cu126`; empty for none."""
+def parse_local_version(version: str) -> str:
+    """Return the CUDA of a version of torch: `12.6` for `2.13.0+cu126`, "" if it names none."""
     match = re.search(r"\+cu(\d{2,})(\d)$", version)
     return f"{match[1]}.{match[2]}" if match else ""
 
 
-def read_cuda(text: str) -> str:
-    """Parse a CUDA version as people type it: 12.6, cu126, or none and cpu for a torch without."""
-    found = cuda_of(f"+{text}") or text
+def parse_cuda(text: str) -> str:
+    """Parse the CUDA version of an option: 12.6, cu126, or none and cpu for a build without."""
+    found = parse_local_version(f"+{text}") or text
     if found in (NO_CUDA, "cpu"):
         return NO_CUDA
     if found and not re.fullmatch(r"\d+\.\d+", found):
@@ -127,35 +129,35 @@ def read_cuda(text: str) -> str:
     return found
 
 
-def read_driver(text: str) -> str:
-    """Parse the version of a driver; an empty one means that none is named."""
+def parse_driver(text: str) -> str:
+    """Parse the version of a driver; "" stands for an unknown one."""
     if text and not re.fullmatch(r"\d+(\.\d+){0,2}", text):
         raise argparse.ArgumentTypeError(f"expected a version such as 570.86.15, got {text!r}")
     return text
 
 
 def driver_problem(torch: Torch, driver: str) -> str:
-    """Return in a sentence why a driver does not do for this torch; empty when it does."""
+    """Return why a driver cannot run a build of torch, or ""."""
     needed = torch.oldest_driver
     if not needed or _parts(driver) >= _parts(needed):
         return ""
     return (
-        f"driver {driver} is too old for torch {torch.version}, whose CUDA {torch.cuda} wants "
+        f"driver {driver} is too old for torch {torch.version}, whose CUDA {torch.cuda} needs "
         f"{needed} or newer"
     )
 
 
-def build_for(torch: Torch, driver: str) -> Torch | None:
-    """Return the same torch with the newest CUDA that a driver does for, None without any."""
+def find_build(torch: Torch, driver: str) -> Torch | None:
+    """Return the same torch with the newest CUDA that a driver can run, or None."""
     return next(
-        (build for build in candidates(torch, driver) if build.version == torch.version), None
+        (build for build in list_builds(torch, driver) if build.version == torch.version), None
     )
 
 
-def candidates(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
+def list_builds(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
     """Return the builds of this torch and of older ones, the newest first.
 
-    driver: those that it does for. cuda: those for that version.
+    driver: only builds that it can run. cuda: only builds for this version.
     """
     older = [
         Torch(release.newest, "")

@@ -20,12 +20,12 @@ from lib.core import workers
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, SampleArrays, Samples
 
-if TYPE_CHECKING:  # who only finds a run's data does not wait for it
+if TYPE_CHECKING:  # importing torch takes seconds, and not every caller makes tensors
     import torch
 
-LENGTH_DIVISORS = (8, 4, 2, 1)  # of a row's length: what the longest document is rounded up to
+LENGTH_DIVISORS = (8, 4, 2, 1)  # the longest document is rounded up to T divided by one of these
 _TILE = 128  # tokens that a thread block of the attention kernel computes at once
-_ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
+_ORDERED_AT_ONCE = 4096  # sample numbers; a few take hardly less time than many
 
 
 class Pass(NamedTuple):

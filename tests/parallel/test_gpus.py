@@ -83,7 +83,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     [
         (
             {"version": "2.13.0+cu130", "cuda": "13.0"},
-            "driver 535.104.05 is too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
+            "driver 535.104.05 is too old for torch 2.13.0, whose CUDA 13.0 needs 580 or newer",
             "update the driver or install torch 2.13.0+cu126, which runs with it",
         ),
         (

@@ -15,7 +15,7 @@ PINS = (ROOT / "requirements.txt").read_text()
 
 
 def test_the_table_knows_the_torch_that_is_required():
-    torch = torch_builds.pinned(PINS)
+    torch = torch_builds.find_pin(PINS)
     assert torch.cuda and torch.oldest_driver and torch.requirement in PINS.splitlines()
     for minor, known in RELEASES.items():
         assert known.newest.startswith(f"{minor}.") and known.default in known.builds, minor
@@ -34,25 +34,25 @@ def test_the_table_knows_the_torch_that_is_required():
     ],
 )
 def test_the_newest_cuda_that_a_driver_does_for(driver: str, cuda: str | None):
-    found = torch_builds.build_for(Torch("2.13.0", "13.0"), driver)
+    found = torch_builds.find_build(Torch("2.13.0", "13.0"), driver)
     assert (found.cuda if found else None) == cuda
 
 
 def test_older_releases_follow_those_of_the_pin():
-    found = torch_builds.candidates(Torch("2.13.0", "13.0"), "535.104.05")
+    found = torch_builds.list_builds(Torch("2.13.0", "13.0"), "535.104.05")
     assert list(map(str, found)) == ["2.13.0+cu126", "2.12.1+cu126", "2.11.0+cu128", "2.11.0+cu126"]
-    assert torch_builds.candidates(Torch("2.11.0", "13.0"), "470.57") == []
+    assert torch_builds.list_builds(Torch("2.11.0", "13.0"), "470.57") == []
 
 
 def test_a_list_of_requirements_names_another_build():
-    text = torch_builds.repinned(PINS, Torch("2.12.1", "12.6"))
+    text = torch_builds.replace_pin(PINS, Torch("2.12.1", "12.6"))
     assert "torch==2.12.1+cu126\n" in text and text.count("\n") == PINS.count("\n")
-    assert torch_builds.pinned(text) == Torch("2.12.1", "12.6")
-    assert torch_builds.repinned(text, Torch("2.13.0", "13.0")) == PINS
-    assert torch_builds.pinned("torch==2.13.0+cpu\n") == Torch("2.13.0", "")
+    assert torch_builds.find_pin(text) == Torch("2.12.1", "12.6")
+    assert torch_builds.replace_pin(text, Torch("2.13.0", "13.0")) == PINS
+    assert torch_builds.find_pin("torch==2.13.0+cpu\n") == Torch("2.13.0", "")
     for wrong in ("numpy==1.0\n", "torch==1.13.0\n", "torch==2.13.0+cu118\n"):
         with pytest.raises(UsageError):
-            torch_builds.pinned(wrong)
+            torch_builds.find_pin(wrong)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_a_list_of_requirements_names_another_build():
 def test_cuda_as_people_type_it(text: str, cuda: str | None):
     if cuda is None:
         with pytest.raises(argparse.ArgumentTypeError):
-            torch_builds.read_cuda(text)
+            torch_builds.parse_cuda(text)
     else:
-        assert torch_builds.read_cuda(text) == cuda
+        assert torch_builds.parse_cuda(text) == cuda
