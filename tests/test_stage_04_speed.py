@@ -141,7 +141,7 @@ def test_what_cannot_work_is_refused(plain: Path) -> None:
     for options, says in (
         (("--attention", "flex"), "cannot train on a CPU"),
         (("--shard-size", 3), "does not divide the 1 rank"),
-        (("--attention", "flash_attention_2"), "there is no GPU for flash_attn"),
+        (("--attention", "flash_attention_2"), "flash_attn needs a GPU"),
         (("--precision", "fp8"), "--precision fp8 needs a GPU"),
         (("--fp8-recipe", "rowwise"), "belongs to --precision fp8"),
     ):

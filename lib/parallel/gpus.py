@@ -188,7 +188,7 @@ def _missing_code() -> Iterator[Reason]:
     major, minor = torch.cuda.get_device_capability(_device())
     if known and not any(_can_run(arch, major, minor) for arch in known):
         yield Reason(
-            f"torch {torch.__version__} contains no code for its compute capability "
+            f"torch {torch.__version__} holds no code for its compute capability "
             f"{major}.{minor}, only for {', '.join(known)}",
             "a newer GPU needs a newer torch, or a build for a newer CUDA: Blackwell with "
             f"a driver older than 580 torch 2.11.0+{BLACKWELL}"

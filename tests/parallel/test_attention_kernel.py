@@ -104,9 +104,9 @@ def test_one_that_fails_its_trial_is_left_alone(
 
 
 def test_why_it_is_not_tried(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "knows no dropout" in settled(config=GPT2Config(n_embd=64, n_head=4))
+    assert "the dropout of this model" in settled(config=GPT2Config(n_embd=64, n_head=4))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert settled() == "sdpa, by cuDNN (--deterministic on leaves FlashAttention 3 out)"
+    assert settled() == "sdpa, by cuDNN (--deterministic on rules out FlashAttention 3)"
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)
     assert settled("varlen", "documents") == f"varlen, by FlashAttention 2 of torch {NOT_HERE}"
     takes(monkeypatch, SDPBackend.FLASH_ATTENTION)
@@ -123,7 +123,7 @@ def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) 
     assert settled("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
     assert (
         settled("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
-        "kernel for packed documents takes no fp32; that is several times slower"
+        "kernel for packed documents does not support fp32; that is several times slower"
     )
     assert settled("eager") == "eager, by matrix products, which is slow"
     assert settled(device=CPU) == "sdpa, by torch's kernel for CPUs"
