@@ -11,7 +11,7 @@ from tests.gpu.place import Place
 
 
 def attention(place: Place) -> None:
-    """Forward and backward of attention by kernel: cuDNN, flash, and both by FA2 and FA3."""
+    """Time attention forward and backward with cuDNN, FlashAttention 2 and FlashAttention 3."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
@@ -47,11 +47,11 @@ def attention(place: Place) -> None:
             "varlen FA2": varlen,
         }
         _note_determinism(place, works["sdpa flash"], width)
-        tell(place, works, flops, width)
+        _note_speeds(place, works, flops, width)
         if left_out := activate_flash_3("varlen", parts):
             place.note(**{f"FA3, {width} wide": left_out})
             continue
-        tell(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
+        _note_speeds(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
         restore_flash_attention_impl()
 
 
@@ -68,7 +68,9 @@ def _note_determinism(place: Place, work: Callable[[], None], width: int) -> Non
     place.note(**{f"sdpa flash, {width} wide, deterministic: times as long": slow / fast})
 
 
-def tell(place: Place, works: dict[str, Callable[[], None]], flops: float, width: int) -> None:
+def _note_speeds(
+    place: Place, works: dict[str, Callable[[], None]], flops: float, width: int
+) -> None:
     """Note the TFLOP/s of each attention kernel for heads of one width."""
     for name, work in works.items():
         try:

@@ -32,7 +32,7 @@ SINGLE = range(1, 6)  # the calls for one GPU
 
 
 class Item(NamedTuple):
-    """Says what an item is.
+    """One item of the kit.
 
     run: raises AssertionError if something is wrong, NotHere if something is missing. command: of
     benchmarks/gpu.py, and of the file that the result goes to. estimate: seconds. alone: it

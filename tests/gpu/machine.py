@@ -1,4 +1,4 @@
-"""What a machine has: GPUs, versions, and who holds memory of which GPU."""
+"""Describe a machine: GPUs, versions, and the processes that use memory of each GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over packed documents: which implementation, for which hardware and torch."""
+"""Test which implementation of attention is picked, and which inputs it gets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     return set_up
 
 
-def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
+def test_packed_documents_use_a_mask_without_the_varlen_kernel(gpu) -> None:
     gpu(9, 0)
     assert attention.pick_implementation("auto", "documents", "bf16", LLAMA) == "varlen"
     assert attention.pick_implementation("auto", "concat", "fp32", LLAMA) == "sdpa"
@@ -69,7 +69,7 @@ def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
         assert says in error.value.render()
 
 
-def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, capsys) -> None:
+def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, capsys) -> None:
     log.setup()
     assert attention.flash_problem("bf16", LLAMA) == "flash_attn needs a GPU"
     gpu(9, 0)
@@ -106,12 +106,12 @@ def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, 
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_the_config_tells_how_wide_heads_are(config: PretrainedConfig, sizes: tuple) -> None:
+def test_head_sizes_are_read_from_the_config(config: PretrainedConfig, sizes: tuple) -> None:
     assert attention.find_head_sizes(config) == sizes
 
 
 @pytest.mark.parametrize("wide, of_values", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
-def test_the_kernel_gets_heads_of_a_size_that_it_takes(
+def test_heads_are_padded_to_a_size_that_the_kernel_supports(
     monkeypatch: pytest.MonkeyPatch, wide: int, of_values: int
 ) -> None:
     """Its limits, as torch's sources have them: one size for all, a multiple of eight."""
@@ -130,7 +130,7 @@ def test_the_kernel_gets_heads_of_a_size_that_it_takes(
 
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("knows_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_the_kernel_is_asked_in_the_words_of_its_version(
+def test_the_kernel_is_called_with_the_arguments_of_its_version(
     monkeypatch: pytest.MonkeyPatch, knows_groups: bool, window: int
 ) -> None:
     """The kernel itself needs a GPU; what takes its place knows as many heads as it is given."""
@@ -175,7 +175,7 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(
     torch.testing.assert_close(found, expected)
 
 
-def test_a_document_longer_than_said_is_no_silent_mistake() -> None:
+def test_a_document_longer_than_the_longest_is_an_error() -> None:
     """The kernel of a GPU would leave out its end; on a CPU that fails in every test."""
     parts = [torch.randn(20, 2, 8) for _ in range(3)]
     with pytest.raises(AssertionError, match="a document of 13 tokens, more than 12"):

@@ -1,4 +1,4 @@
-"""Which kernel computes attention, told in words: the choice is torch's, the GPU a stand-in."""
+"""Test which kernel computes attention. The GPU is a stand-in."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def settled(
     return attention_kernel.pick_kernel(SimpleNamespace(config=config), packing, precision, device)
 
 
-def test_flash_attention_3_is_taken_where_it_computes_the_same(hopper) -> None:
+def test_flash_attention_3_is_used_if_its_results_agree(hopper) -> None:
     assert settled() == "sdpa, by FlashAttention 3 of flash_attn_3"
     assert current_flash_attention_impl() == "FA3"
     assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
@@ -70,7 +70,7 @@ def test_flash_attention_3_is_taken_where_it_computes_the_same(hopper) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raises", "is not there", "is wrong"])
-def test_one_that_fails_its_trial_is_left_alone(
+def test_a_kernel_that_fails_its_trial_is_not_used(
     hopper, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """In words, and torch's own kernel is back."""
@@ -103,7 +103,9 @@ def test_one_that_fails_its_trial_is_left_alone(
     assert torch._C._get_sdp_priority_order() == before
 
 
-def test_why_it_is_not_tried(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_not_trying_flash_attention_3_is_logged(
+    hopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "the dropout of this model" in settled(config=GPT2Config(n_embd=64, n_head=4))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert settled() == "sdpa, by cuDNN (--deterministic on rules out FlashAttention 3)"
@@ -116,7 +118,7 @@ def test_why_it_is_not_tried(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
     assert current_flash_attention_impl() is None
 
 
-def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
     takes(monkeypatch, SDPBackend.EFFICIENT_ATTENTION)
     kernel = "torch's memory-efficient kernel"
     assert settled(precision="fp32") == f"sdpa, by {kernel}"
@@ -130,7 +132,7 @@ def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("by_mask", [False, True])
-def test_torch_is_asked_as_transformers_will_ask_it(by_mask: bool) -> None:
+def test_the_trial_calls_torch_as_transformers_does(by_mask: bool) -> None:
     heads = attention_kernel._heads(LlamaConfig(**LLAMA), torch.float32, CPU)
     assert [tuple(part.shape) for part in heads] == [(1, n, 256, 16) for n in (4, 2, 2)]
     assert attention_kernel._torch_backend(heads, by_mask) in SDPBackend.__members__.values()

@@ -1,4 +1,4 @@
-"""Each part of a step is compiled for itself: a failure of one leaves the others compiled."""
+"""Test that a part of the step that fails to compile leaves the other parts compiled."""
 
 from __future__ import annotations
 

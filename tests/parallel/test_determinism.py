@@ -1,4 +1,4 @@
-"""--deterministic on: what torch is asked for, and a run with it."""
+"""Test the settings of --deterministic on, and a run with it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("given", [None, ":16:8"])
-def test_torch_and_cublas_are_asked_strictly(
+def test_only_deterministic_algorithms_are_allowed(
     monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
@@ -81,7 +81,9 @@ def test_torch_and_cublas_are_asked_strictly(
     assert torch._inductor.config.deterministic
 
 
-def test_a_run_of_experts(prepared_once: Path, tmp_path: Path) -> None:
+def test_a_run_with_experts_is_deterministic_after_a_resume(
+    prepared_once: Path, tmp_path: Path
+) -> None:
     """All of stage 04 has a deterministic way; stopped and gone on, the figures are the same."""
     shutil.copytree(prepared_once / "model", tmp_path / "mixtral")
     save_model(tmp_path / "mixtral", FAMILIES["mixtral"](VOCABULARY))

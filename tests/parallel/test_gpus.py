@@ -1,4 +1,4 @@
-"""GPUs that are there and that torch cannot use, told by their cause: stand-ins of all tools."""
+"""Test the reasons why torch cannot use GPUs. All tools are stand-ins."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> N
     assert shlex.split(refused.value.run)[-2:] == ["--device", "cpu"]
 
 
-def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_causes_are_reported_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node(version="2.12.1+cu132", cuda="13.2", visible="")
     assert [reason.problem.split()[0] for reason in gpus.find_unusable().reasons] == [
         "driver",
@@ -137,7 +137,9 @@ def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixtur
     assert "training would end here: torch cannot use the GPUs" in caplog.text
 
 
-def test_a_device_that_may_not_be_opened(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_permission_is_reported(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> int:
         raise PermissionError
 
@@ -146,7 +148,7 @@ def test_a_device_that_may_not_be_opened(node: Node, monkeypatch: pytest.MonkeyP
     assert "may not open" in gpus.find_unusable().problem
 
 
-def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
+def test_nothing_is_reported_without_gpus_or_with_the_cpu_asked_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(version="2.13.0+cpu", cuda=None)
@@ -162,7 +164,7 @@ def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
     assert gpus.find_unusable() is None
 
 
-def test_what_nvidia_smi_says_instead_of_a_gpu(node: Node, tmp_path: Path) -> None:
+def test_errors_of_nvidia_smi_are_not_taken_for_gpus(node: Node, tmp_path: Path) -> None:
     node(driver="580.65.06")
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '[N/A]'\n")
@@ -204,7 +206,7 @@ def test_a_build_of_torch_without_code_for_the_gpu(
     assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint
 
 
-def test_the_checks_of_a_machine_and_a_setup_tell_it_too(
+def test_the_checks_of_a_machine_and_a_setup_report_it_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node(version="2.13.0+cu130", cuda="13.0")

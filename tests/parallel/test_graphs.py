@@ -1,4 +1,4 @@
-"""How many graphs are compiled: one for packed documents of all kinds, and a word at the limit."""
+"""Test that one graph serves packed documents of all kinds, and the warning at the limit."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_packed_documents_of_any_number_and_length_run_one_graph(
+def test_one_graph_serves_packed_documents_of_any_number_and_length(
     compiled: list[torch.fx.GraphModule], kernel: None, recompute: str
 ) -> None:
     """Losses and gradients are those of the plain model."""
@@ -152,7 +152,7 @@ def test_packed_documents_of_any_number_and_length_run_one_graph(
     assert len(compiled) == 1
 
 
-def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
+def test_a_sharded_model_has_one_graph_for_training_and_one_for_evaluation(
     compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup
 ) -> None:
     """The batch passes FSDP's hooks on its way to the blocks."""
@@ -181,7 +181,7 @@ def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
     assert len(compiled) == 3
 
 
-def test_a_kernel_that_is_told_too_little_computes_something_else(kernel: None) -> None:
+def test_the_stand_in_for_the_kernel_reads_the_longest_document(kernel: None) -> None:
     """So what these tests put in the place of the GPU's kernel reads what it is told."""
     _, plain = models("none")
     one = batch(17, 60, np.random.default_rng(0))
@@ -210,7 +210,7 @@ def run(blocks: list[nn.Module]) -> None:
     found.sum().backward()
 
 
-def test_layers_that_all_differ_are_all_compiled(
+def test_all_layers_are_compiled_even_if_all_differ(
     compiled: list[torch.fx.GraphModule], caplog
 ) -> None:
     run(layers(20))

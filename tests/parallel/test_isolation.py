@@ -1,4 +1,4 @@
-"""Packed documents must not see each other, family by family."""
+"""Test that packed documents do not see each other, for each family."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_a_family_keeps_documents_apart_or_is_refused(family: str, how: str) -> 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "varlen"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - LEAKS))
-def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str) -> None:
+def test_a_packed_document_has_the_logits_of_the_document_alone(
+    family: str, implementation: str
+) -> None:
     torch.manual_seed(0)
     model = built(family, implementation).eval()
     ids = torch.randint(3, 97, (1, 24))
@@ -56,7 +58,7 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_ask_the_device_nothing(family: str) -> None:
+def test_windows_read_nothing_from_the_device(family: str) -> None:
     """The logits stay, and no number is read in a forward pass, with sliding windows too."""
     torch.manual_seed(0)
     model = built(family, "sdpa").eval()
@@ -87,7 +89,7 @@ LONG = {
         ("documents", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, False),
     ],
 )
-def test_rope_asks_how_far_positions_go_where_that_matters(
+def test_rope_reads_the_largest_position_only_if_that_matters(
     packing: str, parameters: dict, asks: bool
 ) -> None:
     config = LlamaConfig(
@@ -110,7 +112,7 @@ def test_rope_asks_how_far_positions_go_where_that_matters(
 @pytest.mark.parametrize(
     "implementation, asks", [("sdpa", True), ("varlen", False), ("flash_attention_2", False)]
 )
-def test_packed_documents_ask_where_there_is_a_mask(
+def test_only_masks_of_packed_documents_read_from_the_device(
     monkeypatch: pytest.MonkeyPatch, implementation: str, asks: bool
 ) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", pytest.fail)
@@ -121,7 +123,7 @@ def test_packed_documents_ask_where_there_is_a_mask(
     assert (masking_utils.find_packed_sequence_indices is pytest.fail) == asks
 
 
-def test_flash_attention_is_told_where_rows_end() -> None:
+def test_flash_attention_gets_the_boundaries_of_rows() -> None:
     """Without that, transformers asks the device in each layer."""
     model = Model("flash_attention_2")
     ids = torch.zeros(3, 8, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The loss without logits: the same number and gradients, or the ordinary way."""
+"""Test the loss computed by the output layer: same value and gradients, or computed from logits."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
 
 
 @pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
-def test_sums_in_place_are_tried_before_they_are_used(
+def test_sums_in_place_are_tried_before_use(
     monkeypatch: pytest.MonkeyPatch, found: float | None, used: bool
 ) -> None:
     def addmm(

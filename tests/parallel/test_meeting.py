@@ -1,4 +1,4 @@
-"""How the ranks of a launch find each other: late ones, lost ones, and those of an earlier life."""
+"""Test how ranks join: late ranks, lost ranks, and ranks of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wait_for(word: str, *logs: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_life_meets_in_a_store_where_another_has_been(launch):
+def test_an_attempt_joins_in_a_store_that_an_earlier_one_used(launch):
     for _ in range(3):
         life = launch(0, 0)
         wait_for("alive", *(said for _, said in life))
@@ -92,13 +92,13 @@ def test_a_life_meets_in_a_store_where_another_has_been(launch):
             one.kill()
 
 
-def test_a_rank_may_prepare_longer_than_it_may_be_silent(launch):
+def test_a_rank_may_prepare_longer_than_the_heartbeat_timeout(launch):
     life = launch(0.1, 2 * SILENCE_S)
     assert [one.wait() for one, _ in life] == [[0], [0]]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_lost_while_it_prepares_is_named(launch, lost: int):
+def test_a_rank_lost_while_preparing_is_named(launch, lost: int):
     life = launch(*(30 if rank == lost else 0.1 for rank in range(2)))
     wait_for("begun", life[lost][1])
     life[lost][0].signal(signal.SIGSTOP)

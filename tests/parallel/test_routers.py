@@ -1,5 +1,5 @@
 # covers: lib/parallel/routers.py
-"""The load of experts: counted once, balanced by the gradient of the loss, or by biases."""
+"""Test that the load of experts is counted once, and balanced by the loss or by biases."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
     assert bias.tolist() == pytest.approx(moved.tolist(), rel=1e-6)
 
 
-def test_the_load_evens_out(group: object) -> None:
+def test_biases_even_out_the_load(group: object) -> None:
     """The choices of four experts come nearer to a quarter each when biases move for 300 steps."""
     model, found = build("glm4_moe")
     batch = make_batch([12] * 6)
@@ -361,13 +361,13 @@ def test_the_load_evens_out(group: object) -> None:
     assert highest[0] > 1.3 and sum(highest[-20:]) / 20 < 1.15
 
 
-def test_models_that_nothing_can_balance() -> None:
+def test_models_without_loss_or_biases_have_no_method() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     assert find_routers(model) == [] and find_method(model, []) == ""
 
 
-def test_figures_of_a_load() -> None:
+def test_figures_are_computed_from_the_load() -> None:
     sums = torch.tensor([[10.0, 0.0, 30.0, 0.0, 8.0], [10.0, 10.0, 10.0, 10.0, 4.0]])
     figures = routers.LoadFigures([1, 3], [4, 4], sums.double(), 4, True).figures()
     assert figures == {

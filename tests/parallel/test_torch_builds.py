@@ -1,4 +1,4 @@
-"""The table of torch, CUDA and drivers, and what is chosen by it."""
+"""Test the table of torch, CUDA and drivers, and the builds picked from it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_the_table_knows_the_torch_that_is_required():
         ("524", None),
     ],
 )
-def test_the_newest_cuda_that_a_driver_does_for(driver: str, cuda: str | None):
+def test_a_driver_gets_the_newest_cuda_that_it_can_run(driver: str, cuda: str | None):
     found = torch_builds.find_build(Torch("2.13.0", "13.0"), driver)
     assert (found.cuda if found else None) == cuda
 
 
-def test_older_releases_follow_those_of_the_pin():
+def test_builds_of_older_releases_follow_the_pinned_one():
     found = torch_builds.list_builds(Torch("2.13.0", "13.0"), "535.104.05")
     assert list(map(str, found)) == ["2.13.0+cu126", "2.12.1+cu126", "2.11.0+cu128", "2.11.0+cu126"]
     assert torch_builds.list_builds(Torch("2.11.0", "13.0"), "470.57") == []
 
 
-def test_a_list_of_requirements_names_another_build():
+def test_the_pin_of_a_list_of_requirements_is_replaced():
     text = torch_builds.replace_pin(PINS, Torch("2.12.1", "12.6"))
     assert "torch==2.12.1+cu126\n" in text and text.count("\n") == PINS.count("\n")
     assert torch_builds.find_pin(text) == Torch("2.12.1", "12.6")
@@ -68,7 +68,7 @@ def test_a_list_of_requirements_names_another_build():
         ("latest", None),
     ],
 )
-def test_cuda_as_people_type_it(text: str, cuda: str | None):
+def test_cuda_versions_are_parsed(text: str, cuda: str | None):
     if cuda is None:
         with pytest.raises(argparse.ArgumentTypeError):
             torch_builds.parse_cuda(text)
