@@ -82,7 +82,7 @@ class MicroBatch(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Says where a rank stands in its raw shards: at token `token` of the document at `place`.
+    """The position of a rank in its raw shards: token `token` of the document at `place`.
 
     piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
     first.
@@ -95,9 +95,10 @@ class Cursor(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Says where the data of a run stands.
+    """The position of a run in its data.
 
-    samples: number of the next sample, on all ranks. cursor: of this rank, with --streaming alone.
+    samples: the number of the next sample over all ranks. cursor: the position of this rank in its
+    raw shards, only with --streaming.
     """
 
     samples: int = 0
@@ -108,10 +109,10 @@ BEGINNING = Position()
 
 
 class Step(NamedTuple):
-    """Holds this rank's part of a step, and the step's counts over all ranks.
+    """This rank's part of a step, and the counts of the step over all ranks.
 
-    label_tokens: what the loss is divided by. tokens: without padding. after: where the data stands
-    when the step is done.
+    label_tokens: the divisor of the loss. tokens: without padding. after: the position after the
+    step.
     """
 
     batches: list[MicroBatch]
@@ -121,18 +122,18 @@ class Step(NamedTuple):
 
 
 class DataStream(ABC):
-    """Gives the data of a run. It holds no position: resume and rollback ask for other steps."""
+    """The data of a run. It keeps no position: a resume or rollback asks for other steps."""
 
     @abstractmethod
     def steps(self, position: Position, count: int) -> Iterator[Step]:
         """Return this rank's part of `count` steps from a position on, in host memory.
 
-        The steps that were asked for before must not be used any more.
+        After this call, steps of earlier calls must not be used any more.
         """
 
     @abstractmethod
     def epoch(self, position: Position) -> float:
-        """Return how often all data has been seen at a position."""
+        """Return how many epochs are done at a position."""
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
         """Return figures about the loading itself; times: see Timers.read."""
@@ -140,11 +141,11 @@ class DataStream(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what works in the background."""
+        """Stop the threads of the stream."""
 
 
 class SampleStream(DataStream):
-    """Gives samples by number, the same whatever the number of ranks."""
+    """Samples by number, in the same order for any number of ranks."""
 
     def __init__(
         self, samples: Samples, seed: int, division: Division, device: torch.device
@@ -161,10 +162,10 @@ class SampleStream(DataStream):
         return position.samples / len(self._samples)
 
     def close(self) -> None:
-        """Nothing works in the background between steps."""
+        """Do nothing: no thread runs between steps."""
 
     def _read(self, first: int, count: int) -> Iterator[Step]:
-        """Yield steps, the numbers of their samples worked out for many at once."""
+        """Yield steps; the sample numbers of many steps are computed at once."""
         d = self._division
         size = self._division.global_batch
         at_once = max(1, _ORDERED_AT_ONCE // size)
@@ -181,7 +182,7 @@ class SampleStream(DataStream):
 
 
 def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
-    """Yield steps, the next one being made by a thread while one is in use."""
+    """Yield steps; a thread makes the next one while the caller uses one."""
     with workers.thread_pool(name="loader") as reader:
         ahead = reader.submit(next, steps, None)
         while (ready := ahead.result()) is not None:
