@@ -550,10 +550,16 @@ def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
     assert '"step": 4' in rows
 
 
+def _hash_without_xxhash(patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as inner:
+        inner.delitem(hashing._ALGORITHMS, "xxh3")
+        hashing.new("xxh3")
+
+
 def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
     patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
-    yield lambda: hashing.new("xxh3")
+    yield lambda: _hash_without_xxhash(patch)
     yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(
         architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
@@ -746,7 +752,6 @@ def _vanished() -> None:
 
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
-    monkeypatch.delitem(hashing._ALGORITHMS, "xxh3")
     absent = ("amzn_sagemaker_checkpointing",)  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
