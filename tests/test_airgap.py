@@ -140,7 +140,7 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_everything_chosen_comes_out_as_it_was(
+def test_unpacked_files_equal_the_packed_ones(
     pack: Callable[..., Path], checkout: Path, artifacts: Path, tmp_path: Path
 ):
     bundle = pack(
@@ -169,7 +169,7 @@ def test_everything_chosen_comes_out_as_it_was(
     assert not os.access(tmp_path / "a project" / "README.md", os.X_OK)
 
 
-def test_everything_that_an_option_of_stage_04_names_is_packed(
+def test_everything_that_stage_04_accepts_can_be_packed(
     checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A file, links, a cache of another program, weights of a mixture, stores by every name."""
@@ -240,7 +240,7 @@ def test_everything_that_an_option_of_stage_04_names_is_packed(
         bundle_contents.list_directory(place / "empty", "hf_datasets/empty")
 
 
-def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Path]):
+def test_packing_again_does_nothing_and_other_contents_are_refused(pack: Callable[..., Path]):
     bundle = pack("--dataset", "corpus")
     before = {path: path.stat().st_ino for path in bundle.rglob("*") if path.is_file()}
     stamp = (bundle / "manifest.json").stat().st_mtime_ns
@@ -258,9 +258,7 @@ def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Pa
     assert not list(bundle.parent.glob("bundle.*"))
 
 
-def test_a_killed_pack_goes_on_with_the_files_it_had(
-    checkout: Path, artifacts: Path, tmp_path: Path
-):
+def test_a_killed_pack_continues_with_its_files(checkout: Path, artifacts: Path, tmp_path: Path):
     model = tmp_path / "big"
     shutil.copytree(artifacts / "model", model)
     for number in range(12):
@@ -297,7 +295,9 @@ def test_a_killed_pack_goes_on_with_the_files_it_had(
     far(tmp_path / "bundle", "verify")
 
 
-def test_every_damage_is_named_and_nothing_is_unpacked(pack: Callable[..., Path], tmp_path: Path):
+def test_each_damaged_file_is_named_and_nothing_is_unpacked(
+    pack: Callable[..., Path], tmp_path: Path
+):
     bundle = pack("--dataset", "corpus", "--model", "model", "--volume-size", "200kB")
     code = bundle / "volume_001"
     flipped, cut, gone, linked = (
@@ -367,7 +367,7 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_where_it_is_unpacked(
+def test_unpacking_refuses_existing_targets_and_full_disks(
     pack: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -403,7 +403,7 @@ def test_where_it_is_unpacked(
     assert "not enough room" in capfd.readouterr().err and not list(tmp_path.glob("c*"))
 
 
-def test_a_place_that_cannot_become_a_project_is_refused_before_the_work(
+def test_an_impossible_target_is_refused_before_the_work(
     pack: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     bundle = pack()
@@ -434,14 +434,14 @@ def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
         assert f"Permission denied: {bundle}" in said and name in said and "damaged" not in said
 
 
-def test_names_in_a_bundle_do_not_steer_the_terminal(pack: Callable[..., Path]):
+def test_names_in_a_bundle_do_not_control_the_terminal(pack: Callable[..., Path]):
     bundle = pack()
     (bundle / "a\x1b[31mb\x9bc").touch()
     said = far(bundle, "verify", expect=3).stderr
     assert "a\\x1b[31mb\\x9bc is not part of" in said and "\x1b" not in said and "\x9b" not in said
 
 
-def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path):
+def test_changes_are_left_out_only_with_an_option(artifacts: Path, tmp_path: Path):
     changed = check_out(tmp_path / "changed")
     command = [changed / "launch" / "airgap.py", "pack", "--out", changed / "out", "--no-wheels"]
     (changed / "an earlier bundle").mkdir()
@@ -462,7 +462,9 @@ def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path
     assert summary["changed_files_left_behind"] == ["README.md", "lib/new file.py"]
 
 
-def test_what_is_damaged_or_missing_is_not_packed(checkout: Path, artifacts: Path, tmp_path: Path):
+def test_damaged_or_missing_artifacts_are_not_packed(
+    checkout: Path, artifacts: Path, tmp_path: Path
+):
     place = tmp_path / "artifacts"
     shutil.copytree(artifacts, place)
     command = [checkout / "launch" / "airgap.py", "pack", "--out", "bundle", "--no-wheels"]
@@ -544,7 +546,7 @@ def index(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
+def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
     """The markers too, which pip itself evaluates for the interpreter that it runs on."""
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
     command = [small / "launch" / "airgap.py", "pack", "--cache-dir", tmp_path / "cache", "--out"]
@@ -614,7 +616,7 @@ def make_source(place: Path) -> None:
             archive.addfile(member, io.BytesIO(text.encode()))
 
 
-def test_torch_is_a_build_for_the_driver_of_the_far_side(
+def test_torch_fits_the_driver_of_the_far_side(
     tmp_path: Path,
     index: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -663,7 +665,7 @@ def with_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("cuda", ["12.6", "12.8", "13.0", ""])
-def test_a_build_without_code_for_blackwell_is_told(
+def test_a_build_without_code_for_blackwell_is_reported(
     cuda: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
@@ -677,7 +679,7 @@ def test_a_build_without_code_for_blackwell_is_told(
 
 
 @pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
-def test_a_bundle_says_which_driver_its_torch_needs_and_what_is_optional(
+def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
     artifacts: Path,
     tmp_path: Path,
     index: dict[str, str],
@@ -875,7 +877,7 @@ def test_a_bundle_installs_and_trains_without_a_network(
     assert (project / "outputs" / "far" / "export" / "step_00000003" / "model.safetensors").exists()
 
 
-def test_the_digest_of_the_manifest_stands_for_the_bundle(pack: Callable[..., Path]):
+def test_the_digest_of_the_manifest_identifies_the_bundle(pack: Callable[..., Path]):
     bundle = pack()
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     assert digest in far(bundle, "verify").stdout
@@ -895,7 +897,7 @@ def empty_store(place: Path, identity: dict[str, object]) -> Path:
 
 
 @pytest.mark.parametrize("identity", [{}, {"inputs": [1]}, {"inputs": {"dataset": [1]}}])
-def test_stores_that_name_no_inputs_are_not_of_the_dataset(
+def test_stores_without_inputs_do_not_belong_to_the_dataset(
     tmp_path: Path, identity: dict[str, object]
 ) -> None:
     cache = tmp_path / ".cache"
@@ -907,7 +909,7 @@ def test_stores_that_name_no_inputs_are_not_of_the_dataset(
     assert "belongs to a dataset that is not packed" in line
 
 
-def test_a_store_is_named_by_the_current_directory(
+def test_the_current_directory_can_name_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = empty_store(tmp_path / ".cache" / "tokens" / "corpus-1", {"inputs": {}})
@@ -918,7 +920,7 @@ def test_a_store_is_named_by_the_current_directory(
         assert found.to == ".cache/tokens/corpus-1"
 
 
-def test_tokens_are_those_of_a_dataset_with_a_weight(
+def test_a_dataset_with_a_weight_names_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ def test_two_ranks_of_a_node(tmp_path: Path):
     assert time.monotonic() - began < 180
 
 
-def test_alone_dry_and_wrong(tmp_path: Path):
+def test_one_machine_dry_run_and_bad_usage(tmp_path: Path):
     done = run_stage("launch/check.py", "machine", "--dry-run", cwd=tmp_path)
     assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
     done = run_stage("launch/check.py", "machine", "--min-bandwith", "3", cwd=tmp_path, expect=2)
@@ -78,7 +78,7 @@ def test_alone_dry_and_wrong(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_too_slow_a_network_fails(tmp_path: Path):
+def test_a_network_below_the_minimum_bandwidth_fails(tmp_path: Path):
     done = run_stage(
         "launch/check.py",
         "network",
@@ -157,7 +157,7 @@ runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
 
 
 @pytest.mark.long
-def test_what_differs_between_nodes_is_told_by_name(tmp_path: Path):
+def test_differences_between_nodes_are_named(tmp_path: Path):
     """Two nodes with other artifacts, settings and clocks, and no shared directory."""
     (tmp_path / "shifted.py").write_text(SHIFTED)
     nodes = []
@@ -271,7 +271,7 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.mark.long
-def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]], tmp_path: Path):
+def test_a_node_with_a_slow_link_is_named(boxes: list[dict[str, Any]], tmp_path: Path):
     for where, device in ((boxes[2]["inside"], "eth0"), (boxes[2]["hub"], "v3")):
         run(
             *where,
@@ -306,7 +306,7 @@ def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]],
 
 
 @pytest.mark.long
-def test_two_nodes_that_do_not_reach_each_other_are_named(
+def test_two_nodes_that_cannot_reach_each_other_are_named(
     boxes: list[dict[str, Any]], tmp_path: Path
 ):
     run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
@@ -453,14 +453,14 @@ def test_healthy_gpus_give_no_finding(smi: Path):
         ("identity", HEALTHY["identity"][:-3] + "91\n", "GPU temperature", "warning"),
     ],
 )
-def test_a_sick_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
+def test_a_faulty_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
     (smi / answer).write_text(text)
     found = [f for f in judged([node_facts()]) if f.check == check]
     assert [f.severity for f in found] == [severity]
     assert "node 0 (h0), GPU 1" in found[0].text
 
 
-def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
+def test_facts_that_a_tool_does_not_report_are_not_checked(smi: Path):
     (smi / "remap").unlink()
     (smi / "ecc").write_text("0, [N/A]\n1, [N/A]\n")
     (smi / "nvlink").write_text("")
@@ -471,7 +471,7 @@ def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
     assert machine.query_gpus()["not_checked"].keys() == {"GPUs"}
 
 
-def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
+def test_a_faulty_gpu_fails_the_command(smi: Path, tmp_path: Path):
     (smi / "ecc").write_text("0, 12\n1, 0\n")
     done = run_stage(
         "launch/check.py", "machine", *PATIENT, cwd=tmp_path, expect=findings.EXIT_ERROR
@@ -479,7 +479,7 @@ def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
     assert "12 uncorrected errors" in done.stdout and "nvidia-smi --gpu-reset" in done.stdout
 
 
-def test_a_node_that_lost_a_gpu_is_the_odd_one(smi: Path):
+def test_a_node_that_lost_a_gpu_is_named(smi: Path):
     healthy = node_facts()
     (smi / "identity").write_text(HEALTHY["identity"].splitlines()[0] + "\n")
     found = judged([healthy, node_facts(), healthy])
@@ -487,7 +487,7 @@ def test_a_node_that_lost_a_gpu_is_the_odd_one(smi: Path):
     assert lost.severity == "error" and lost.text == "1 on node 1 (h1); 2 on the other 2"
 
 
-def test_other_versions_drivers_and_slow_gpus(smi: Path):
+def test_different_versions_and_drivers_and_slow_gpus_are_found(smi: Path):
     odd = node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
     odd["gpu"]["gpus"][0]["driver"] = "570.1"
     found = {f.check: f for f in judged([node_facts(), node_facts(), odd])}
@@ -498,7 +498,7 @@ def test_other_versions_drivers_and_slow_gpus(smi: Path):
     assert "2.13.0 on node 0 (h0); 2.12.1 on node 1 (h1)" in tie.text
 
 
-def test_network_judgement(smi: Path):
+def test_network_problems_are_found(smi: Path):
     four = [node_facts()] * 4
     [found] = judged(four, speeds(4, slow=(2,)))
     assert found.severity == "error" and found.text.startswith("node 2 (h2): all-reduce 120 GB/s")
@@ -517,7 +517,7 @@ def test_network_judgement(smi: Path):
     )
 
 
-def test_shm_disk_and_shared_directory(smi: Path):
+def test_shm_disk_and_shared_directory_are_checked(smi: Path):
     found = judged(
         [
             node_facts(shm={"total": 64 << 20}),
@@ -532,14 +532,14 @@ def test_shm_disk_and_shared_directory(smi: Path):
     }
 
 
-def test_a_shared_disk_that_fills_up_is_told_once(smi: Path):
+def test_a_full_shared_disk_is_reported_once(smi: Path):
     full = {"directory": "/fsx", "free": 10**9, "write": 1e9, "read": 1e9}
     assert len(judged([node_facts(disk=full)] * 3)) == 1
     own = [f for f in judged([node_facts(disk=full, shared=False)] * 3) if f.check == "disk"]
     assert len(own) == 3
 
 
-def test_efa_devices(tmp_path: Path, smi: Path):
+def test_efa_devices_are_checked(tmp_path: Path, smi: Path):
     for number, (vendor, state) in enumerate([("0x1d0f", "4: ACTIVE"), ("0x1d0f", "1: DOWN")]):
         device = tmp_path / "ib" / f"rdmap{number}"
         (device / "ports" / "1").mkdir(parents=True)
@@ -555,7 +555,7 @@ def test_efa_devices(tmp_path: Path, smi: Path):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
-def test_rounds_hold_every_pair_once_and_a_node_at_most_once_each(nodes: int):
+def test_rounds_contain_each_pair_once_and_each_node_at_most_once(nodes: int):
     from launch.checks.bandwidth import pair_rounds
 
     rounds = pair_rounds(list(range(nodes)))

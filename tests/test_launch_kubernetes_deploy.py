@@ -152,7 +152,7 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
     launch("stop", *how, expect=2)
 
 
-def test_a_failed_job_says_why_in_its_status(kube: Cluster) -> None:
+def test_the_status_of_a_failed_job_shows_the_cause(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
     launch("apply", *ASKED, *TRAIN)
     said = launch("status", "--job-name", "exp").stdout
@@ -163,7 +163,7 @@ def test_a_failed_job_says_why_in_its_status(kube: Cluster) -> None:
     assert jobs(kube), "its logs may still be wanted"
 
 
-def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:
+def test_dry_runs_do_not_query_the_cluster(kube: Cluster) -> None:
     for command in ("apply", "deploy"):
         assert 'kind: "PyTorchJob"' in launch(command, *ASKED, "--dry-run", *TRAIN).stdout
     for command in ("status", "logs", "stop"):
@@ -171,7 +171,7 @@ def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:
     assert not kube.requests
 
 
-def test_the_cluster_refuses_what_it_does_not_know(kube: Cluster) -> None:
+def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
     from launch.kube.kubectl import Kubectl, KubectlError
 
     wrong = {
@@ -228,7 +228,7 @@ def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) ->
         (4, "error: no room to write", "disk full"),
     ],
 )
-def test_what_is_not_retried_ends_with_the_code_of_the_run(
+def test_a_final_failure_ends_with_the_code_of_the_run(
     kube: Cluster, code: int, log: str, says: str
 ) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
@@ -276,7 +276,7 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
 
 
 @pytest.mark.long
-def test_huge_pages_and_interfaces_are_left_out_where_they_hinder(kube: Cluster) -> None:
+def test_huge_pages_and_interfaces_are_dropped_if_they_fail(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         text = json.dumps(item)
         if "hugepages" in text:
@@ -312,7 +312,7 @@ def lost(cluster: Cluster, item: Object) -> None:
 
 
 @pytest.mark.long
-def test_a_lost_node_is_tried_again_until_there_are_no_attempts(kube: Cluster) -> None:
+def test_a_lost_node_is_retried_until_no_attempt_is_left(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(lost, lost, complete)
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert said.count("cause: node lost") == 2 and "is complete" in said
@@ -414,7 +414,7 @@ def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None
     assert "deleted" in done.stderr and submissions(kube) == 1
 
 
-def test_what_the_cluster_lacks_is_told_at_once(
+def test_everything_that_the_cluster_lacks_is_reported_at_once(
     kube: Cluster, kube_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "without operators"))
@@ -444,7 +444,7 @@ def test_without_kubectl(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) -> None:
+def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
     launch("apply", *ASKED, *TRAIN)
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
@@ -480,7 +480,7 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
 
 
 @pytest.mark.long
-def test_the_same_as_a_function(
+def test_deploying_works_as_a_function(
     kube: Cluster, kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arn = "arn:aws:eks:us-west-2:1:cluster/big"

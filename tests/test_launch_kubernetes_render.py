@@ -106,7 +106,7 @@ def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
     assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
 
 
-def test_pods_without_gpus_mean_the_cpu_also_on_a_node_that_has_some() -> None:
+def test_pods_without_gpus_train_on_the_cpu_even_if_the_node_has_gpus() -> None:
     on_cpu = asked("render", *ASKED, *SHAPES["any node, on the CPU"], *TRAIN).train
     assert command_line.parse_options(on_cpu).device == "cpu"
     assert command_line.parse_options(asked("render", *ASKED, *TRAIN).train).device == "auto"
@@ -353,7 +353,7 @@ def test_gpus_and_efa_come_from_the_instance_type() -> None:
     assert resources("--instance-type", "own.type", "--gpus-per-node", 2) == {"nvidia.com/gpu": 2}
 
 
-def test_what_a_pod_needs_is_there() -> None:
+def test_a_pod_has_everything_that_it_needs() -> None:
     spec = pod_of(manifests("render", *ASKED, "--pvc", "vol", *TRAIN))["spec"]
     [container] = spec["containers"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
@@ -366,7 +366,7 @@ def test_what_a_pod_needs_is_there() -> None:
     assert "affinity" not in spec
 
 
-def test_only_a_job_that_begins_anew_is_marked() -> None:
+def test_only_a_job_that_overwrites_is_marked() -> None:
     """The pods that come back tell by the mark that they have begun the run already."""
 
     def mark(*train: str) -> list[str]:
@@ -394,7 +394,7 @@ def test_the_command_in_a_manifest_can_be_typed_again() -> None:
     assert words == [str(word) for word in typed] and launch(*words).stdout == first
 
 
-def test_hyperpod_has_its_own_names_and_policies() -> None:
+def test_hyperpod_uses_its_names_and_policies() -> None:
     [found] = manifests(
         "render",
         "--kind",
@@ -420,7 +420,7 @@ def test_hyperpod_has_its_own_names_and_policies() -> None:
     ]
 
 
-def test_log_rules_match_what_a_run_prints() -> None:
+def test_log_rules_match_the_lines_of_a_run() -> None:
     row = {
         "step": 1500,
         "train/loss_mean": 1.72,
@@ -464,7 +464,7 @@ def test_log_rules_match_what_a_run_prints() -> None:
     assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
 
-def test_a_trainjob_brings_its_runtime() -> None:
+def test_a_trainjob_comes_with_its_runtime() -> None:
     runtime, train = manifests("render", "--kind", "trainjob", *ASKED, "--namespace", "ml", *TRAIN)
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "ml-exp"
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
@@ -476,7 +476,7 @@ def test_a_trainjob_brings_its_runtime() -> None:
     assert not [v for v in pod["containers"][0]["env"] if v["name"].startswith("PET_")]
 
 
-def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
+def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "own values.yaml"
     file.write_text("dataset_name: [a, b]\nbatch-size: 2\ncompile: true\nfrom-scratch: true\n")
     plain = asked("render", *ASKED, "--", "--config", file)
@@ -537,7 +537,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
         (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_bad_options_are_refused(
     arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -569,14 +569,14 @@ def test_what_is_wrong_is_told(
         (("--project-dir", "/data:x"), "--project-dir '/data:x' is not a path"),
     ],
 )
-def test_names_and_sizes_that_no_cluster_has_are_refused(changed: tuple, says: str) -> None:
+def test_impossible_names_and_sizes_are_refused(changed: tuple, says: str) -> None:
     changed = tuple(f"{changed[i]}={changed[i + 1]}" for i in range(0, len(changed), 2))
     with pytest.raises(UsageError) as caught:
         asked("render", *ASKED, *changed, *TRAIN)
     assert says in caught.value.render() and not caught.value.several
 
 
-def test_a_batch_that_the_nodes_do_not_divide_is_refused_and_all_is_told_at_once() -> None:
+def test_an_indivisible_batch_is_refused_with_all_other_problems() -> None:
     batch = ("--global-batch-size", "256", "--shard-size", "5")
     with pytest.raises(UsageError) as caught:
         asked("render", *ASKED, "--nodes", "3", "--pvc", "", "--namespace", "A", *TRAIN, *batch)
@@ -597,7 +597,7 @@ def test_a_batch_that_the_nodes_do_not_divide_is_refused_and_all_is_told_at_once
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])
-def test_without_a_cluster_it_is_told_in_words(verb: str, tmp_path: Path) -> None:
+def test_a_missing_cluster_is_an_error_without_a_traceback(verb: str, tmp_path: Path) -> None:
     nowhere = {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
     done = launch(verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2)
     assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
@@ -608,7 +608,7 @@ def test_without_a_cluster_it_is_told_in_words(verb: str, tmp_path: Path) -> Non
         assert "the kubeconfig has no context there" in done.stderr
 
 
-def test_a_wrong_key_in_a_file_is_told(tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("seq-lengh: 3\n")
     done = launch("render", *ASKED, "--", "--config", file, *TRAIN[1:], expect=2)
@@ -741,7 +741,7 @@ def test_the_template_for_envsubst_is_the_same_job(
     assert found == expected
 
 
-def test_pods_have_the_account_and_the_bucket_that_the_files_make() -> None:
+def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
     """What launch/kube/templates/ offers to apply is what a cluster takes and the options name."""
     [account] = yaml.safe_load_all((TEMPLATES / "service-account.yaml").read_text())
     volume, claim = yaml.safe_load_all((TEMPLATES / "bucket.yaml").read_text())
@@ -771,7 +771,7 @@ def test_pods_have_the_account_and_the_bucket_that_the_files_make() -> None:
     ]
 
 
-def test_the_policies_allow_what_is_called_and_each_statement_is_explained() -> None:
+def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
     def statements(name: str) -> list[dict[str, Any]]:
         policy = json.loads((TEMPLATES / "iam" / name).read_text())
         assert policy["Version"] == "2012-10-17"

@@ -150,7 +150,7 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
 
 
 @pytest.mark.slow
-def test_a_worker_dies(cluster: Callable, expected: Callable) -> None:
+def test_a_run_survives_a_dead_worker(cluster: Callable, expected: Callable) -> None:
     two = cluster(2)
     os.kill(two.nodes[1].ranks()[0], signal.SIGKILL)
     two.ends_complete(expected)
@@ -159,7 +159,9 @@ def test_a_worker_dies(cluster: Callable, expected: Callable) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("dies", [0, 1], ids=["the head", "another"])
-def test_a_node_dies_and_returns(cluster: Callable, expected: Callable, dies: int) -> None:
+def test_a_run_survives_a_node_that_dies_and_returns(
+    cluster: Callable, expected: Callable, dies: int
+) -> None:
     two = cluster(2)
     two.nodes[dies].die()
     two.come_back(dies)
@@ -167,7 +169,7 @@ def test_a_node_dies_and_returns(cluster: Callable, expected: Callable, dies: in
 
 
 @pytest.mark.long
-def test_a_link_is_cut(cluster: Callable, expected: Callable) -> None:
+def test_a_run_survives_a_cut_link(cluster: Callable, expected: Callable) -> None:
     two = cluster(2, "--watchdog-minutes", 0.2)
     two.nodes[1].cut()
     two.wait_for(lambda: "restart 1 of 3" in two.said())
@@ -224,7 +226,7 @@ def single_node(project: Path, *options: object) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_bad_input_on_one_machine_is_not_tried_again(project: Path) -> None:
+def test_bad_input_on_one_machine_is_not_retried(project: Path) -> None:
     process = single_node(project, "-d", "nothing")
     output = process.communicate(timeout=LONG)[0]
     assert process.returncode == 3, output
@@ -233,7 +235,7 @@ def test_bad_input_on_one_machine_is_not_tried_again(project: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_run_on_one_machine_goes_on(project: Path, expected: Callable) -> None:
+def test_a_stopped_run_on_one_machine_continues(project: Path, expected: Callable) -> None:
     process = single_node(project)
     log = project / "outputs" / "run" / "metrics.jsonl"
     while not (log.exists() and len(log.read_text().splitlines()) >= 12):
@@ -251,7 +253,9 @@ def test_a_stopped_run_on_one_machine_goes_on(project: Path, expected: Callable)
     ("host", "interface"),
     [("10.77.0.1", "eth0"), ("10.77.0.2", "eth0"), ("node-1", "eth0"), ("node-0", "")],
 )
-def test_the_interface_towards_the_head(tmp_path: Path, host: str, interface: str) -> None:
+def test_the_interface_is_that_of_the_route_to_the_head(
+    tmp_path: Path, host: str, interface: str
+) -> None:
     """On node 0 its own name leads nowhere; there is no default route either."""
     program = (
         "import sys; from launch.supervision import network; "

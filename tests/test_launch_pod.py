@@ -47,7 +47,7 @@ TRAIN = (
 PATIENCE = 240.0
 
 
-def test_a_pod_that_a_signal_has_ended_is_tried_again() -> None:
+def test_a_pod_that_a_signal_has_ended_is_retried() -> None:
     """A second SIGINT included: who wants the job to end deletes it."""
     text = (ROOT / "launch/kube/templates/trainjob.yaml").read_text()
     [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
@@ -129,7 +129,7 @@ def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None
         pod.head_address({"PET_RDZV_ENDPOINT": ""})
 
 
-def test_hyperpod_and_one_node_run_what_is_theirs() -> None:
+def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
     def said(*arguments: str) -> str:
         return subprocess.run(
             [sys.executable, POD, *arguments, "--dry-run", "--", "-e", "x"],
@@ -164,7 +164,7 @@ def test_a_head_without_an_address_is_waited_for_and_signals_still_end_it() -> N
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 75", 143), ("kill -KILL $$", 137)]
 )
-def test_exit_codes_as_kubernetes_should_see_them(script: str, code: int) -> None:
+def test_exit_codes_are_as_kubernetes_expects_them(script: str, code: int) -> None:
     before = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -177,7 +177,7 @@ def test_exit_codes_as_kubernetes_should_see_them(script: str, code: int) -> Non
 
 
 @pytest.mark.long
-def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
+def test_one_pod_saves_at_sigterm_and_continues(project: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT}
     train = [*command("pytorchjob", 1, *TRAIN), "--max-steps"]
     with (project / "said.txt").open("w") as output:
@@ -202,7 +202,7 @@ def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_pods_stop_and_go_on_together(project: Path) -> None:
+def test_two_pods_stop_and_continue_together(project: Path) -> None:
     """Pods as machines, whose ranks are the numbers in their names."""
     environment = {
         **os.environ,
@@ -238,7 +238,7 @@ def test_two_pods_stop_and_go_on_together(project: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
+def test_an_elastic_job_continues_without_a_lost_pod(project: Path) -> None:
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -278,14 +278,14 @@ def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
         ),
     ],
 )
-def test_rubbish_is_refused(arguments: tuple[str, ...], says: str) -> None:
+def test_bad_values_are_refused(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         pod.main(["--kind", "trainjob", "--nproc-per-node", "1", *arguments])
 
 
 @pytest.mark.parametrize("name", ["PET_NODE_RANK", "JOB_COMPLETION_INDEX"])
 @pytest.mark.parametrize("value", ["abc", "-1", "2", "1.0", "²"])
-def test_a_rank_that_is_none_is_refused(
+def test_an_impossible_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv("PET_MASTER_ADDR", "node-0")
@@ -311,9 +311,7 @@ def test_a_rank_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize("value", ["abc", "nan", "-1", ""])
-def test_a_time_to_wait_that_is_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_an_impossible_waiting_time_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("WAIT_SECONDS", value)
     with pytest.raises(UsageError, match="WAIT_SECONDS in the environment"):
         pod.wait_for_address("localhost")

@@ -51,7 +51,7 @@ def wait_until_up(*launchers: subprocess.Popen) -> None:
 
 
 @pytest.mark.long  # the other node's part has 20 seconds to end by itself
-def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -> None:
+def test_all_nodes_end_with_the_code_of_the_failed_rank(tmp_path: Path) -> None:
     codes, output = ends(
         launch(tmp_path, 0, WAITS),
         launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"),
@@ -153,7 +153,7 @@ def test_the_same_number_on_two_machines_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_a_killed_launch_left_on_the_board_does_no_harm(tmp_path: Path) -> None:
+def test_notes_of_a_killed_launch_are_harmless(tmp_path: Path) -> None:
     nodes = [launch(tmp_path, node, WAITS) for node in (0, 1)]
     wait_until_up(*nodes)
     for node in nodes:
@@ -169,7 +169,7 @@ def test_what_a_killed_launch_left_on_the_board_does_no_harm(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_shared_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path, node: int):
+def test_a_shared_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, node: int):
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/.launch").touch()
     codes, output = ends(launch(tmp_path, node, COMPLETE, wait=600))
@@ -188,7 +188,7 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("text", RUBBISH)
-def test_a_note_that_is_rubbish_is_no_note(tmp_path: Path, text: str) -> None:
+def test_an_invalid_note_is_ignored(tmp_path: Path, text: str) -> None:
     directory = tmp_path / "board"
     directory.mkdir()
     for node in (0, 1):
@@ -201,7 +201,7 @@ def test_a_note_that_is_rubbish_is_no_note(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_launchers_meet_over_notes_that_are_rubbish(tmp_path: Path) -> None:
+def test_launchers_meet_despite_invalid_notes(tmp_path: Path) -> None:
     board = tmp_path / "outputs/.launch/run"
     board.mkdir(parents=True)
     for node in (0, 1):

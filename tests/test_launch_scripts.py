@@ -44,7 +44,7 @@ def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str
 
 
 @pytest.mark.parametrize("path", SHELL, ids=name_of)
-def test_shellcheck_finds_nothing(path: Path) -> None:
+def test_shellcheck_finds_no_problem(path: Path) -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = beside if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
@@ -58,14 +58,14 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHELL, ids=name_of)
-def test_scripts_help(path: Path, tmp_path: Path) -> None:
+def test_scripts_print_their_help(path: Path, tmp_path: Path) -> None:
     text = run("bash", path, "--help", cwd=tmp_path, HOME=str(tmp_path))
     assert path.name in text and "--dry-run" in text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)
-def test_programs_help(path: Path, tmp_path: Path) -> None:
+def test_programs_print_their_help(path: Path, tmp_path: Path) -> None:
     assert path.name in run(sys.executable, path, "--help", cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -78,7 +78,7 @@ def test_launchers_stop_at_errors_and_mark_what_to_adapt(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NODES, ids=name_of)
-def test_launchers_end_in_the_stage_with_what_they_were_given(path: Path) -> None:
+def test_launchers_pass_their_options_to_the_stage(path: Path) -> None:
     assert path.read_text().endswith('04_train_fsdp.py" "$@"\n')
 
 
@@ -120,7 +120,7 @@ def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path
     assert not list(where.iterdir())
 
 
-def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
+def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
     text = run(
         "bash",
         LAUNCH / "multi_node.sh",
@@ -258,7 +258,9 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
         ),
     ],
 )
-def test_bad_usage_is_told_at_once_in_words(tmp_path: Path, arguments: tuple, says: tuple) -> None:
+def test_bad_usage_is_refused_at_once_without_a_traceback(
+    tmp_path: Path, arguments: tuple, says: tuple
+) -> None:
     text = run("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
     assert not [part for part in says if part not in text] and "Traceback" not in text, text
     assert "launcher:" not in text and not list(tmp_path.iterdir())

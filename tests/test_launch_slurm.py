@@ -95,7 +95,7 @@ def test_help_and_dry_run_need_no_slurm(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) -> None:
+def test_a_copy_without_its_project_names_the_variable_to_set(tmp_path: Path, name: str) -> None:
     copy = shutil.copy(ROOT / "launch" / name, tmp_path)
     refused = run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path)
     assert (
@@ -108,7 +108,7 @@ def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) 
         assert run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path).returncode == 0
 
 
-def test_a_container_is_asked_for_by_the_environment(
+def test_a_container_is_chosen_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONTAINER_IMAGE", "/images/train.sqsh")
@@ -145,7 +145,7 @@ def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
     assert "srun --cpu-bind=none" in plan.stdout and " --auto-resume=1 " in plan.stdout
 
 
-def test_each_node_is_told_its_place_and_the_options(
+def test_each_node_gets_its_rank_and_the_options(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
     (faked / "behaviour").write_text('echo "$LAUNCHED_AS" > launched_as; exit 0')
@@ -231,7 +231,7 @@ def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Pa
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
 
-def test_the_warning_saves_and_queues_again(
+def test_the_warning_before_the_time_limit_saves_and_requeues(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
     (faked / "behaviour").write_text("while [[ $start == 0 ]]; do sleep 0.1; done")
@@ -245,7 +245,7 @@ def test_the_warning_saves_and_queues_again(
 
 
 @pytest.mark.long
-def test_a_warning_that_slurm_does_not_send(
+def test_a_warning_that_slurm_does_not_send_is_replaced_by_the_clock(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
     (faked / "behaviour").write_text("while [[ $start == 0 ]]; do sleep 0.1; done")
@@ -258,7 +258,7 @@ def test_a_warning_that_slurm_does_not_send(
 
 
 @pytest.mark.slow
-def test_a_launcher_that_gives_up_over_a_lost_node(
+def test_a_job_with_a_lost_node_is_requeued(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
     """Slurm may take many minutes to notice; the job does not fail for it."""
@@ -306,7 +306,7 @@ def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, proje
     assert cluster.ended(refused)["ExitCode"] == "2:0"
 
 
-def test_a_task_of_an_array_is_queued_again_near_its_time_limit(
+def test_a_task_of_an_array_is_requeued_near_its_time_limit(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     (tmp_path / "02_build_hf_dataset.py").write_text("""
@@ -382,7 +382,7 @@ def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("partition", ["low", "low_at_once"])
-def test_preempted_requeued_resumed(
+def test_a_preempted_job_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], partition: str
 ) -> None:
     """With time to save, and where Slurm itself ends the job and queues it again."""
@@ -406,7 +406,7 @@ def test_preempted_requeued_resumed(
 
 
 @pytest.mark.long
-def test_time_limit_requeued_resumed(
+def test_a_job_at_its_time_limit_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float]
 ) -> None:
     """The limit is cut short once the run is at work, however long it took to begin."""
@@ -432,7 +432,7 @@ def test_time_limit_requeued_resumed(
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["n1", "n2"])
-def test_lost_node_requeued_resumed(
+def test_a_job_with_a_dead_node_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], lost: str
 ) -> None:
     """The node of the batch script, or another: the third one takes its place."""
@@ -453,7 +453,7 @@ def test_lost_node_requeued_resumed(
 
 
 @pytest.mark.long
-def test_cancelled_goes_on_when_submitted_again(
+def test_a_cancelled_job_continues_when_submitted_again(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float]
 ) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
@@ -468,7 +468,7 @@ def test_cancelled_goes_on_when_submitted_again(
 
 
 @pytest.mark.long
-def test_a_failing_run_is_reported_failed(cluster: SlurmCluster, project: Path) -> None:
+def test_a_job_whose_run_fails_is_failed(cluster: SlurmCluster, project: Path) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN[:2], "-d", "nowhere", *RUN[4:], cwd=project)
     facts = cluster.ended(job)
     assert facts["JobState"] == "FAILED" and facts["ExitCode"] in ("2:0", "3:0")

@@ -31,7 +31,7 @@ from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
         (COMPLETE, 0),
     ],
 )
-def test_the_end_of_a_run_is_its_end(tmp_path: Path, ending: str, code: int) -> None:
+def test_a_final_end_of_a_run_is_not_retried(tmp_path: Path, ending: str, code: int) -> None:
     returned, output, attempts = run(tmp_path, ending)
     assert (returned, len(attempts)) == (code, 1), output
     assert f"exit code {code}" in output
@@ -53,7 +53,7 @@ def test_the_end_of_a_run_is_its_end(tmp_path: Path, ending: str, code: int) -> 
         ),
     ],
 )
-def test_what_passes_by_itself_is_tried_again(tmp_path: Path, ending: str) -> None:
+def test_failures_that_may_pass_are_retried(tmp_path: Path, ending: str) -> None:
     returned, output, attempts = run(tmp_path, ending, ending, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
     assert "restart 1 of 3" in output and "restart 2 of 3" in output
@@ -80,7 +80,7 @@ def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("error", ["", "sys.exit = id; fail('Preempted', 75, 'saved'); "])
-def test_a_torchrun_that_is_killed_is_no_stop(tmp_path: Path, error: str) -> None:
+def test_a_killed_torchrun_does_not_stop_the_run(tmp_path: Path, error: str) -> None:
     """Its ranks save and end, and the run says preempted."""
     saves = "state('preempted', 5); " + error
     returned, output, attempts = run(tmp_path, saves + KILLED, COMPLETE)
@@ -88,13 +88,13 @@ def test_a_torchrun_that_is_killed_is_no_stop(tmp_path: Path, error: str) -> Non
     assert "torchrun was killed on node 0; restart 1 of 3" in output
 
 
-def test_a_state_that_an_earlier_launch_wrote_decides_nothing(tmp_path: Path) -> None:
+def test_the_state_of_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
     assert run(tmp_path, "state('preempted', 5); sys.exit(1)")[0] == 75
     returned, output, attempts = run(tmp_path, KILLED, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
 
 
-def test_restarts_bear_the_mark_of_their_launch(tmp_path: Path) -> None:
+def test_restarts_have_the_mark_of_their_launch(tmp_path: Path) -> None:
     _, _, (first, again) = run(tmp_path, KILLED, COMPLETE)
     _, _, (another,) = run(tmp_path, COMPLETE)
     assert first == again != another
@@ -107,7 +107,7 @@ def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(t
 
 
 @pytest.mark.slow
-def test_what_does_not_stop_is_killed(tmp_path: Path) -> None:
+def test_processes_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     returned, output, _ = run(tmp_path, f"sleep_on('{mark}'); sys.exit(1)", COMPLETE)
@@ -160,7 +160,7 @@ def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> No
     assert process.returncode == 75 and "saved" in output, output
 
 
-def test_the_command_is_asked_to_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
+def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path) -> None:
     process = start(
         tmp_path,
         "signal.signal(signal.SIGTERM, lambda *_: (state('preempted', 5), "
@@ -173,7 +173,7 @@ def test_the_command_is_asked_to_stop_when_the_launcher_is_killed(tmp_path: Path
     assert json.loads((tmp_path / "outputs/run/state.json").read_text())["status"] == "preempted"
 
 
-def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_kill_for_memory_by_the_kernel_is_not_retried(tmp_path: Path) -> None:
     hungry = "everything = [bytearray(b'x' * 10_000_000) for _ in range(200)]"
     with control_group.of_memory(60_000_000) as join:
         returned, output, attempts = run(tmp_path, hungry, within=join)
@@ -190,7 +190,9 @@ def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path) -> None:
         (("--node-rang", 1), "the nearest is --node-rank"),
     ],
 )
-def test_bad_options_are_told_in_words(tmp_path: Path, options: tuple, says: str) -> None:
+def test_bad_options_are_errors_without_a_traceback(
+    tmp_path: Path, options: tuple, says: str
+) -> None:
     process = start(tmp_path, COMPLETE, options=options)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and says in output

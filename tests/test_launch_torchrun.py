@@ -54,13 +54,13 @@ def test_a_rank_that_was_killed_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", ["0", "many"])
-def test_a_number_of_ranks_that_starts_none_is_refused_in_words(tmp_path: Path, count: str) -> None:
+def test_a_number_of_ranks_that_starts_none_is_refused(tmp_path: Path, count: str) -> None:
     done = start(tmp_path, "--nproc-per-node", count, "ranks.py")
     assert done.returncode == 2 and f"--nproc-per-node {count} starts no rank" in done.stderr
     assert "Traceback" not in done.stderr and "AssertionError" not in done.stderr
 
 
-def test_a_machine_whose_loopback_is_down_is_told_at_once(tmp_path: Path) -> None:
+def test_a_loopback_interface_that_is_down_is_reported_at_once(tmp_path: Path) -> None:
     """As in a new network namespace; torchrun would try to connect for two minutes."""
     apart = ["unshare", "--net", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"]).returncode:
@@ -165,7 +165,7 @@ def test_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
     assert without_rank_1.count("02_build_hf_dataset.py") == 2  # where it happens, and at the end
 
 
-def test_what_keeps_torchrun_itself_from_starting_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_error_of_torchrun_itself_is_not_retried(tmp_path: Path) -> None:
     own = (
         "path = Path(os.environ['TORCHELASTIC_ERROR_FILE']); path.write_text(json.dumps("
         "{'message': {'message': 'error: torch is not installed', 'errorCode': 2, 'kind': "
@@ -204,7 +204,7 @@ layout.stop()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--standalone"], []])
-def test_on_one_machine_nothing_listens_to_others(tmp_path: Path, options: list[str]) -> None:
+def test_on_one_machine_all_sockets_listen_on_loopback(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ranks.py").write_text(LISTENING)
     options = options or ["--master-port", str(free_port())]
     done = start(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")

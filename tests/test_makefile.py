@@ -90,7 +90,7 @@ def make(place: Path, *arguments: str, expect: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
+def test_every_target_exists_and_is_described_in_the_head(place: Path):
     text = (place / "Makefile").read_text()
     head = text[: text.index("\n\n")]
     assert all(line.startswith("#") for line in head.splitlines())
@@ -104,7 +104,7 @@ def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
     assert not [name for name in variables if f"{name}=" not in head and f"{name}," not in head]
 
 
-def test_make_alone_tells_the_verbs(place: Path):
+def test_make_alone_prints_the_targets(place: Path):
     said = make(place)
     assert all(f"make {verb} " in said for verb in VERBS) and "EXP=exp" in said
     assert "#" not in said and ":=" not in said
@@ -146,7 +146,7 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
         ) in finish
 
 
-def test_the_local_launcher_takes_what_make_gives_it(place: Path):
+def test_the_local_launcher_accepts_the_options_of_make(place: Path):
     command = make(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
     command = command.replace(" -- ", " --dry-run -- ")
     done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True)
@@ -156,7 +156,7 @@ def test_the_local_launcher_takes_what_make_gives_it(place: Path):
 
 
 @pytest.mark.parametrize("verb", ["run", "status", "logs-follow", "stop"])
-def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
+def test_pods_accept_the_options_of_make(place: Path, verb: str):
     command = make(
         place,
         "-n",
@@ -176,7 +176,7 @@ def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
     assert done.returncode == 0 and said and "error" not in said, said
 
 
-def test_status_stop_and_log_of_a_run(place: Path):
+def test_make_shows_the_status_and_log_of_a_run_and_stops_it(place: Path):
     assert "there is no run" in make(place, "status", expect=2)
     assert "there is no run" in make(place, "stop", expect=2)
     assert "there is no run" in make(place, "logs-follow", expect=2)
@@ -205,7 +205,7 @@ def test_status_stop_and_log_of_a_run(place: Path):
         process.wait()
 
 
-def test_bench_runs_all_and_ends_where_one_fails(place: Path):
+def test_bench_runs_all_and_ends_at_the_first_failure(place: Path):
     (place / "benchmarks").mkdir()
     for name, code in (("a", "print('first')"), ("b", "raise SystemExit(4)"), ("c", "print('no')")):
         (place / "benchmarks" / f"{name}.py").write_text(code)
@@ -215,7 +215,7 @@ def test_bench_runs_all_and_ends_where_one_fails(place: Path):
     assert "first" in (said := make(place, "bench")) and "no\n" in said
 
 
-def test_a_wheelhouse_is_installed_from(place: Path):
+def test_packages_come_from_a_wheelhouse(place: Path):
     assert "--no-index" not in make(place, "-n", "demo", "-B")
     (place / "wheelhouse").mkdir()
     assert "--no-index --find-links wheelhouse -r requirements.txt" in make(
@@ -241,7 +241,7 @@ def setup(place: Path, *options: str, expect: int) -> str:
     return done.stdout + done.stderr
 
 
-def test_what_is_prepared_is_looked_at(project: Path):
+def test_prepared_artifacts_are_checked(project: Path):
     from tests.conftest import run_stage
 
     run_stage(
@@ -305,7 +305,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.long
-def test_validate_framework(place: Path, tmp_path: Path):
+def test_validate_framework_checks_the_checkout(place: Path, tmp_path: Path):
     said = make(place, "validate-framework")
     for check in (
         "imports: works",
@@ -343,7 +343,7 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     assert "hf_datasets/test-quick: whole" in said and ".cache/models/test-quick: whole" in said
 
 
-def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
+def test_a_missing_package_is_an_error_only_if_it_is_required(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """docs/explanation/dependencies.md says of each what happens without it."""

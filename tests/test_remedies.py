@@ -2,7 +2,7 @@
 
 A situation is made, a command is typed in it, and what its error says after `run:` is run as it
 stands: rm and mv by a shell, scripts of this project in this process, which saves their imports
-(test_a_shell_takes_what_is_printed runs some in a real one). Then the first command must work.
+(test_a_shell_runs_the_printed_commands runs some in a real one). Then the first command must work.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def blank(path: str) -> None:
     file.write_bytes(b" " * file.stat().st_size)
 
 
-def test_splits(here: Terminal) -> None:
+def test_remedies_for_splits_work(here: Terminal) -> None:
     Path("raw_text").mkdir()
     Path("raw_text/a.txt").write_text("text " * 50)
     Path("raw_text/b.txt").write_text("other " * 50)
@@ -200,7 +200,7 @@ def test_splits(here: Terminal) -> None:
     assert not here.fails("02_build_hf_dataset.py", "--save-dir", "hf_datasets/third").run
 
 
-def test_parts_of_a_dataset(there: Terminal) -> None:
+def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
     build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
     there.type(*build, "--only-splits", "0-1")
     there.cured(*build, "--merge")  # one is not built
@@ -227,7 +227,7 @@ def test_parts_of_a_dataset(there: Terminal) -> None:
     there.cured(*learn, "hf_datasets/new", "--overwrite")
 
 
-def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
     there.follow(there.fails(*prepare, "raw_text"))
@@ -297,7 +297,7 @@ def rows_of(dataset: str) -> int:
     return len(datasets.load_from_disk(dataset))
 
 
-def test_conversations(there: Terminal) -> None:
+def test_remedies_for_conversations_work(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
     rows = [
@@ -336,7 +336,7 @@ def test_conversations(there: Terminal) -> None:
     there.follow(there.fails(*prepare, "foreign"))
 
 
-def test_a_token_store(there: Terminal) -> None:
+def test_remedies_for_token_stores_work(there: Terminal) -> None:
     prepare = (*TRAIN, "--prepare-only")
     there.type(*prepare)
     next(Path(".cache/tokens").glob("*/train.tokens.bin")).unlink()
@@ -372,7 +372,7 @@ def summarise(manifest: Path, wrong: dict[str, object]) -> None:
     manifest.write_text(json.dumps(content | {"summary": content["summary"] | wrong}))
 
 
-def test_a_model_from_scratch(there: Terminal) -> None:
+def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
     make = (
         "03_download_model.py",
         "--from-scratch",
@@ -415,7 +415,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     assert not there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model").run
 
 
-def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_for_options_of_a_run_work(
+    there: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "lib.planning.memory.print_memory_table", lambda *options: None
     )  # takes seconds
@@ -448,7 +450,7 @@ def trained(trained_once: Path, here: Terminal) -> Terminal:
 STEPS = ("--max-steps", 4, "--ckpt-freq", 2, "--precision", "fp32", "--eval-freq", 0)
 
 
-def test_a_run_that_has_begun(trained: Terminal) -> None:
+def test_remedies_for_a_begun_run_work(trained: Terminal) -> None:
     trained.follow(trained.fails(*TRAIN, *STEPS, "--lr", 1e-3))  # go on as it was begun
     on = (*TRAIN, *STEPS[2:], "--max-steps", 5, "--dry-run")
     trained.follow(trained.fails(*on, "--resume", "never"))
@@ -457,7 +459,9 @@ def test_a_run_that_has_begun(trained: Terminal) -> None:
     )
 
 
-def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_for_a_checkpoint_with_other_settings_work(
+    trained: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This shows only when the checkpoint is loaded."""
     on = (*TRAIN[3:], *STEPS, "--lr", 1e-3)
     named = ("--resume", "outputs/run/checkpoints/step_00000002")
@@ -483,7 +487,7 @@ def test_a_checkpoint_of_other_settings(trained: Terminal, monkeypatch: pytest.M
     assert Path("outputs/run/checkpoints/step_00000006").exists()
 
 
-def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     export = ("05_export_checkpoint.py", "-e", "run")
     with monkeypatch.context() as patch:
         patch.setattr("lib.export.card.validation_losses", lambda *found: {})
@@ -519,7 +523,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.follow(trained.fails(*export), "--dry-run")  # train it again
 
 
-def test_a_generation_config_that_is_none(there: Terminal) -> None:
+def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
     there.type(
         "03_download_model.py",
         "--from-scratch",
@@ -534,7 +538,7 @@ def test_a_generation_config_that_is_none(there: Terminal) -> None:
     there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
 
 
-def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
+def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
     """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
     shutil.rmtree("outputs/run/checkpoints/step_00000004")
     words = [str(ROOT / TRAIN[0]), *map(str, (*TRAIN[1:], *STEPS, "--lr", 0.09))]
@@ -790,7 +794,7 @@ def sites() -> list[tuple[str, int, int, str]]:
     return found
 
 
-def test_a_remedy_is_a_command_and_no_sentence() -> None:
+def test_remedies_are_commands() -> None:
     """What is said in words stands under `hint`."""
     spelled = re.compile(
         r"commands[._]|remedy|older|show_rebuild|_calmer|_guess_remedy|"
@@ -803,7 +807,7 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
 ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
 
 
-def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:
+def test_every_remedy_in_the_code_is_rendered(notes: Path, request: pytest.FixtureRequest) -> None:
     """Holds when the whole file has run; what another process took from it is waited for."""
     ours = [item for item in request.session.items if item.fspath.basename == "test_remedies.py"]
     if ours[-1].name != request.node.name or len(ours) < 10:
