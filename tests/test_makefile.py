@@ -256,7 +256,7 @@ def test_prepared_artifacts_are_checked(project: Path):
         cwd=project,
     )
     said = setup(project, "--deep", expect=0)
-    assert "hf_datasets/corpus: whole: train, validation" in said
+    assert "hf_datasets/corpus: complete: train, validation" in said
     assert ".cache/models/small: every byte is intact" in said
     config = project / ".cache" / "models" / "small" / "config.json"
     config.write_text(config.read_text().replace("0", "1", 1))
