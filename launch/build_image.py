@@ -139,15 +139,15 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
     return mended
 
 
-def _check_result(build: ImageBuild, said: str) -> None:
+def _check_result(build: ImageBuild, output: str) -> None:
     """Raise UsageError if the image contains another torch or CUDA than the options say."""
-    printed = re.search(r"^torch (\S+) CUDA (\S+)$", said, re.MULTILINE)
+    printed = re.search(r"^torch (\S+) CUDA (\S+)$", output, re.MULTILINE)
     cuda = build.torch.cuda or "none"
     if not printed or printed[1].partition("+")[0] != build.torch.version or printed[2] != cuda:
         raise UsageError(
             "the image contains another torch than the options say",
             expected=f"torch {build.torch.version}, CUDA {cuda}",
-            found=printed[0] if printed else said.strip()[-300:],
+            found=printed[0] if printed else output.strip()[-300:],
             hint="check the contents of the index or the wheelhouse: --pip-conf, --context",
         )
 
@@ -165,7 +165,7 @@ def _push(tag: str, target: str, create: bool) -> None:
         image_docker.docker("tag", tag, target)
         image_docker.docker("push", target)
     except DockerError as error:
-        missing = "does not exist" in error.said or "name unknown" in error.said
+        missing = "does not exist" in error.output or "name unknown" in error.output
         raise UsageError(
             f"{target} could not be pushed",
             found=error.evidence(of_cause=False),

@@ -168,16 +168,16 @@ def main(argv: list[str]) -> None:
     (own, words) = command_line.split_at_dashes(argv)
     opts = problems.collect(lambda: parse(own))
     script = find_script(words)
-    asked = problems.collect(lambda: read_stage_options(words[script + 1 :]))
-    if opts and asked:
+    config = problems.collect(lambda: read_stage_options(words[script + 1 :]))
+    if opts and config:
         problems.collect(
-            lambda: command_line.require_divisible(asked, opts.nnodes * opts.nproc_per_node)
+            lambda: command_line.require_divisible(config, opts.nnodes * opts.nproc_per_node)
         )
     problems.raise_if_any()
-    assert opts and asked  # or a problem would have been raised
+    assert opts and config  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
-    experiment = Experiment((asked.save_dir or OUTPUTS).absolute(), asked.experiment_name or "")
+    experiment = Experiment((config.save_dir or OUTPUTS).absolute(), config.experiment_name or "")
     print_command(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")

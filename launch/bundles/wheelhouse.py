@@ -243,11 +243,11 @@ def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -
                 "directory of wheels",
             )
         if not absent or absent[1] == "torch" or pin in built or not _build(place, absent[1], pin):
-            said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+            output = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
             raise UsageError(
                 f"pip found no complete set of wheels for Python {wanted.python} on "
                 f"{wanted.platform}",
-                found="\n".join(said[-8:]),
+                found="\n".join(output[-8:]),
                 hint="--no-wheels packs none; or if the index can be reached:",
                 run=commands.as_typed(),
             )

@@ -150,21 +150,25 @@ class Writer:
         parts = self._layout[payload.to]
         algorithm = payload.digest.partition(":")[0]
         is_hashed = len(parts) == 1 and algorithm == "sha256"  # the part's hash is the file's
-        whole = hashing.new(algorithm) if algorithm and not is_hashed else None
+        file_hash = hashing.new(algorithm) if algorithm and not is_hashed else None
         entries = []
         for part in parts:
             path = self._place / part["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             with HashedFile(path, "sha256") as file:
                 for chunk in _chunks(payload, part["offset"], part["bytes"]):
-                    if whole:
-                        whole.update(chunk)
+                    if file_hash:
+                        file_hash.update(chunk)
                     file.write(chunk)
                     advance(len(chunk))
             if payload.bytes >= _JOURNALED:
                 publish.fsync(path)
             entries.append({**part, "digest": file.digest()})
-        found = entries[0]["digest"] if is_hashed else whole and hashing.digest(whole, algorithm)
+        found = (
+            entries[0]["digest"]
+            if is_hashed
+            else file_hash and hashing.digest(file_hash, algorithm)
+        )
         is_grown = (
             isinstance(payload.source, Path) and payload.source.stat().st_size != payload.bytes
         )

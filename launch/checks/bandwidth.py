@@ -127,7 +127,7 @@ def _result(launch: AllRanks, name: str, ranks: list[int]) -> Result:
 def _group_speed(launch: AllRanks, ranks: int) -> Result:
     size, repeats = (_GPU_BYTES, _GPU_REPEATS) if launch.on_gpu else (_CPU_BYTES, _CPU_REPEATS)
     elements = size // 4 // ranks * ranks
-    whole = torch.ones(elements, device=launch.device)
+    buffer = torch.ones(elements, device=launch.device)
     part = torch.ones(elements // ranks, device=launch.device)
     tiny = torch.ones(1, device=launch.device)
 
@@ -140,8 +140,8 @@ def _group_speed(launch: AllRanks, ranks: int) -> Result:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
 
-    reduce_s = slowest(lambda: dist.all_reduce(whole), repeats)
-    gather_s = slowest(lambda: _all_gather(whole, part), repeats)
+    reduce_s = slowest(lambda: dist.all_reduce(buffer), repeats)
+    gather_s = slowest(lambda: _all_gather(buffer, part), repeats)
     gigabytes = 4e-9 * elements
     return {
         "all_reduce": 2 * (ranks - 1) / ranks * gigabytes / reduce_s,

@@ -327,15 +327,15 @@ def network_findings(
 def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
     """Compare each node's best pair with the pairs without it, and the speeds within nodes."""
     remedy = "take the node out, or check its link, cables and switch port"
-    whole = {
+    measured = {
         tuple(map(int, pair.split("-"))): result
         for pair, result in speed["pairs"].items()
         if "error" not in result
     }
     odd = set()
-    for node in sorted({node for pair in whole for node in pair}):
-        own = [result for pair, result in whole.items() if node in pair]
-        others = [result for pair, result in whole.items() if node not in pair]
+    for node in sorted({node for pair in measured for node in pair}):
+        own = [result for pair, result in measured.items() if node in pair]
+        others = [result for pair, result in measured.items() if node not in pair]
         share = 1.0
         text = []
         for kind, label in _KINDS.items() if others else ():
@@ -346,9 +346,9 @@ def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
         if share < _SLOW:
             odd.add(node)
             yield _slow("network", f"{name(node)}: {', '.join(text)}", share, remedy, node)
-    for kind, label in _KINDS.items() if len(whole) > 2 else ():
-        usual = median(result[kind] for result in whole.values())
-        for (a, b), result in whole.items():
+    for kind, label in _KINDS.items() if len(measured) > 2 else ():
+        usual = median(result[kind] for result in measured.values())
+        for (a, b), result in measured.items():
             if result[kind] < _FAILING * usual and not odd & {a, b}:
                 yield Finding(
                     WARNING,

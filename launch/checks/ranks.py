@@ -176,11 +176,13 @@ def clock_offset(launch: AllRanks) -> dict[str, float]:
     best = (float("inf"), 0.0)
     for ping in range(_PINGS):
         key = f"clock/{launch.node}/{ping}"
-        asked = time.time()
+        requested_at = time.time()
         launch.store.set(f"{key}/ask", "1")
         theirs = float(launch.store.get(f"{key}/answer"))
-        answered = time.time()
+        answered_at = time.time()
         # The first round trip includes the wait for rank 0, so it does not count.
         if ping:
-            best = min(best, (answered - asked, (asked + answered) / 2 - theirs))
+            best = min(
+                best, (answered_at - requested_at, (requested_at + answered_at) / 2 - theirs)
+            )
     return {"offset_s": best[1], "uncertainty_s": best[0] / 2}

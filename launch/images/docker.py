@@ -123,18 +123,18 @@ _CAUSES = (
 
 
 class DockerError(Exception):
-    """Docker failed. said: the end of its output. cause: None if it is unknown."""
+    """Docker failed. output: the end of its output. cause: None if it is unknown."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said)
-        self.said = said
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
         self.cause = next(
-            (cause for cause in _CAUSES if re.search(cause.pattern, said, re.MULTILINE)), None
+            (cause for cause in _CAUSES if re.search(cause.pattern, output, re.MULTILINE)), None
         )
 
     def evidence(self, of_cause: bool = True) -> str:
         """Return the lines of the output that match the cause, or the last lines."""
-        lines = [line.rstrip() for line in self.said.splitlines() if line.strip()]
+        lines = [line.rstrip() for line in self.output.splitlines() if line.strip()]
         if self.cause and of_cause:
             lines = [line for line in lines if re.search(self.cause.pattern, line)] or lines
         return "\n".join(line[:300] for line in lines[-5:])
@@ -180,15 +180,15 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
             process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already, and its output shows why
-        said = ""
+        output = ""
         for line in process.stdout:
-            said = (said + line)[-_KEPT:]
+            output = (output + line)[-_KEPT:]
             if not quiet:
                 sys.stdout.write(line)
                 sys.stdout.flush()
     if process.returncode:
-        raise DockerError(said)
-    return said
+        raise DockerError(output)
+    return output
 
 
 def region_of(registry: str) -> str:
@@ -214,7 +214,7 @@ def log_in(registry: str) -> None:
     except DockerError as error:
         raise UsageError(
             f"{registry.partition('/')[0]} refused the login",
-            found=error.said.strip()[-300:],
+            found=error.output.strip()[-300:],
             hint="`aws sts get-caller-identity` shows who you are",
         ) from None
 

@@ -313,12 +313,12 @@ def _end_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
         return Cause(
             "out of memory", _name(pod), "the kernel killed the container (OOMKilled)", EXIT_USAGE
         )
-    said = logs(pod)
+    text = logs(pod)
     # The error of the run itself counts more than what NCCL printed before it.
-    [*_, error] = re.split(r"^(?=.*\berror: )", said, flags=re.MULTILINE) or [""]
+    [*_, error] = re.split(r"^(?=.*\berror: )", text, flags=re.MULTILINE) or [""]
     for name, pattern, exit_code in _SIGNS:
         in_doubt = code not in _CODES or name in _OF_ANY_CODE
-        if in_doubt and (found := pattern.search(said)):
+        if in_doubt and (found := pattern.search(text)):
             return Cause(name, _name(pod), found[0].strip()[:1000], exit_code)
     evidence = f"exit code {code}: {error.strip() or ended.get('message', '')}"[:1500]
     if code in _CODES:

@@ -28,7 +28,7 @@ NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
 # The log line of a step, by stage 04's --log-style.
 _STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
 _NAME = re.compile(r"\$\{(\w+)\}")
-_LEFT_OUT = object()
+_OMITTED = object()
 _EXPANDED = ("command", "args")  # lists of words in which Kubernetes replaces $(NAME)
 
 Document = dict[str, Any]
@@ -216,7 +216,7 @@ def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
 
     def conditional(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> Any:
         if not setting(name):
-            return _LEFT_OUT
+            return _OMITTED
         if isinstance(node, yaml.MappingNode):
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
@@ -263,13 +263,13 @@ def _literal(word: Any) -> Any:
 def _pruned(value: Any) -> Any:
     """Return a value without omitted entries, and with lists inside lists spread."""
     if isinstance(value, dict):
-        return {key: _pruned(item) for key, item in value.items() if item is not _LEFT_OUT}
+        return {key: _pruned(item) for key, item in value.items() if item is not _OMITTED}
     if not isinstance(value, list):
         return value
     pruned: list[Any] = []
     for item in value:
         if isinstance(item, list):
             pruned += item
-        elif item is not _LEFT_OUT:
+        elif item is not _OMITTED:
             pruned.append(_pruned(item))
     return pruned

@@ -30,20 +30,22 @@ class KubectlError(StageError):
     """The cluster refused a call or did not answer. text: the output of kubectl."""
 
     def __init__(self, arguments: list[str], text: str) -> None:
-        said = "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
+        output = (
+            "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
+        )
         is_away = bool(_AWAY.search(text))
         super().__init__(
             "the cluster does not answer"
             if is_away
             else f"kubectl {' '.join(arguments[:3])} failed",
-            found=said.strip()[-2000:],
+            found=output.strip()[-2000:],
             hint="`kubectl config get-contexts` lists the clusters that are configured "
             "here; --context chooses one"
             if is_away
             else "",
         )
-        self.text = said
-        self.last_line = said.strip().rpartition("\n")[2]
+        self.text = output
+        self.last_line = output.strip().rpartition("\n")[2]
         self.is_transient = bool(_TRANSIENT.search(text))
         self.is_missing = "(NotFound)" in text
         self.is_unknown_type = "doesn't have a resource type" in text
@@ -122,14 +124,14 @@ class Kubectl:
         return subprocess.Popen(self.command(*arguments), stdin=subprocess.DEVNULL)
 
 
-def _require_configured(said: str, context: str) -> None:
+def _require_configured(output: str, context: str) -> None:
     """Raise UsageError if kubectl's output means that no cluster is configured."""
-    if _NOT_SET_UP in said and _AWAY.search(said):
+    if _NOT_SET_UP in output and _AWAY.search(output):
         raise UsageError(
             "no cluster is configured here: kubectl has no kubeconfig",
             expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`",
         )
-    if "context was not found" in said or f'context "{context}" does not exist' in said:
+    if "context was not found" in output or f'context "{context}" does not exist' in output:
         raise UsageError(
             f"the kubeconfig has no context {context}",
             hint="`kubectl config get-contexts` lists all contexts",

@@ -98,11 +98,18 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in map(parse_log_row, lines) if row]
 
 
+def yaml_loader() -> Any:
+    """Return the loader class that builds only plain values: that of libyaml if it is available."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def parse_yaml(text: str) -> Any:
     """Parse a YAML text. Raises ValueError, without quoting the text, if it is invalid."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader = yaml_loader()
     try:
         if len(text.encode()) > LARGEST_YAML:
             raise ValueError(f"it has more than {LARGEST_YAML} bytes")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from lib.core import records
 from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
 from lib.corpus.encoding import Locator
 from lib.corpus.raw_file import RawFile
@@ -174,7 +175,7 @@ def _make_loader(as_data: bool) -> type:
     """
     import yaml
 
-    safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    safe: Any = records.yaml_loader()
 
     class PlainLoader(safe):
         def flatten_mapping(self, node: Any) -> None:
