@@ -789,7 +789,7 @@ def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
         }
 
     text = "".join(path.read_text() for path in (ROOT / "launch").rglob("*.py"))
-    calls = set(re.findall(r"(?:query|call)\(\"(\w+)\", \"([\w-]+)\"", text))
+    calls = set(re.findall(r"(?:query|call)\(\s*\"(\w+)\", \"([\w-]+)\"", text))
     for part in re.split(r"ask = partial\(query, ", text)[1:]:
         calls |= {
             (re.match(r'"(\w+)"', part)[1], verb)
