@@ -7,6 +7,7 @@
 # make test-gpu            there: the tests that need a GPU (without one: a rehearsal on the CPU)
 # make bench-gpu           there: measure speed (each of the two takes 20 to 30 minutes)
 # make lint                ruff (its rules and its format) and mypy
+# make reference           write the generated pages of docs/reference/
 # make memory-table        the memory of known models on each GPU, as in docs/how-to/speed.md
 # make bench               all other benchmarks, one after the other (almost an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
