@@ -67,62 +67,60 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(argv: list[str]) -> None:
-    """Plan, prepare the tokens, and train unless that is already done."""
-    config = parse(argv)
+    """Plan, prepare the tokens, and train, unless the run is already complete."""
+    typed = parse(argv)
 
-    from lib.train import checks, earlier, launches
-    from lib.train.inputs import find_inputs, is_complete, model_from_scratch, settle
+    from lib.train import checks, launches, previous_run
+    from lib.train.inputs import find_inputs, is_complete, model_from_scratch
+    from lib.train.settle import settle_from_files
 
-    log.show_times(not (config.dry_run or config.prepare_only))
-    experiment = Experiment(config.save_dir, config.experiment_name)
-    if launches.has_begun(experiment):
-        config = launches.act_once(config)
-    begun = {} if config.overwrite else earlier.read(experiment)
+    log.show_times(not (typed.dry_run or typed.prepare_only))
+    experiment = Experiment(typed.save_dir, typed.experiment_name)
+    config = launches.act_once(typed, launches.is_restart(experiment))
+    begun = {} if config.overwrite else previous_run.read_previous(experiment)
     checks.require_sound(config, has_begun=bool(begun))
     with model_from_scratch(config, experiment, bool(begun)) as made:  # None without --model-size
         inputs = find_inputs(config, experiment, made, begun)
-        config = settle(config, inputs)
-        if not is_complete(config, experiment, inputs):
+        if not is_complete(settle_from_files(config, inputs), experiment, inputs):
             prepare_and_train(config, experiment, inputs)
 
 
-def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) -> None:
-    """Do what the options say: a plan, the tokens, or all of a run."""
+def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> None:
+    """Settle the open options, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
     from lib.parallel.layout import configure_allocator, meet
-    from lib.train import fitting, overview, resume
+    from lib.train import memory_fit, overview, resume
     from lib.train.data import prepare_data
-    from lib.train.model import build_model
     from lib.train.model_files import require_begun_base, require_whole_model
     from lib.train.plan import next_command
+    from lib.train.settle import settle_options
     from lib.train.symptoms import explain_errors
 
     configure_allocator()
-    gpus.hide_gpus(config.device)
-    if not (config.prepare_only or config.plan_gpus):
-        gpus.require_usable_gpus(config.dry_run)
-        if config.cpu_offload:
-            gpus.warn_without_offload(config.device)
-        gpus.report_unused(config.device)
-    config, model = build_model(fitting.default_batch(config, inputs), experiment, inputs)
-    config, fit = fitting.settle(config, inputs, model)
+    gpus.hide_gpus(asked.device)
+    if not (asked.prepare_only or asked.plan_gpus):
+        gpus.require_usable_gpus(asked.dry_run)
+        if asked.cpu_offload:
+            gpus.warn_without_offload(asked.device)
+        gpus.report_unused(asked.device)
+    config, model, memory = settle_options(asked, experiment, inputs)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
-        fitting.warn(config, inputs, fit)
+        memory_fit.warn_of_memory(config, inputs, memory)
         return
     meeting = None
     if not config.prepare_only:
-        fitting.require(config, inputs, fit)
-        fitting.advise(config, fit, has_begun=bool(inputs.begun))
+        memory_fit.require_memory(config, inputs, memory)
+        memory_fit.suggest_batch(config, memory, has_begun=bool(inputs.begun))
         meeting = meet()
     inputs = require_whole_model(config, inputs)
     require_begun_base(experiment, inputs)
-    # Perhaps hours, so before any process group exists.
+    # This may take hours, so it comes before any process group exists.
     data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
-    with explain_errors(config, experiment), ExitStack() as stack:  # closed in the reverse order
+    with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
         run = set_up(config, experiment, inputs, model, data, meeting, stack)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
@@ -133,7 +131,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
 
 
 class Run(NamedTuple):
-    """What the training loop holds."""
+    """What the training loop needs."""
 
     config: Config
     plan: Plan
@@ -156,13 +154,13 @@ def make_optimizer(
     from lib.optim import registry
     from lib.optim.guard import StepGuard
     from lib.parallel import parallelize
-    from lib.train.model import update_device
+    from lib.train.model import choose_update_device
 
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build_optimizer(
         config.optimizer, model, config.lr, registry.read_options(config.optimizer, config), wrap
     )
-    device = update_device(config, layout)
+    device = choose_update_device(config, layout)
     guard = StepGuard(
         config.precision,
         config.spike_factor,
@@ -175,7 +173,7 @@ def make_optimizer(
 
 
 def set_up(
-    config: Config,
+    asked: Config,
     experiment: Experiment,
     inputs: Inputs,
     model: PreTrainedModel,
@@ -183,10 +181,10 @@ def set_up(
     meeting: Meeting | None,
     stack: ExitStack,
 ) -> Run:
-    """Return a run that stands at its first step, or where a checkpoint left off.
+    """Return a run at its first step, or at the step of the checkpoint that it resumes from.
 
-    All ranks must call this. Raises ExperimentHeld, UsageError for ranks that were not started
-    alike, ArtifactError when no checkpoint of the run is valid.
+    All ranks must call this. Raises ExperimentHeld if another launch trains it, UsageError if ranks
+    were started with different options, ArtifactError if no checkpoint of the run is valid.
     """
     from lib.models import float8
     from lib.parallel.compiling import make_compiler
@@ -194,39 +192,34 @@ def set_up(
     from lib.parallel.stop_request import StopRequest
     from lib.planning import capacity
     from lib.train import overview, resume
-    from lib.train.experiment import digests
+    from lib.train.experiment import compute_digests
     from lib.train.meters import Meters
-    from lib.train.model import first_weights, pick_kernels, shard
+    from lib.train.model import load_first_weights, pick_kernels, shard_model
     from lib.train.report import Report
     from lib.train.rows import Evaluation
     from lib.train.state import TrainState
 
-    layout, plan, journal, estimate = agree(config, experiment, inputs, model, data, meeting, stack)
+    layout, plan, journal, estimate = join_ranks(
+        asked, experiment, inputs, model, data, meeting, stack
+    )
     config = plan.config
-    # From here on a signal is noted: the first step ends a run that is still loading.
+    # From here on signals are recorded; a run that is still loading ends at its first step.
     stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
     work = overview.work_of(config, inputs, model)
     hardware = overview.hardware_of(config, layout)
     overview.show_head(plan, inputs, model, data, work, hardware)
-    # The model: sharded before it has memory. What is in it comes further down.
+    # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
     memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
-    routers = shard(config, inputs, model, layout, compiler)
+    routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
-    state = TrainState(
-        model,
-        optimizer,
-        guard,
-        plan,
-        layout,
-        digests(experiment.model) if layout.rank == 0 else {},
-        inputs.base,
-    )
-    # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
+    digests = compute_digests(experiment.model) if layout.rank == 0 else {}
+    state = TrainState(model, optimizer, guard, plan, layout, digests, inputs.base)
+    # Resume from the newest checkpoint or the one that --resume names, or start.
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
-        first_weights(config, inputs, model, layout)
+        load_first_weights(config, inputs, model, layout)
         journal.add_event(Event.START, 0, ranks=layout.ranks)
     float8.update_scales_with(optimizer, model)
     pick_kernels(config, model, layout)
@@ -251,8 +244,8 @@ def set_up(
     )
 
 
-def agree(
-    config: Config,
+def join_ranks(
+    asked: Config,
     experiment: Experiment,
     inputs: Inputs,
     model: PreTrainedModel,
@@ -260,34 +253,35 @@ def agree(
     meeting: Meeting | None,
     stack: ExitStack,
 ) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
-    """Bring all ranks together for one run, whose directory they hold from now on."""
+    """Connect all ranks, agree on the options of the run, and hold its directory."""
     from lib.core.watchdog import longest_section
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
-    from lib.train import checks, fitting, launches
+    from lib.train import checks, launches, memory_fit
     from lib.train.experiment import claim
     from lib.train.journal import Journal
     from lib.train.plan import Plan
+    from lib.train.settle import agree_on_options
 
-    estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
-    if config.deterministic:
+    estimate = stack.enter_context(MemoryEstimate(model, asked.precision))  # forks: comes first
+    if asked.deterministic:
         determinism.require_determinism()
     layout = stack.enter_context(
         ParallelLayout.start(
-            partial(fitting.agree_on_shards, config),
+            partial(memory_fit.agree_on_shards, asked),
             meeting,
-            longest_section(config.watchdog_minutes),
+            longest_section(asked.watchdog_minutes),
         )
     )
-    config = fitting.agree(config, data.samples, layout)
-    estimate.begin(fitting.step_config_here(config, model, data.most_documents))
-    config, launch = launches.join(config, experiment, layout)
+    launch = launches.join_launch(experiment, layout)
+    config = agree_on_options(asked, launch, data.samples, layout)
+    estimate.begin(memory_fit.step_config_here(config, model, data.most_documents))
     plan = Plan.of(config, inputs.fingerprints, data.samples, layout.rank)
     checks.require_room(config, plan.total_steps, has_begun=bool(inputs.begun))
     plan.require_alike(layout)
     journal = Journal(experiment, layout.rank)
-    stack.enter_context(claim(config, experiment, plan, inputs, data.chat, journal, launch, layout))
+    stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))
     log.add_file(experiment.rank_log(layout.rank))
     return layout, plan, journal, estimate
 
@@ -295,7 +289,7 @@ def agree(
 def make_checkpointer(
     plan: Plan, experiment: Experiment, layout: ParallelLayout, journal: Journal
 ) -> Checkpointer:
-    """Return what saves the run as its options say, in two tiers where they ask for that."""
+    """Return the checkpointer of a run, with a second tier if the options name one."""
     import torch
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
@@ -327,41 +321,32 @@ def make_checkpointer(
 
 
 def train(run: Run) -> Divergence | None:
-    """The training loop, from the step the run stands at to its last one.
-
-    Returns where so many steps in a row were bad that an earlier state is better, if anywhere.
-    """
+    """Train to the last step; return earlier if the run has diverged and must go back."""
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
     from lib.train.rows import LossWindow
 
-    config = run.config
-    plan = run.plan
-    layout = run.layout
     state = run.state
-    model = state.model
     optimizer = state.optimizer
-    guard = state.guard
-    meters = run.meters
     timers = run.meters.timers
-    window = LossWindow(layout)
+    window = LossWindow(run.layout)
     run.routers.begin_window()
-    steps = run.stream.steps(state.position, plan.total_steps - state.step)  # a thread reads ahead
+    steps = run.stream.steps(state.position, run.plan.total_steps - state.step)  # reads ahead
     timers.restart()
-    while state.step < plan.total_steps:
+    while state.step < run.plan.total_steps:
         run.stop_request.ask()
-        meters.begin_step(state.step + 1)
-        learning_rate = plan.schedule.lr(state.step)
+        run.meters.begin_step(state.step + 1)
+        learning_rate = run.plan.schedule.lr(state.step)
         set_learning_rate(optimizer, learning_rate)
         with timers("data"):
             step = next(steps)
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
-        scaled = guard.scale_for(step.label_tokens)
+        scaled = state.guard.scale_for(step.label_tokens)
         run.routers.begin_step(step, scaled.loss)
         for number, batch in enumerate(step.batches, 1):
-            begin_pass(model, number == len(step.batches), bool(config.keep_gathered))
+            begin_pass(state.model, number == len(step.batches), bool(run.config.keep_gathered))
             with timers("data"):
-                batch = batch.to(layout)
+                batch = batch.to(run.layout)
             with timers("forward"):
                 run.routers.begin_pass(batch)
                 loss = run.loss_sum(batch, scaled.loss)
@@ -369,14 +354,14 @@ def train(run: Run) -> Divergence | None:
                 loss.backward()
             window.add(loss)
         with timers("update"):
-            grad_norm = guard.clip(optimizer, config.grad_clip, scaled)
+            grad_norm = state.guard.clip(optimizer, run.config.grad_clip, scaled)
             with timers("optimizer"):
-                optimizer.step()  # changes nothing where the norm is NaN or infinite
+                optimizer.step()  # changes nothing if the norm is NaN or infinite
             run.routers.end_step(optimizer.found_inf)
             optimizer.zero_grad(set_to_none=True)
         state.advance(step)
         window.end_step(step.label_tokens)
-        meters.end_step(state.step)
+        run.meters.end_step(state.step)
         run.report.count_step()
         run.checkpointer.poll(state)
 
@@ -385,24 +370,23 @@ def train(run: Run) -> Divergence | None:
         if divergence is not None:
             return divergence
         if run.checkpointer.is_due(state.step) or stopping:
-            with meters.pause("save"):
+            with run.meters.pause("save"):
                 run.checkpointer.save(state, bool(stopping), run.report.save_callback())
         if stopping:
-            run.report.note_stop(stopping)  # raises Preempted where steps are left
+            run.report.note_stop(stopping)  # raises Preempted if steps are left
     return None
 
 
 def log_step(
     run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float, stopping: bool
 ) -> Divergence | None:
-    """Write the row of the step before, and capture the row of the last step if one is due.
+    """Write the captured row, and capture a row of the last step if one is due.
 
-    Returns where the run has diverged, if a row that was written shows that and the run goes on.
+    Returns the divergence that a written row shows, None if the run stops anyway.
     """
     step = run.state.step
     report = run.report
-    # The device has the work of the last step while the host reads the row before.
-    divergence = report.write_captured()
+    divergence = report.write_captured()  # while the device still computes the last step
     evaluating = run.evaluation.is_due(step) and not stopping  # a launcher waits 30 s
     if (divergence is None or stopping) and (report.is_due(step) or evaluating or stopping):
         report.capture(window, run.routers, grad_norm, learning_rate)

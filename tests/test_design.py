@@ -69,6 +69,19 @@ def test_an_option(copy: Path) -> None:
     assert "--greeting GREETING" in run("04_train_fsdp.py", "--help-all", cwd=copy)
 
 
+def test_a_derived_option_is_one_field_and_one_rule(copy: Path) -> None:
+    field, rule = blocks("How to add a derived option")
+    path = copy / "lib/train/config.py"
+    before = "    config: Path | None = option("
+    path.write_text(path.read_text("utf-8").replace(before, field + before))
+    with (copy / "lib/train/settle.py").open("a") as file:
+        file.write("\n\n" + rule)
+    prepare(copy)
+    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64, "--dry-run")
+    assert "--log-tokens 640 (--log-freq)" in run(*train, cwd=copy)
+    assert "(--log-freq)" not in run(*train, "--log-tokens", 7, cwd=copy)
+
+
 def test_an_optimizer(copy: Path) -> None:
     row, module = blocks("How to add an optimizer")
     with (copy / "lib/optim/registry.py").open("a") as file:

@@ -20,7 +20,7 @@ from lib.corpus import inputs
 from lib.models import architecture, directory
 from lib.tokens import store
 from lib.tokens.dataset import open_dataset
-from lib.train import earlier, journal
+from lib.train import journal, previous_run
 from tests.conftest import ROOT
 from tests.training import prepared_once, project, save_model  # noqa: F401  (fixtures)
 
@@ -153,7 +153,10 @@ def test_records_of_a_run(tmp_path: Path):
             }
         )
     )
-    attack(run.config, lambda: earlier.read(run).get("identity", {}).get("options", {}).get("lr"))
+    attack(
+        run.config,
+        lambda: previous_run.read_previous(run).get("identity", {}).get("options", {}).get("lr"),
+    )
     run.config.write_text(json.dumps({"run": "../../x", "options": {}}))  # names a directory
     assert journal.read_config(run) == {}
     run.config.write_text('{"lr": 0.1, "seed": 1, "src": "a"}')

@@ -53,9 +53,9 @@ from lib.models import (
 )
 from lib.models.directory import CODE_DIGESTS
 from lib.models.scratch import Design
-from lib.parallel import attention, compiling, gpus, layout, precision
+from lib.parallel import attention, compiling, gpus, layout, precision, routers
 from lib.tokens import build, split_writer
-from lib.train import balance, checks, earlier, model_files, symptoms
+from lib.train import checks, model_files, previous_run, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
@@ -665,8 +665,10 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
     yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
     balanced = replace(opts, router_aux_loss=0.1, lora_rank=4)
-    for method in ("", balance.BIAS):
-        yield lambda method=method: balance._require_of_use(balanced, no_blocks, method)
+    for method in ("", routers.BIAS):
+        patch.setattr(routers, "find_routers", lambda _: [])
+        patch.setattr(routers, "find_method", lambda *_, known=method: known)
+        yield lambda: model._require_router_method(balanced, no_blocks)
 
 
 def of_saved_splits() -> Iterator[Callable[[], object]]:
@@ -695,9 +697,9 @@ def of_other_models() -> Iterator[Callable[[], object]]:
         yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     yield lambda: checks.require_shape(replace(opts, cache_dir=Path("nothing")))
-    begun, now = ({"options": {}, "inputs": {earlier.TEMPLATE: text}} for text in "ab")
+    begun, now = ({"options": {}, "inputs": {previous_run.TEMPLATE: text}} for text in "ab")
     yield lambda: _raise(
-        earlier._other_template(
+        previous_run._other_template(
             identity.differences(begun, now), Path("a.jinja"), Path("outputs/run")
         )
     )

@@ -1,4 +1,4 @@
-# covers: lib/train/balance.py
+# covers: lib/train/settle.py, lib/train/model.py
 """Stage 04 on mixture-of-experts models: the load of experts, and what keeps it even."""
 
 from __future__ import annotations

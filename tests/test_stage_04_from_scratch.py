@@ -11,7 +11,8 @@ import pytest
 from lib.core import log, manifest, options, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.train.command_line import add_options, read_options
-from lib.train.inputs import find_inputs, settle
+from lib.train.inputs import find_inputs
+from lib.train.settle import settle_from_files
 from tests.conftest import run_stage
 from tests.training import losses
 
@@ -29,7 +30,7 @@ def test_it_trains_without_stage_03(project: Path) -> None:
     assert sorted(project.rglob("*")) == before
 
     first = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 2, cwd=project, ranks=2).stdout
-    assert "drawn from seed 0" in first and first.count("made from scratch") == 1
+    assert "initialised from seed 0" in first and first.count("made from scratch") == 1
     run_stage("03_download_model.py", *TINY, cwd=project)
     for name in (
         "config.json",
@@ -105,7 +106,7 @@ def found(*given: object) -> tuple[float, bool]:
     add_options(parser)
     config = read_options(parser, [*map(str, given)])
     inputs = find_inputs(config, paths.experiment(config.experiment_name), None, {})
-    return settle(config, inputs).lr, inputs.scratch
+    return settle_from_files(config, inputs).lr, inputs.scratch
 
 
 def prepared_as(model: Path, target: Path) -> None:
@@ -135,7 +136,7 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     done = run_stage(STAGE, *run, cwd=project, expect=3)
     assert "the model model has no weights" in done.stderr
     assert "consolidated.safetensors, which is not read" in done.stderr
-    assert "with --from-scratch, training would begin with random weights" in done.stderr
+    assert "with --from-scratch, training would start with random weights" in done.stderr
     assert not (project / "outputs").exists() and not (project / ".cache").exists()
     (model / "consolidated.safetensors").unlink()
     with pytest.raises(ArtifactError, match="has no weights") as caught:
@@ -143,7 +144,7 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     assert "without any .safetensors file" in caught.value.found
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    with pytest.raises(ArtifactError, match="are not whole") as caught:
+    with pytest.raises(ArtifactError, match="incomplete") as caught:
         found(*run)
     assert "model-1.safetensors is missing" in caught.value.found
     index.unlink()

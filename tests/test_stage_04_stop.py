@@ -88,13 +88,13 @@ def signal_while_loading(rank: int) -> None:
     """Send SIGTERM while the weights are read, which may take minutes."""
     from lib.train import model
 
-    load = model.first_weights
+    load = model.load_first_weights
 
     def load_after_signal(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         load(*arguments)
 
-    model.first_weights = load_after_signal
+    model.load_first_weights = load_after_signal
 
 
 def test_a_signal_while_the_weights_load_ends_the_run_after_step_1(project: Path) -> None:

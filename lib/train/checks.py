@@ -88,7 +88,7 @@ def _model(config: Config, problems: Problems) -> None:
             )
 
 
-def require_shape(config: Config) -> None:
+def require_model_shape(config: Config) -> None:
     """Raise UsageError if a model from scratch would silently get the shape of a prepared one."""
     several = [path for path in lookup.list_prepared(config.cache_dir) if not lookup.is_trial(path)]
     if len(several) == 1 and directory.is_made_from_scratch(several[0]):

@@ -25,6 +25,7 @@ from lib.planning.saving import GPU_HOURS_PER_FAILURE
 
 AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
 OFF = "off"
+EARLIER_LAUNCH = "earlier launch"  # in settled_by: the run was started with this value
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 

@@ -14,13 +14,15 @@ from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat import counts
 from lib.tokens.chat.counts import ChatFacts
+from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens.columns import CHAT
+from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import HeldOut
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import TokenStore
-from lib.train import chats
 from lib.train.config import Config
 from lib.train.inputs import Inputs, text_field
 from lib.train.plan import Plan, degrees, launched_size
@@ -88,7 +90,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
             config.num_workers,
             not config.no_progress,
             config.prepare_only,
-            chats.policy(config, inputs.template, corpus.dataset),
+            chat_policy(config, inputs.template, corpus.dataset),
         )
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
@@ -113,6 +115,16 @@ def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path
     for tokens in stores:
         for text in readable.render_documents(tokens, count, tokenizer, colour):
             log.info(text)
+
+
+def chat_policy(config: Config, template: str, dataset: Dataset) -> ChatPolicy | None:
+    """Return how the conversations of a dataset become samples; None for a dataset of text.
+
+    template: its source.
+    """
+    if dataset.format != CHAT:
+        return None
+    return ChatPolicy(template, config.train_on, config.too_long, config.seq_length)
 
 
 def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:

@@ -1,4 +1,4 @@
-"""The directory of a run: held by one launch, moved aside, described, given its model's files."""
+"""Claim the directory of a run for one launch, and write what a run needs to stand alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.counts import ChatFacts
-from lib.train import chats
-from lib.train.config import Config
+from lib.tokens.encode import Encoder
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
 from lib.train.plan import Plan
+from lib.train.previous_run import BOS_PREFIX
 
 _SHARED_WITHIN_S = 60.0
 _MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
@@ -34,7 +34,6 @@ _MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 @contextmanager
 def claim(
-    config: Config,
     experiment: Experiment,
     plan: Plan,
     inputs: Inputs,
@@ -43,41 +42,40 @@ def claim(
     launch: Launch,
     layout: ParallelLayout,
 ) -> Iterator[None]:
-    """Hold the directory for the while, and see that every rank means the same one by it.
+    """Hold the lease of a run's directory, which all ranks must see as the same one.
 
-    chat: what the conversations were prepared with that the run learns from. All ranks must call
-    this. Raises ExperimentHeld when another launch is at work there.
+    With --overwrite, the earlier run is renamed first. chat: facts of the chat datasets, None
+    without any. All ranks must call this. Raises ExperimentHeld if another launch holds the lease.
     """
     leases: list[Lease] = []
 
-    def write() -> str:
-        leases.append(_lease(experiment))
-        if config.overwrite and not experiment.is_empty():
+    def start_launch() -> str:
+        leases.append(_take_lease(experiment))
+        if plan.config.overwrite and not experiment.is_empty():
             leases.pop().release()
-            _set_aside(experiment)
-            leases.append(_lease(experiment))
-        return _describe(config, experiment, plan, inputs, chat, journal, launch)
+            _rename_replaced(experiment)
+            leases.append(_take_lease(experiment))
+        return _write_start(experiment, plan, inputs, chat, journal, launch)
 
-    start = on_rank_0(write, layout.control)
+    start = on_rank_0(start_launch, layout.control)
     _require_shared(experiment, start, layout)
-    in_order = False  # whether all ranks come to the end
+    ended_together = False
     try:
         yield
-        in_order = True
+        ended_together = True
     except Preempted:
-        in_order = True
+        ended_together = True
         raise
     finally:
         for lease in leases:
-            if in_order:  # asked to end while it was ending: not a word for the next launch
+            if ended_together:  # a stop request that came meanwhile is not for the next launch
                 with suppress(OSError):
                     experiment.stop_file.unlink(missing_ok=True)
-            with suppress(OSError):  # a record that stays is known to be of a process that is gone
+            with suppress(OSError):  # the next launch sees that the process of a lease has ended
                 lease.release()
 
 
-def _describe(
-    config: Config,
+def _write_start(
     experiment: Experiment,
     plan: Plan,
     inputs: Inputs,
@@ -85,10 +83,11 @@ def _describe(
     journal: Journal,
     launch: Launch,
 ) -> str:
-    """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
-    old = inputs.stop_request  # one that has come since is meant for this launch
+    """Write config.yaml and the files of the model; return the mark of this start. Rank 0 only."""
+    config = plan.config
+    old = inputs.stop_request  # a newer one is for this launch
     if not launch.has_begun and old and old == file_identity.read_identities(old):
-        log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
+        log.info(f"{experiment.stop_file} was for an earlier launch and is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
     settled = {name: getattr(config, name) for name in config.settled_by}
@@ -109,7 +108,7 @@ def _describe(
     if chat:
         chat_files.write(
             experiment.model,
-            chats.template_to_keep(chat.template, inputs.model_dir),
+            add_bos_to_template(chat.template, inputs.model_dir),
             list(chat.stops),
         )
     inputs.require_unchanged()
@@ -119,7 +118,7 @@ def _describe(
 
 
 def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) -> None:
-    """Raise UsageError when a rank does not see the start that rank 0 has noted."""
+    """Raise UsageError if a rank does not see the start that rank 0 has written."""
     seen = poll(
         lambda: read_config(experiment).get("launch") == start,
         every=0.5,
@@ -132,10 +131,10 @@ def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) 
         )
 
 
-def _lease(experiment: Experiment) -> Lease:
-    """Hold the experiment's directory for as long as this process lives."""
+def _take_lease(experiment: Experiment) -> Lease:
+    """Return the lease of a run's directory; the process ends if it loses the lease."""
 
-    def lost(text: str) -> None:
+    def end_process(text: str) -> None:
         # At once: two launches must not write the same run.
         launcher.end_at_once(
             EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()), lambda: log.error(text)
@@ -143,7 +142,7 @@ def _lease(experiment: Experiment) -> Lease:
 
     experiment.root.mkdir(parents=True, exist_ok=True)
     try:
-        return Lease(experiment.lock, lost)
+        return Lease(experiment.lock, end_process)
     except Held as error:
         raise ExperimentHeld(
             f"another launch is training {experiment.root} now",
@@ -152,16 +151,16 @@ def _lease(experiment: Experiment) -> Lease:
         ) from None
 
 
-def _set_aside(experiment: Experiment) -> None:
-    """Move an experiment that --overwrite replaces out of the way; it is never deleted."""
+def _rename_replaced(experiment: Experiment) -> None:
+    """Rename the directory that --overwrite replaces; it is never deleted."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    aside = experiment.root.with_name(f"{experiment.root.name}.replaced-{stamp}")
-    experiment.root.rename(aside)
-    log.info(f"--overwrite: the earlier {experiment.root} is kept as {aside}")
+    replaced = experiment.root.with_name(f"{experiment.root.name}.replaced-{stamp}")
+    experiment.root.rename(replaced)
+    log.info(f"--overwrite: the earlier {experiment.root} is kept as {replaced}")
 
 
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
+    """Copy config, tokenizer and any code of the model to the run, and delete those of another."""
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
     has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
@@ -169,7 +168,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
         if not (model_dir / name).is_file():
             (target / name).unlink(missing_ok=True)
             continue
-        if name == CONFIG and not has_code:  # code of its own reads the keys that it wrote
+        if name == CONFIG and not has_code:  # the code of a model reads its own keys
             _write_config(model_dir, target)
             continue
         temporary = target / f"{name}.tmp"
@@ -180,14 +179,14 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
 
 
 def _write_config(model_dir: Path, target: Path) -> None:
-    """Write config.json with the keys that other programs read beside those of transformers 5.
+    """Write config.json with the keys of transformers 5 and those that other programs read.
 
-    If the file says the same already, it stays to the last byte: checkpoints hold its digest, and
-    an earlier version of this code may have written it.
+    A file with the same content stays as it is, since checkpoints contain its digest, and an
+    earlier version of this code may have written it.
     """
     content = architecture.read_config_json(model_dir)
-    is_silent = "tie_word_embeddings" not in content
-    config = architecture.read_config(model_dir) if is_silent else None
+    lacks_tying = "tie_word_embeddings" not in content
+    config = architecture.read_config(model_dir) if lacks_tying else None
     tied = getattr(config, "tie_word_embeddings", None)
     full = dialects.add_earlier_keys(content, tied)
     with suppress(OSError, ValueError):
@@ -197,8 +196,29 @@ def _write_config(model_dir: Path, target: Path) -> None:
     manifest.write_json(target / CONFIG, full)
 
 
-def digests(directory: Path) -> dict[str, str]:
-    """Return the digests of the files in a directory, by name."""
+def add_bos_to_template(source: str, model_dir: Path) -> str:
+    """Return a template that writes BOS itself if samples got it from the tokenizer.
+
+    At inference the tokenizer adds no BOS to a rendered chat, so the template must, or the text
+    would not start as in training.
+    """
+    from lib.tokens.chat import render  # takes time to import
+
+    tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
+    if encoder.bos is None:
+        return source
+    template = render.Template(source, tokenizer.special_tokens_map)
+    with suppress(render.TemplateError), render.limit_rendering() as restart:
+        restart()
+        # A template may refuse these messages.
+        if template.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
+            return source
+        return BOS_PREFIX + source
+    return source if "bos_token" in source else BOS_PREFIX + source
+
+
+def compute_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 digests of the files in a directory, by name."""
     return {
         path.name: hashing.file_digest(path, "sha256")
         for path in sorted(directory.iterdir())

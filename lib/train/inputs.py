@@ -1,14 +1,13 @@
-"""The model and the data that a run begins with: found and checked from files alone, before torch.
+"""Find and check the model and the data that a run starts from, before torch is imported.
 
-Config and tokenizer of `--from-scratch --model-size SIZE --tokenizer DIR` are those that stage 03
-would make. They lie in `.cache/scratch/`, derived like tokens: whoever deletes them has them made
-again.
+`--from-scratch --model-size SIZE --tokenizer DIR` creates the config and tokenizer that stage 03
+would create, in `.cache/scratch/`. A deleted one is created again.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import (
     artifacts,
     commands,
+    declared,
     file_identity,
     hashing,
     log,
@@ -27,37 +27,40 @@ from lib.core import (
     publish,
     units,
 )
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
-from lib.models import chat_files, directory, lookup, tokenizer
+from lib.models import chat_files, directory, lookup, peft_adapter, tokenizer
 from lib.models.peft_adapter import PeftAdapter
 from lib.models.scratch import Design
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.tokens import build, mixture, raw_shards
+from lib.tokens.chat import policy
+from lib.tokens.columns import CHAT
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
-from lib.train import chats, checks, earlier, lora_from, plan
-from lib.train.config import AUTO, Config
+from lib.train import checks, plan, previous_run
+from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
+from lib.train.previous_run import KeptTemplate
 
 KIND = "scratch/1"
-_BALANCE = "router_aux_loss"
-KEPT = "earlier launch"  # where a value is from that a run was begun with
-_PREVIEW_BYTES = 2_000_000  # of text that a tokenizer is trained on for a plan, in a second or two
+_CHAT_OPTIONS = ("chat_template", "train_on", "too_long")
+_PREVIEW_BYTES = 2_000_000  # of text to train a tokenizer for a dry run, in a second or two
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """fingerprints: of model, dataset and tokenizer. shards: of --streaming, instead of corpora.
+    """The model and data of a run.
 
-    begun: what the run that has left checkpoints here was begun with; empty when there is none.
-    named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
-    model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
-    that lay there when this launch began. template: of the chat datasets, "" without any. base:
-    digests of the weight files of a model that stays frozen, by name. adapter: of --lora-from.
+    fingerprints: of model, dataset and tokenizer, by name. begun: what the run with checkpoints in
+    this directory was started with, {} for a new run. named: the checkpoint of --resume. scratch:
+    the weights are initialised from the seed. shards: of --streaming, instead of corpora.
+    model_stamps: identities of the model's files from before its fingerprint. stop_request: of the
+    stop file that existed when this launch started. template: of chat datasets, else "". base:
+    digests of the weight files of a frozen base model, by name. adapter: of --lora-from.
     """
 
     model_dir: Path
@@ -79,20 +82,25 @@ class Inputs:
         return str(self.shards or ", ".join(map(str, self.corpora)))
 
     def begun_with(self, option: str) -> Any:
-        """Return the value of an option that the run was begun with, or None."""
+        """Return the value of an option with which the run was started, or None."""
         return self.begun.get("identity", {}).get("options", {}).get(option)
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of the run or checkpoint that this run resumes; {} for a new run."""
+        return _identity(self.begun, self.named)
+
+    @property
     def recomputed(self) -> str:
-        """Return the --activation-checkpointing that the run was begun with, "" where unknown."""
-        found = [
+        """Return the --activation-checkpointing of the earlier launch, "" if there was none."""
+        values = [
             self.begun.get(part, {}).get("activation_checkpointing")
             for part in ("settled", "options")
         ]
-        return next((kind for kind in found if kind in RECOMPUTATIONS), "")
+        return next((kind for kind in values if kind in RECOMPUTATIONS), "")
 
     def require_unchanged(self) -> None:
-        """Raise UsageError when the model is not the one any more that the run was planned with."""
+        """Raise UsageError if the files of the model have changed since this launch started."""
         file_identity.require_same(
             self.model_stamps, f"the model {self.model_dir}", "the run started"
         )
@@ -101,15 +109,15 @@ class Inputs:
 def find_inputs(
     config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any]
 ) -> Inputs:
-    """Find and check model and dataset without importing torch.
+    """Find and check the model and the data, without importing torch.
 
-    made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
-    with. begun: see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
+    made: the directory of --model-size, else None. Without it and -m, a run keeps its model. begun:
+    see Inputs. Raises UsageError or ArtifactError that lists all problems at once.
     """
     stop_files = [experiment.stop_file] if experiment.stop_file.exists() else []
     stop_request = file_identity.read_identities(stop_files)
     problems = Problems()
-    named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
+    named = problems.collect(lambda: previous_run.find_named_checkpoint(config, experiment))
     model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
     corpora = (
         []
@@ -118,7 +126,7 @@ def find_inputs(
     )
     shards = problems.collect(lambda: _open_shards(config, begun)) if config.streaming else None
     identity = _identity(begun, named)
-    adapter = problems.collect(lambda: lora_from.find(config.lora_from, identity))
+    adapter = problems.collect(lambda: _find_adapter(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = file_identity.read_identities(directory.list_model_files(model_dir))
@@ -128,11 +136,11 @@ def find_inputs(
             found="\n".join(faults),
             **lookup.model_remedy(model_dir, "--overwrite"),
         )
-    of_named = [named.path.parent.parent / experiment.model.name] if named else []
-    begun_with = chats.kept_template(
-        [experiment.model, *of_named], identity.get("inputs", {}).get(earlier.TEMPLATE)
+    named_model = [named.path.parent.parent / experiment.model.name] if named else []
+    kept_template = previous_run.find_kept_template(
+        [experiment.model, *named_model], identity.get("inputs", {}).get(previous_run.TEMPLATE)
     )
-    source = chats.find_template(config, model_dir, corpora, begun_with)
+    template = _find_template(config, model_dir, corpora, kept_template)
     fingerprints = {
         "model": directory.fingerprint_model(model_dir),
         "tokenizer": artifacts.tokenizer_fingerprint(model_dir),
@@ -141,8 +149,8 @@ def find_inputs(
             if shards
             else {"dataset": mixture.fingerprint_corpora(corpora)}
         ),
-        **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {}),
-        **lora_from.fingerprint(config, adapter, identity),
+        **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
+        **_adapter_fingerprint(config, adapter, identity),
     }
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
     return Inputs(
@@ -155,7 +163,7 @@ def find_inputs(
         shards,
         model_stamps,
         stop_request,
-        source,
+        template,
         adapter=adapter,
     )
 
@@ -167,96 +175,99 @@ def _find_model(
     begun: dict[str, Any],
     named: Checkpoint | None,
 ) -> Path:
-    """Return the model of --model-size or -m, that of the run, or the only one; and log which."""
+    """Return the model of --model-size or -m, that of the run, or the only one; log which it is."""
     if made:
         lookup.log_model(made, f", {config.model_size} from scratch")
         return made
     if config.model_name:
         return lookup.find_model(config.model_name, config.cache_dir)
-    name = earlier.model_of(experiment, begun, named, config.cache_dir)
+    name = previous_run.find_previous_model(experiment, begun, named, config.cache_dir)
     if config.from_scratch and name is None:
-        checks.require_shape(config)
+        checks.require_model_shape(config)
     return lookup.find_model(
         name, config.cache_dir, f", with which {experiment.root} was begun" if name else ""
     )
 
 
-def settle(config: Config, inputs: Inputs) -> Config:
-    """Return the options with what files decide where they are silent.
+def _find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
+    """Return the adapter of --lora-from; None without one.
 
-    Raises UsageError when the learning rate would rise to its minimum.
+    It is also None if the directory is gone and the run's checkpoints contain the adapter.
+    identity: see Inputs. Raises UsageError or ArtifactError as `peft_adapter.read_adapter`.
     """
-    config = chats.settle_packing(keep_global_batch(config, inputs), inputs.corpora)
-    config = lora_from.settle(config, inputs.adapter, _identity(inputs.begun, inputs.named))
-    for name in ("seq_length", "precision"):
-        if getattr(config, name) is None and (value := inputs.begun_with(name)):
-            config = config.with_values(KEPT, **{name: value})
-    identity = _identity(inputs.begun, inputs.named)
-    if config.router_aux_loss == AUTO and (value := identity.get("options", {}).get(_BALANCE)):
-        config = config.with_values(KEPT, router_aux_loss=value)
-    if config.lr is None:
-        why = "from scratch" if inputs.scratch else "a model with weights"
-        config = config.with_values(
-            "adapters" if config.lora_rank else why,
-            lr=checks.DEFAULT_LRS[inputs.scratch] * (checks.LORA_LR if config.lora_rank else 1),
+    is_kept = previous_run.ADAPTER in identity.get("inputs", {})
+    if directory is None or (is_kept and not directory.exists()):
+        return None
+    return peft_adapter.read_adapter(directory)
+
+
+def _adapter_fingerprint(
+    config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
+) -> dict[str, str]:
+    """Return the part of a run's identity that names the adapter of --lora-from; {} without one."""
+    if config.lora_from is None:
+        return {}
+    name = previous_run.ADAPTER
+    return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
+
+
+def has_chats(corpora: Sequence[Corpus]) -> bool:
+    """Return whether any dataset consists of conversations."""
+    return any(corpus.dataset.format == CHAT for corpus in corpora)
+
+
+def _find_template(
+    config: Config, model_dir: Path, corpora: Sequence[Corpus], kept: KeptTemplate | None
+) -> str:
+    """Return the source of the template that renders conversations; "" without chat datasets.
+
+    kept: the template of the run, which --chat-template can replace. Raises UsageError if there is
+    no template, or if options of chat datasets are typed without one.
+    """
+    if has_chats(corpora):
+        return _find_chat_template(config, model_dir, kept)
+    problems = Problems()
+    for name in _CHAT_OPTIONS:
+        if getattr(config, name) != getattr(DEFAULTS, name):
+            problems.add(
+                f"{declared.flag(name)} belongs to chat datasets, and there is none",
+                found=", ".join(config.dataset_name),
+                expected="-d with a dataset that stage 02 has made with --format chat",
+            )
+    problems.raise_if_any()
+    return ""
+
+
+def _find_chat_template(config: Config, model_dir: Path, kept: KeptTemplate | None) -> str:
+    if kept is None:
+        return policy.find_template(model_dir, config.chat_template)
+    if config.chat_template:
+        given = policy.find_template(model_dir, config.chat_template)
+        return kept.source if given == kept.text else given
+    try:
+        is_another = policy.find_template(model_dir, None) != kept.source
+    except StageError:  # the model has no template, or an unreadable one
+        is_another = True
+    if is_another:
+        log.info(
+            f"chat template: {kept.path}, with which the run was begun; {model_dir} has "
+            "another one now, or none"
         )
-    if config.min_lr is None:
-        config = config.with_values("a tenth of --lr", min_lr=config.lr / 10)
-    checks.require_falling(config, config.lr)
-    if config.lora_rank and config.lora_alpha is None:
-        config = config.with_values("2 × --lora-rank", lora_alpha=2.0 * config.lora_rank)
-    return config
+    return kept.source
 
 
 def _identity(begun: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
-    """Return the identity of what a run goes on from, {} where it begins. See Inputs."""
-    found: dict[str, Any] = (begun or (named.commit() if named else {})).get("identity", {})
-    return found
-
-
-def keep_global_batch(config: Config, inputs: Inputs) -> Config:
-    """Return the options with the samples of a step as the run was begun with.
-
-    They are kept where nobody typed another number: on other ranks, with another batch per process
-    and whatever fits into the memory of this machine, a step is divided anew. Raises UsageError
-    when it cannot be.
-    """
-    batch = _identity(inputs.begun, inputs.named).get("options", {}).get("global_batch_size")
-    is_auto = config.batch_size == AUTO
-    if (
-        not batch
-        or config.global_batch_size
-        or config.prepare_only
-        or (config.resume_with_changes and not is_auto)
-    ):
-        return config
-    kept = config.with_values(KEPT, global_batch_size=batch, grad_accum_steps=None)
-    asked = plan.divide(config, 0, plan.launched_size())
-    if is_auto or asked.global_batch == batch:
-        return kept if is_auto else config
-    begun = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
-    try:
-        divided = plan.divide(kept, 0, plan.launched_size())
-    except UsageError as error:
-        raise UsageError(
-            f"{begun} cannot be divided",
-            expected=error.expected,
-            hint="take another number of ranks or another --batch-size; "
-            "--resume-with-changes with --max-steps goes on with the step that "
-            "the options make",
-        ) from error
-    if config.batch_size is None:  # on a GPU it is divided otherwise, which is said there
-        return kept
-    log.info(
-        f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
-        f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
-        f"make it {asked.global_batch:,}"
-    )
-    return kept
+    """Return the identity of the run or checkpoint to resume; see Inputs."""
+    record: dict[str, Any] = begun or (named.commit() if named else {})
+    identity: dict[str, Any] = record.get("identity", {})
+    return identity
 
 
 def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
-    """Tell whether this very run has already reached its end, and say so; takes milliseconds."""
+    """Return whether this run has already reached its end, and log that; takes milliseconds.
+
+    config: as far as it is settled by files.
+    """
     checkpoint = (
         None
         if config.overwrite or inputs.named or config.prepare_only
@@ -268,7 +279,7 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     planned = Plan.of(config, inputs.fingerprints, facts["samples_per_epoch"])
     if checkpoint.step < planned.total_steps or differences(facts["identity"], planned.identity()):
         return False
-    earlier.mark_complete(experiment, checkpoint.step)
+    previous_run.mark_complete(experiment, checkpoint.step)
     log.info(
         f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
         f"--num-epochs or --max-steps to go on\n{plan.next_command(config, experiment)}"
@@ -277,18 +288,17 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
 
 
 def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
-    """Tell whether the first weights are drawn from the seed.
+    """Return whether the first weights are initialised from the seed.
 
-    That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
-    run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
-    missing and nobody asked for random ones; of tokens or a plan for other machines, a warning.
-    Adapters are trained beside weights that are there: UsageError where they would be drawn.
+    They are with --from-scratch, for a model that stage 03 made from scratch, and for a run that
+    started so, whose weights are in its checkpoints. Raises ArtifactError if weights are missing
+    otherwise; --prepare-only and --plan-gpus only warn. Raises UsageError for LoRA from scratch.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:
             raise UsageError(
-                f"--lora-rank trains adapters beside a model that has weights, and "
-                f"those of {model_dir} would be drawn from the seed",
+                f"--lora-rank needs a base model with weights, and those of {model_dir} would be "
+                "initialised from the seed",
                 expected="-m with a model that was trained before",
                 hint="without --lora-rank, the whole model is trained",
             )
@@ -299,10 +309,10 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
         error = ArtifactError(
             f"the model {model_dir} has no weights"
             if not directory.has_weights(model_dir)
-            else f"the weights of the model {model_dir} are not whole",
+            else f"the weights of the model {model_dir} are incomplete",
             found=units.join_lines(missing, 5),
             expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
-            hint="copy the missing files to it; with --from-scratch, training would begin with "
+            hint="copy the missing files to it; with --from-scratch, training would start with "
             "random weights",
         )
         if not (config.prepare_only or config.plan_gpus):
@@ -312,9 +322,9 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
 
 
 def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
-    """Return the shards; UsageError or ArtifactError when there are none.
+    """Return the shards of --streaming; UsageError or ArtifactError if there are none.
 
-    begun: see Inputs; a run that has begun keeps the commit of a dataset on the Hub.
+    begun: see Inputs; a resumed run keeps the commit of its dataset on the Hub.
     """
     name = config.dataset_name[0]
     if not config.online:
@@ -325,18 +335,18 @@ def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
     return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
 
 
-def _shards_identity(config: Config, found: RawShards) -> dict[str, str]:
-    """Return what a resumed run must share of the shards: each rank continues in its own part."""
+def _shards_identity(config: Config, shards: RawShards) -> dict[str, str]:
+    """Return the part of a run's identity for shards: each rank resumes in its own part of them."""
     shared = {
-        "dataset": found.fingerprint,
+        "dataset": shards.fingerprint,
         "text field": text_field(config),
         "ranks": str(plan.degrees(config).dp_size(plan.launched_size())),
     }
-    return {**shared, "commit": found.commit} if found.commit else shared
+    return {**shared, "commit": shards.commit} if shards.commit else shared
 
 
 def text_field(config: Config) -> str:
-    """Return the name of the field or column that holds the text."""
+    """Return the name of the field or column that contains the text, for --streaming."""
     return config.text_field or "text"
 
 
@@ -344,11 +354,11 @@ def text_field(config: Config) -> str:
 def model_from_scratch(
     config: Config, experiment: Experiment, has_begun: bool
 ) -> Iterator[Path | None]:
-    """Make the directory of the model for the while; None without --model-size.
+    """Yield the model directory of --model-size, which is created if needed; None without it.
 
-    It stays in the cache, but for a dry run. Where no tokenizer is given, one is trained on the
-    datasets, and a run that has begun keeps the one that it has. Raises UsageError when a tokenizer
-    does not load or fit, and as `mixture.open_corpora` for datasets.
+    It stays in the cache, except after a dry run. Without --tokenizer, one is trained on the
+    datasets; a resumed run keeps its own. Raises UsageError if a tokenizer does not load or fit,
+    and as `mixture.open_corpora` for datasets.
     """
     if not config.model_size:
         yield None
@@ -368,14 +378,14 @@ def model_from_scratch(
     )
     if config.dry_run and not target.exists():
         with tempfile.TemporaryDirectory() as folder:
-            _make(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
+            _create_model(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
             yield Path(folder) / target.name
         return
     build.build_once(
         target,
         KIND,
         content,
-        lambda: _make(design, target, content, config),
+        lambda: _create_model(design, target, content, config),
         lambda made: manifest.check(
             target, made, "the model from scratch", deep=True, run=commands.delete_and_rerun(target)
         ),
@@ -383,14 +393,14 @@ def model_from_scratch(
     yield target
 
 
-def _make(
+def _create_model(
     design: Design,
     target: Path,
     content: dict[str, Any],
     config: Config,
     limit: int = tokenizer.SAMPLE_BYTES,
 ) -> None:
-    """Make the directory. limit: bytes of text to train a tokenizer on at most."""
+    """Create the model directory. limit: bytes of text to train a tokenizer on, at most."""
     from lib.models import check
 
     vocabulary = design.vocabulary()

@@ -1,9 +1,10 @@
-"""A launch: what a person started once, however often a launcher starts it again.
+"""Recognise the launch that a process belongs to, and repeat no option that acts only once.
 
-torchrun and the launchers repeat the words that were typed. Some must act once: --overwrite would
-set aside what the launch itself has trained, --resume never would refuse it. So config.yaml keeps
-the marks of the launch that wrote it, and a process that bears one of them knows that it is not the
-first of its launch.
+A launch is what a person started once, however often a launcher restarts it. torchrun and the
+launchers repeat the words that were typed. Two options must act only once per launch: after a
+restart, --overwrite would discard the launch's own work, and --resume never would refuse it. So
+config.yaml contains the marks of the launch that wrote it, and a process with one of these marks
+knows that it is a restart.
 """
 
 from __future__ import annotations
@@ -22,51 +23,53 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
 
 @dataclass(frozen=True)
 class Launch:
-    """marks: of all ranks, and of those that were replaced. has_begun: this start is a repeat."""
+    """The launch of all ranks. marks: of its processes. has_begun: this start is a restart."""
 
     marks: list[str]
     has_begun: bool
 
 
-def join(config: Config, experiment: Experiment, layout: ParallelLayout) -> tuple[Config, Launch]:
-    """Agree with all ranks on the launch that they belong to, and on what its options still mean.
+def join_launch(experiment: Experiment, layout: ParallelLayout) -> Launch:
+    """Return the launch of all ranks. All ranks must call this.
 
-    All ranks must call this: one on a machine that was replaced cannot tell by itself.
+    A rank on a machine that was replaced cannot know by itself that it is a restart.
     """
     from lib.parallel.layout import gather
 
     own = launcher.launch_marks() + launcher.job_marks()
-    known = _known(experiment)
-    found = gather((_is_of(known), own, known), layout.control)
-    again = any(begun for begun, _, _ in found)
-    if again:
-        config = act_once(config)
-    marks = {mark for _, own, known in found for mark in own + (known if again else [])}
-    return config, Launch(sorted(marks), again)
+    recorded = _recorded_marks(experiment)
+    ranks = gather((_is_of(recorded), own, recorded), layout.control)
+    has_begun = any(is_restart for is_restart, _, _ in ranks)
+    marks = {mark for _, own, known in ranks for mark in own + (known if has_begun else [])}
+    return Launch(sorted(marks), has_begun)
 
 
-def has_begun(experiment: Experiment) -> bool:
-    """Tell whether an earlier process of this launch has begun the run in a directory."""
-    return _is_of(_known(experiment))
+def is_restart(experiment: Experiment) -> bool:
+    """Return whether an earlier process of this launch has started the run in a directory."""
+    return _is_of(_recorded_marks(experiment))
 
 
-def act_once(config: Config) -> Config:
-    """Return the options without what a launch that has begun its run must not do again."""
-    words = (["--overwrite"] if config.overwrite else []) + (
+def act_once(config: Config, is_restart: bool) -> Config:
+    """Return the options of a restart without --overwrite and --resume never, and log that.
+
+    is_restart: False returns the options unchanged.
+    """
+    typed = (["--overwrite"] if config.overwrite else []) + (
         ["--resume never"] if config.resume == "never" else []
     )
-    if words:
-        log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
+    if not is_restart or not typed:
+        return config
+    log.info(f"{' and '.join(typed)} acted when this launch began: it resumes now")
     return replace(
         config, overwrite=False, resume="auto" if config.resume == "never" else config.resume
     )
 
 
-def _is_of(known: list[str]) -> bool:
-    """Tell whether these are the marks of the launch that this process belongs to."""
+def _is_of(marks: list[str]) -> bool:
+    """Return whether these are the marks of the launch that this process belongs to."""
     own = launcher.launch_marks() + (launcher.job_marks() if launcher.is_requeued() else [])
-    return not set(own).isdisjoint(known)
+    return not set(own).isdisjoint(marks)
 
 
-def _known(experiment: Experiment) -> list[str]:
+def _recorded_marks(experiment: Experiment) -> list[str]:
     return journal.read_config(experiment).get("launched_by") or []

@@ -1,17 +1,16 @@
-"""The model of a run: built without memory, sharded, and given its first weights."""
+"""Build the model of a run without memory, shard it, and give it its first weights."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lib.core import log, units
+from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
@@ -20,50 +19,34 @@ from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS, list_without_blocks
-from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize, precision
+from lib.parallel import (
+    attention,
+    attention_kernel,
+    experts,
+    experts_trial,
+    parallelize,
+    precision,
+    routers,
+)
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
-from lib.parallel.routers import RouterLoad
-from lib.train import balance, earlier, plan
+from lib.parallel.routers import BIAS, RouterLoad
+from lib.train import plan, previous_run
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_on_all_nodes
 
-_SEQ_LENGTH = 1024
 
+def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
+    """Return the model on the meta device, with the changes that its memory depends on.
 
-def build_model(
-    config: Config, experiment: Experiment, inputs: Inputs
-) -> tuple[Config, PreTrainedModel]:
-    """Return the model on the meta device, and the options with what it and the hardware decide.
-
-    All is checked that can be before the long work begins. Raises UsageError or ArtifactError when
-    the options exceed the model, the batch cannot be divided, or the experiment's directory cannot
-    be used.
+    Raises UsageError if --seq-length or --precision do not suit this model or machine, or if an
+    adapter of --lora-from does not fit.
     """
-    if config.precision is None:
-        config = config.with_values(
-            "hardware", precision="bf16" if config.plan_gpus else precision.default_precision()
-        )
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
-    if config.attention == "flash":
-        config = replace(
-            config,
-            attention="auto"
-            if config.plan_gpus
-            else attention.resolve_flash(config.precision, shape),
-        )
-    model = architecture.build_on_meta(
-        inputs.model_dir,
-        attention.pick_implementation(config.attention, config.packing, config.precision, shape),
-        config.trust_remote_code,
-    )
-    experts.use_own_function(model)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if config.seq_length is None:
-        config = config.with_values("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
-    elif longest and config.seq_length > longest:
+    longest = longest_sequence(shape)
+    if longest and config.seq_length > longest:
         raise UsageError(
             f"--seq-length {config.seq_length} is longer than the model allows",
             expected=f"at most {longest} (max_position_embeddings in config.json)",
@@ -76,25 +59,67 @@ def build_model(
             f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
             found=f"--precision {config.precision}",
         )
-    config = balance.settle(config, model, inputs)
+    model = architecture.build_on_meta(
+        inputs.model_dir,
+        attention.pick_implementation(config.attention, config.packing, config.precision, shape),
+        config.trust_remote_code,
+    )
+    experts.use_own_function(model)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
     changes = _select_changes(config, changes_memory_plan=True)
     for description in model_changes.apply_changes(model, changes, Placement()).descriptions:
         log.info(description)
+    return model
+
+
+def longest_sequence(shape: PretrainedConfig) -> int | None:
+    """Return the most tokens of a sequence that a model allows; None if its config has no limit."""
+    return getattr(shape.get_text_config(), "max_position_embeddings", None)
+
+
+def require_usable(
+    config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel
+) -> None:
+    """Raise UsageError or ArtifactError if a run cannot train this model in this directory.
+
+    All that can be checked before the long work begins is checked here; only memory and data
+    follow. Warns if the hardware only emulates the compute dtype.
+    """
+    _require_router_method(config, model)
     _require_whole_blocks(config, model)
-    if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
-        precision.warn_if_emulated(config.precision)
-        batch = plan.divide(config, 0, plan.launched_size()).global_batch
-        earlier.require_free_name(
-            config, experiment, inputs.begun, config.identity(inputs.fingerprints, batch)
+    if config.plan_gpus or config.prepare_only:  # perhaps for a run on other machines
+        return
+    precision.warn_if_emulated(config.precision)
+    batch = plan.divide(config, 0, plan.launched_size()).global_batch
+    previous_run.require_usable_directory(
+        config, experiment, inputs.begun, config.identity(inputs.fingerprints, batch)
+    )
+    _require_writable(experiment.root)
+
+
+def _require_router_method(config: Config, model: PreTrainedModel) -> None:
+    """Raise UsageError if a typed --router-aux-loss would have no effect."""
+    if not isinstance(config.router_aux_loss, float):
+        return
+    name = model.config.model_type
+    method = routers.find_method(model, routers.find_routers(model))
+    if not method:
+        raise UsageError(
+            f"--router-aux-loss {config.router_aux_loss:g} has no meaning for this model",
+            found=f"{name}, which has no routers that the pipeline can balance",
+            run=commands.as_typed("--router-aux-loss", "off"),
         )
-        _require_writable(experiment.root)
-    return config, model
+    if method == BIAS and config.trains_lora:
+        raise UsageError(
+            f"--router-aux-loss {config.router_aux_loss:g} moves the biases of {name}'s routers, "
+            "which a LoRA adapter cannot contain",
+            run=commands.as_typed("--router-aux-loss", "off"),
+        )
 
 
 def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
-    """Raise UsageError when ranks would share what an optimizer keeps together."""
+    """Raise UsageError if sharding would cut the blocks in which an optimizer stores its state."""
     block = OPTIMIZERS[config.optimizer].block
     here = [] if config.prepare_only else [plan.launched_size()]
     for ranks in config.plan_gpus or here:
@@ -102,7 +127,7 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
         cut = list_cut_shapes(model, shard_size, block)
         if block > 1 and cut:
             raise UsageError(
-                f"--optimizer {config.optimizer} cannot be shared by {shard_size} ranks",
+                f"--optimizer {config.optimizer} cannot be sharded over {shard_size} ranks",
                 found=f"parameters of {' × '.join(map(str, cut[0]))}, of which ranks share the "
                 f"rows of each expert: blocks of {block} numbers would be cut",
                 hint="--shard-size N with no more ranks than experts, or --optimizer "
@@ -111,30 +136,30 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
 
 
 def _require_writable(directory: Path) -> None:
-    """Raise UsageError when a directory can be neither written to nor made."""
-    there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    """Raise UsageError if a directory can be neither written to nor created."""
+    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"{directory} cannot be written",
-            found=f"{there} is {'read-only' if there.is_dir() else 'a file'}",
-            hint="--save-dir DIR names another place",
+            found=f"{existing} is {'read-only' if existing.is_dir() else 'a file'}",
+            hint="--save-dir DIR uses another one",
         )
 
 
-def shard(
+def shard_model(
     config: Config,
     inputs: Inputs,
     model: PreTrainedModel,
     layout: ParallelLayout,
     compiler: Compiler | None,
 ) -> RouterLoad:
-    """Shard the model and give it memory, without content but for what is frozen.
+    """Shard the model and allocate its memory; return the load of its experts.
 
-    No checkpoint holds that. Returns what counts the load of the model's experts. Raises UsageError
-    when the model's files have changed since it was planned.
+    Only frozen weights are loaded, since no checkpoint contains them. Raises UsageError if the
+    model's files have changed since it was planned.
     """
-    load = balance.watch(config, model, layout.device)
-    offload = update_device(config, layout) != layout.device
+    load = _make_router_load(config, model, layout.device)
+    offload = choose_update_device(config, layout) != layout.device
     shard_size = layout.fsdp.size(-1)
     placement = Placement(shard_size, offload, layout.device.type, count_ranks_in(shard_size))
     changes = _select_changes(config, changes_memory_plan=False)
@@ -176,23 +201,26 @@ def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout)
     )
 
 
-def update_device(config: Config, layout: ParallelLayout) -> torch.device:
-    """Return where a rank's shards, gradients and states of the optimizer lie."""
+def choose_update_device(config: Config, layout: ParallelLayout) -> torch.device:
+    """Return the device of a rank's shards, gradients and optimizer state."""
     return torch.device("cpu") if config.cpu_offload else layout.device
 
 
-def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: ParallelLayout) -> None:
-    """Fill a model that no checkpoint has filled; UsageError when its files have changed.
+def load_first_weights(
+    config: Config, inputs: Inputs, model: nn.Module, layout: ParallelLayout
+) -> None:
+    """Load or initialise the weights of a run that starts without a checkpoint.
 
-    Of one with a frozen part, which `shard` has filled, that are its adapters.
+    If part of the model is frozen, which `shard_model` has loaded, only the adapter is initialised.
+    Raises UsageError if the model's files have changed.
     """
     began = time.monotonic()
     if inputs.adapter:
         lora.load_adapter(model, inputs.adapter)
-        log.info(f"adapters: taken from {inputs.adapter.directory}")
+        log.info(f"LoRA: adapter loaded from {inputs.adapter.directory}")
     elif is_frozen(model):
         draw_added(model, config.seed)
-        log.info(f"adapters: drawn from seed {config.seed}")
+        log.info(f"LoRA: adapter initialised from seed {config.seed}")
     elif inputs.scratch:
         initialise(model, config.seed)
     else:
@@ -201,15 +229,15 @@ def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: Para
     if not is_frozen(model):
         log.info(
             f"weights: {units.count(model.num_parameters())} parameters "
-            f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}"
+            f"{describe_weights(config, inputs)} in {units.duration(time.monotonic() - began)}"
         )
     torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks
 
 
-def weights_of(config: Config, inputs: Inputs) -> str:
-    """Return where the first weights come from, in words."""
+def describe_weights(config: Config, inputs: Inputs) -> str:
+    """Return a phrase that says where the first weights come from."""
     if inputs.scratch:
-        return f"drawn from seed {config.seed}"
+        return f"initialised from seed {config.seed}"
     return (
         f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from "
         f"{inputs.model_dir}"
@@ -217,12 +245,59 @@ def weights_of(config: Config, inputs: Inputs) -> str:
 
 
 def pick_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
-    """Decide how the model attends, and which function computes its experts; print both.
-
-    All ranks must call this.
-    """
+    """Choose and log the kernels of attention and of experts. All ranks must call this."""
     attention.avoid_device_reads(model, config.packing, config.seq_length)
     kernel = attention_kernel.pick_kernel(model, config.packing, config.precision, layout.device)
     log.info(f"attention: {kernel}")
     if name := experts_trial.pick_function(model, layout):
         log.info(f"experts: {name}")
+
+
+def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:
+    """Return the row about load balancing for the head of a run; {} for a model without experts.
+
+    model: on the meta device.
+    """
+    model_routers = routers.find_routers(model)
+    method = routers.find_method(model, model_routers)
+    why = config.settled_by.get("router_aux_loss", "as typed")
+    value = config.router_aux_loss
+    if not method:
+        has_experts = model_routers or getattr(
+            model.config.get_text_config(), "num_experts_per_tok", None
+        )
+        if not has_experts:
+            return {}
+        name = model.config.model_type
+        return {"experts": f"no load balancing, which is not available for {name} models"}
+    if not isinstance(value, float):
+        return {"experts": f"no load balancing ({_why_off(why, method)})"}
+    count = units.counted(len(model_routers), "router")
+    if method == BIAS:
+        return {
+            "experts": f"the biases of {count} move by {value:g} a step towards an "
+            f"even load ({why})"
+        }
+    note = ""
+    if not routers.has_trained_inputs(model, model_routers):
+        note = "; without effect, since no trained weight comes before a router"
+    return {"experts": f"load-balancing loss × {value:g} over {count} ({why}){note}"}
+
+
+def _why_off(why: str, method: str) -> str:
+    """Return the reason why a family's load balancing is off. why: what settled the option."""
+    if why != "fine-tuning":
+        return why
+    if method == BIAS:
+        return "fine-tuning keeps the biases of the routers"
+    return "fine-tuning, and the model's config does not set output_router_logits"
+
+
+def _make_router_load(config: Config, model: PreTrainedModel, device: torch.device) -> RouterLoad:
+    """Return the counter that balances the load of a model's experts. Call it before sharding."""
+    model_routers = routers.find_routers(model)
+    coefficient = config.router_aux_loss
+    if not isinstance(coefficient, float):
+        return RouterLoad(model_routers, device, "", 0.0)
+    method = routers.find_method(model, model_routers)
+    return RouterLoad(model_routers, device, method, coefficient)

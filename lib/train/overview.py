@@ -17,13 +17,13 @@ from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, saving, sizes
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import write
-from lib.train import balance, chats, checks, fitting, outlook
+from lib.train import checks, estimates, memory_fit
 from lib.train import plan as plans
 from lib.train.config import Config
-from lib.train.data import Data, mix, shards_of_rank
+from lib.train.data import Data, chat_policy, mix, shards_of_rank
+from lib.train.estimates import Hardware, Work
 from lib.train.inputs import Inputs
-from lib.train.model import weights_of
-from lib.train.outlook import Hardware, Work
+from lib.train.model import describe_balance, describe_weights
 from lib.train.plan import Plan
 
 
@@ -47,9 +47,9 @@ def show_head(
             "dataset": inputs.datasets,
             "validation": held_out or no_split,
             **_settled(config),
-            **balance.describe(config, model),
+            **describe_balance(config, model),
             **data.describe(plan),
-            **outlook.rows(plan, work, hardware),
+            **estimates.rows(plan, work, hardware),
         }
     )
     _tell_doubts(plan, work, hardware, bool(data.held_out))
@@ -78,20 +78,20 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         {
             "model": f"{_model_of(config, inputs)} "
             f"({model.config.model_type}, {describe_size(model)})",
-            "weights": weights_of(config, inputs),
+            "weights": describe_weights(config, inputs),
             "dataset": inputs.datasets,
             "precision": f"{masters}, {config.precision} compute",
             **_settled(config),
-            **balance.describe(config, model),
+            **describe_balance(config, model),
             **_ranks(config),
         }
     )
     data, samples = _data(config, inputs)
-    asked = fitting.planned(config, inputs, model) or {plans.launched_size(): config}
+    asked = memory_fit.fit_planned(config, inputs, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
         if config.plan_gpus:
             log.info(f"on {units.counted(ranks, 'GPU')}:")
-        given = fitting.limit(given, samples, ranks)
+        given = memory_fit.limit_batch(given, samples, ranks)
         asked[ranks] = given
         plan = problems.collect(partial(Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
@@ -157,9 +157,9 @@ def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: H
             config.plan_write_gbps,
             config.ckpt_async,
             config.plan_step_seconds,
-            outlook.step_seconds(plan, work, hardware),
+            estimates.step_seconds(plan, work, hardware),
         )
-    log.table(numbers | outlook.rows(plan, work, hardware))
+    log.table(numbers | estimates.rows(plan, work, hardware))
     _tell_doubts(plan, work, hardware, bool(data.held_out) if data else work.validates)
 
 
@@ -167,7 +167,7 @@ def _tell_doubts(plan: Plan, work: Work, hardware: Hardware, has_validation: boo
     """Warn of options that are odd for a run of this length and a model of this size."""
     config = plan.config
     doubts = [
-        outlook.advice(plan, work, hardware),
+        estimates.advice(plan, work, hardware),
         checks.rate_doubt(config.lr, work.parameters, work.scratch, bool(config.lora_rank)),
         *checks.doubts(config, plan.total_steps, has_validation),
     ]
@@ -180,7 +180,7 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     """Return the data with its samples, or only an estimate of these where it is not prepared."""
     if inputs.shards:
         return Data(shards_of_rank(config, inputs.shards), []), None
-    policies = [chats.policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
+    policies = [chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
     targets = [
         store.find_store_dir(
             config.cache_dir,

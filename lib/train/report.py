@@ -23,10 +23,10 @@ from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import metrics, symptoms
+from lib.train.estimates import MEASURED
 from lib.train.journal import Journal
 from lib.train.meters import Meters, Pace
 from lib.train.metrics import Metrics
-from lib.train.outlook import MEASURED
 from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
 from lib.train.state import TrainState
 

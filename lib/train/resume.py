@@ -15,7 +15,7 @@ from lib.models.sharded import is_frozen, restore_ties
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.tokens.batches import BEGINNING
-from lib.train import earlier, symptoms
+from lib.train import previous_run, symptoms
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal
 from lib.train.model_files import require_same_base
@@ -44,7 +44,8 @@ def resume(
     is_named = False
     named = inputs.named
     if named is not None and not on_rank_0(
-        lambda: earlier.descends(commit.find_newest(experiment.checkpoints), named), control
+        lambda: previous_run.descends_from(commit.find_newest(experiment.checkpoints), named),
+        control,
     ):
         search.require_intact(named, control)
         checkpoint = named
@@ -55,8 +56,8 @@ def resume(
         facts = newest.commit()
     else:
         return False
-    changes = earlier.require_same(
-        *earlier.with_samples(checkpoint.commit(), plan.identity(), plan.samples),
+    changes = previous_run.require_same_run(
+        *previous_run.add_sample_counts(checkpoint.commit(), plan.identity(), plan.samples),
         checkpoint.path,
         plan.config.resume_with_changes,
         plan.config,
@@ -70,7 +71,7 @@ def resume(
     record = checkpointer.load(checkpoint, state)
     state.resumed_from = facts.get("resumed_from")
     state.resumed_path = facts.get("resumed_path")
-    if earlier.is_other_data(changes):
+    if previous_run.changes_samples(changes):
         state.position = BEGINNING
     if is_named:
         is_own = checkpoint.path.parent == experiment.checkpoints.resolve()

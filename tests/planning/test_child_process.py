@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from lib.planning import capacity, memory_check, training_memory
 from lib.planning.child_process import NoAnswer, in_child_process
 from lib.planning.trace import StepConfig
-from lib.train import fitting
+from lib.train import memory_fit
 from tests.planning.test_memory import ASKED, on_meta
+from tests.planning.test_memory_check import fit
 
 LARGE = LlamaConfig(
     hidden_size=256,
@@ -91,9 +91,9 @@ def test_stage_04_takes_safe_settings_after_one_failure(
     monkeypatch.setattr(capacity, "swap", lambda device: 0)
     given = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
     began = time.monotonic()
-    config, found = fitting.settle(given, Namespace(recomputed=""), model)
+    config, found = fit(given, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
-    assert found.excess(fitting.step_config_here(config, model)) == {}
+    assert found.excess(memory_fit.step_config_here(config, model)) == {}
     assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from lib.models.lora import Lora
 from lib.planning import capacity, memory_check
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import KINDS
-from lib.train import fitting
+from lib.train import memory_fit, settle
+from lib.train.config import Config
+from lib.train.inputs import Inputs
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, case, on_meta
 
@@ -40,6 +41,20 @@ class Known:
             "activations": each * case.batch * case.seq_length // 1024,
         }
         return StepMemory(held, (held,), case.offload)
+
+
+def inputs(begun: dict[str, Any] | None = None) -> Inputs:
+    """Return inputs without files. begun: what an earlier launch recorded."""
+    return Inputs(Path("model"), [], {}, begun or {}, None, scratch=False)
+
+
+def fit(
+    config: Config, model: PreTrainedModel, begun: dict[str, Any] | None = None
+) -> tuple[Config, memory_check.MemoryCheck]:
+    """Return the options after all rules, and the check of this machine's memory."""
+    check = memory_check.MemoryCheck.here(model)
+    facts = settle.Facts(inputs(begun), model, check)
+    return settle.apply_rules(config, facts, settle.Known.MEMORY), check
 
 
 def refused(
@@ -70,10 +85,10 @@ def refused(
         seq_length=seq_length,
         **{"compile": False, "activation_checkpointing": "none", **changes},
     )
-    inputs = Namespace(begun={"identity": {}} if begun else {}, recomputed="")
+    earlier = {"identity": {}} if begun else {}
     try:
-        given, found = fitting.settle(given, inputs, on_meta())
-        fitting.require(given, inputs, found)
+        given, check = fit(given, on_meta(), earlier)
+        memory_fit.require_memory(given, inputs(earlier), check)
     except UsageError as error:
         return error
     return None
@@ -126,7 +141,7 @@ def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.Mon
     told.clear()
     assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1) is None
     [line] = told
-    assert "a copy of what a checkpoint holds takes" in line and "--ckpt-async off" in line
+    assert "host memory: the copy of a checkpoint" in line and "--ckpt-async off" in line
     told.clear()
     for fits in ({"ckpt_async": False}, {"optimizer": "adamw8bit"}):
         assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1, **fits) is None
@@ -183,11 +198,11 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
     told: list[str] = []
     monkeypatch.setattr(memory_check.log, "info", told.append)
-    monkeypatch.setattr(fitting, "step_config_here", lambda config, model: case(ranks=1))
+    monkeypatch.setattr(memory_fit, "step_config_here", lambda config, model: case(ranks=1))
     for copies in (11.9, 13.5):  # of which a tenth stays free
         fitted.host = copies * trained
-        fitting._tell_copies(ASKED, fitted)
-    assert len(told) == 1 and "a copy of what a checkpoint holds takes" in told[0]
+        memory_fit._report_copies(ASKED, fitted)
+    assert len(told) == 1 and "host memory: the copy of a checkpoint" in told[0]
 
 
 def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

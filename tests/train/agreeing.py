@@ -1,6 +1,6 @@
-"""Run by each of two ranks that have chosen otherwise; writes what both have agreed on.
+"""Run on two ranks that chose different options; write the options that they agree on.
 
-argv: a file for the options of each rank, a list.
+argv: a file for the options of each rank, as a list.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.parallel.layout import ParallelLayout, gather
-from lib.train import fitting
+from lib.train import memory_fit
 from lib.train.config import Config
 
 
 def main() -> None:
-    """Agree, and write it."""
+    """Agree, and write the result."""
     is_first = os.environ["RANK"] == "0"
     config = Config(seq_length=16, precision="fp32").with_values(
         "memory plan",
@@ -28,8 +28,8 @@ def main() -> None:
     )
     if is_first:
         config = config.with_values("memory plan", keep_gathered=True, shard_size=1)
-    layout = ParallelLayout.start(partial(fitting.agree_on_shards, config))
-    config = fitting.agree(config, None, layout)
+    layout = ParallelLayout.start(partial(memory_fit.agree_on_shards, config))
+    config = memory_fit.agree_on_memory(config, None, layout)
     mine = {
         "batch": config.batch_size,
         "recompute": config.activation_checkpointing,

@@ -11,7 +11,7 @@ import yaml
 
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import earlier
+from lib.train import previous_run
 from lib.train.config import Config
 
 
@@ -23,11 +23,13 @@ def test_samples_that_are_others_than_those_of_the_run_are_refused(tmp_path: Pat
         ({}, []),
         ({"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"]),
     ):
-        there = earlier.with_samples({"identity": now, **facts}, now, 300)
-        found = earlier.require_same(*there, tmp_path, with_changes=True)
-        assert [*map(str, found)] == changes and earlier.is_other_data(found) == bool(changes)
+        there = previous_run.add_sample_counts({"identity": now, **facts}, now, 300)
+        found = previous_run.require_same_run(*there, tmp_path, with_changes=True)
+        assert [*map(str, found)] == changes and previous_run.changes_samples(found) == bool(
+            changes
+        )
     with pytest.raises(UsageError) as error:
-        earlier.require_same(*there, tmp_path)
+        previous_run.require_same_run(*there, tmp_path)
     assert "samples in an epoch: 298 there, 300 now" in error.value.render()
     assert now == {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
 
@@ -39,14 +41,14 @@ def test_a_directory_of_the_user_is_neither_used_nor_moved(
 ) -> None:
     opts = SimpleNamespace(overwrite=overwrite, resume="auto", resume_with_changes=False)
     (tmp_path / "exp").mkdir()
-    earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
+    previous_run.require_usable_directory(opts, Experiment(tmp_path, "exp"), {}, {})
     file = tmp_path / "exp" / name.partition(" ")[0]
     file.write_text("" if name == "config.yaml" else "model: resnet\n")
     with pytest.raises(UsageError, match="is not an experiment"):
-        earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
+        previous_run.require_usable_directory(opts, Experiment(tmp_path, "exp"), {}, {})
     file.unlink()
     (tmp_path / "exp/config.yaml").write_text("identity: {options: {}, inputs: {}}\n")
-    earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
+    previous_run.require_usable_directory(opts, Experiment(tmp_path, "exp"), {}, {})
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_the_command_for_a_run_with_other_settings_helps(
         yaml.safe_dump({"options": begun.to_record(), "identity": now})
     )
     with pytest.raises(UsageError) as error:
-        earlier.require_same(
+        previous_run.require_same_run(
             now,
             {"options": options, "inputs": inputs},
             tmp_path / "exp",

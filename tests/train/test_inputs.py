@@ -118,6 +118,6 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(
     read = of(model_dir)
     monkeypatch.setattr(model, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
-        model.first_weights(
+        model.load_first_weights(
             SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1), SimpleNamespace(rank=0)
         )

@@ -11,7 +11,7 @@ import pytest
 from lib.core import paths
 from lib.core.errors import UsageError
 from lib.tokens.order import Division
-from lib.train import checks, earlier, plan
+from lib.train import checks, plan, previous_run
 from lib.train.config import Config
 from lib.train.plan import Plan
 
@@ -165,7 +165,9 @@ def test_the_schedule_is_that_of_the_options() -> None:
     ],
 )
 def test_what_a_resume_may_change(changes: dict) -> None:
-    earlier.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
+    previous_run.require_same_run(
+        make().identity(), make(**changes).identity(), Path("outputs/exp")
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,9 @@ def test_what_a_resume_may_change(changes: dict) -> None:
 )
 def test_what_a_resume_must_share(changes: dict, told: str) -> None:
     with pytest.raises(UsageError, match="was begun with other settings") as caught:
-        earlier.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
+        previous_run.require_same_run(
+            make().identity(), make(**changes).identity(), Path("outputs/exp")
+        )
     assert caught.value.found == told
 
 
@@ -196,7 +200,7 @@ def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> Non
         config=replace(before.config, seq_length=16, precision="bf16"),
     )
     with pytest.raises(UsageError) as caught:
-        earlier.require_same(before.identity(), now.identity(), Path("outputs/exp"))
+        previous_run.require_same_run(before.identity(), now.identity(), Path("outputs/exp"))
     assert caught.value.found.splitlines() == [
         "dataset: d there, other now",
         "--precision: fp32 there, bf16 now",
@@ -232,9 +236,9 @@ def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
     now = make(optimizer="adamw8bit").identity()
     where = Path("o/exp")
     with pytest.raises(UsageError, match="begun with other settings"):
-        earlier.require_same(before, now, where)
+        previous_run.require_same_run(before, now, where)
     with pytest.raises(UsageError, match="states of another optimizer"):
-        earlier.require_same(before, now, where, with_changes=True)
+        previous_run.require_same_run(before, now, where, with_changes=True)
 
 
 @pytest.mark.parametrize("samples", [0, 3, 103])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from lib.train import chats
+from lib.train import experiment
 from tests.tokens.conftest import save_tokenizer
 
 TURNS = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -26,8 +26,8 @@ PICKY = "{% if messages | length < 2 %}{{ raise_exception('no') }}{% endif %}" +
 )
 def test_bos_is_written_once(tmp_path: Path, adds: bool, source: str, begins: str) -> None:
     home = save_tokenizer(tmp_path / "it", bos=adds)
-    kept = chats.template_to_keep(source, home)
-    assert chats.template_to_keep(kept, home) == kept
+    kept = experiment.add_bos_to_template(source, home)
+    assert experiment.add_bos_to_template(kept, home) == kept
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     text = AutoTokenizer.from_pretrained(home).apply_chat_template(
         said, chat_template=kept, tokenize=False

@@ -18,11 +18,12 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.planning import capacity, memory_check
 from lib.planning.memory_check import MemoryCheck
-from lib.train import fitting, plan
-from lib.train.inputs import Inputs, settle
+from lib.train import memory_fit, plan
+from lib.train.settle import Facts, Known, apply_rules, settle_from_files
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, on_meta
-from tests.planning.test_memory_check import MIB, Known
+from tests.planning.test_memory_check import MIB, fit, inputs
+from tests.planning.test_memory_check import Known as KnownSteps
 
 STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
@@ -31,9 +32,9 @@ STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what is told, the last of it last."""
     lines: list[str] = []
-    monkeypatch.setattr(fitting.log, "info", lines.append)
-    monkeypatch.setattr(fitting.log, "warn", lines.append)
-    monkeypatch.setattr(memory_check, "Estimates", Known)
+    monkeypatch.setattr(memory_fit.log, "info", lines.append)
+    monkeypatch.setattr(memory_fit.log, "warn", lines.append)
+    monkeypatch.setattr(memory_check, "Estimates", KnownSteps)
     monkeypatch.setattr(capacity, "swap", lambda device: 0)
     monkeypatch.setitem(
         memory_check._USABLE, False, (0.9, 0)
@@ -66,7 +67,7 @@ def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> i
             **changes,
         },
     )
-    return fitting.settle(given, Namespace(recomputed=""), on_meta())[0].batch_size
+    return fit(given, on_meta())[0].batch_size
 
 
 def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -91,7 +92,7 @@ def test_no_more_is_computed_again_than_needed(
         said.clear()
         here(monkeypatch, samples, gpu=True)
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
-        config, _ = fitting.settle(given, Namespace(recomputed=kept), on_meta())
+        config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": kept}})
         assert config.settled_by["activation_checkpointing"] == (
             "earlier launch" if config.activation_checkpointing == kept else "memory plan"
         )
@@ -133,7 +134,7 @@ def test_samples_of_a_step_are_divided_evenly(
 
 def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ranks have taken the smallest of theirs."""
-    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full", False)])
+    monkeypatch.setattr(memory_fit, "gather", lambda mine, group: [mine, (16, "full", False)])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
@@ -147,7 +148,7 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         )
         given = given.with_values("memory plan", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
-        agreed = fitting.agree(given, samples, layout)
+        agreed = memory_fit.agree_on_memory(given, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
         of_rank_1 = [line for line in said if line.endswith("as rank 1 has chosen")]
         assert len(of_rank_1) == (2 if auto else 0)
@@ -189,7 +190,7 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
     def shards(**changes: Any) -> int | None:
         said.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
-        config = fitting.settle(given, Namespace(recomputed=""), on_meta())[0]
+        config = fit(given, on_meta())[0]
         assert (config.settled_by.get("shard_size") == "memory plan") == bool(said)
         assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
@@ -214,7 +215,7 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
 
 def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None:
     given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
-    asked = fitting.planned(given, Namespace(recomputed=""), on_meta())
+    asked = memory_fit.fit_planned(given, inputs(), on_meta())
     assert {ranks: config.shard_size for ranks, config in asked.items()} == {
         8: None,
         24: None,
@@ -241,8 +242,8 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
                 **changes,
             },
         )
-        config, found = fitting.settle(given, Namespace(recomputed=""), model)
-        case = fitting.step_config_here(config, model)
+        config, found = fit(given, model)
+        case = memory_fit.step_config_here(config, model)
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
         return config.keep_gathered
 
@@ -293,13 +294,12 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
     begun_with: int | None,
     then: tuple[Any, ...],
 ) -> None:
-    """A run that goes on keeps the samples of its step: also one that began with the default 1."""
-    begun = {"identity": {"options": {"global_batch_size": begun_with}}}
-    inputs = Inputs(Path("model"), [], {}, begun if begun_with else {}, None, scratch=False)
-    settled = settle(replace(ASKED, **{"batch_size": None, **given}), inputs)
+    """A resumed run keeps the samples of its step, also if it started with the default 1."""
+    begun = {"identity": {"options": {"global_batch_size": begun_with}}} if begun_with else {}
+    asked = replace(ASKED, **{"batch_size": None, **given})
     for gpu in (True, False):
         here(monkeypatch, 1000, gpu=gpu)
-        config = fitting.default_batch(settled, inputs)
+        config = apply_rules(asked, Facts(inputs(begun)), Known.HARDWARE)
         batch, whole, accumulation = then
         if not gpu and batch == "auto":
             batch = 1
@@ -308,11 +308,7 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
         assert division.global_batch == (
             whole or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
-    chosen = fitting.settle(
-        replace(fitting.default_batch(settled, inputs), compile=False),
-        Namespace(recomputed=""),
-        on_meta(),
-    )[0]
+    chosen, _ = fit(replace(asked, compile=False), on_meta(), begun)
     assert plan.divide(chosen, 0, 1).global_batch == (
         whole or chosen.batch_size * (accumulation or 1)
     )
@@ -322,9 +318,8 @@ def test_with_changes_the_batch_on_a_gpu_is_open(monkeypatch: pytest.MonkeyPatch
     """The step of the run could not be divided over other ranks, say, and nobody typed it."""
     here(monkeypatch, 1000, gpu=True)
     begun = {"identity": {"options": {"global_batch_size": 64}}}
-    inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
     asked = replace(ASKED, batch_size=None, grad_accum_steps=3, resume_with_changes=True)
-    config = fitting.default_batch(settle(asked, inputs), inputs)
+    config = apply_rules(asked, Facts(inputs(begun)), Known.HARDWARE)
     assert config.batch_size == "auto" and config.grad_accum_steps == 3
     assert config.global_batch_size is None
 
@@ -343,7 +338,7 @@ def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     )
     assert asked[1:] == (memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest)
     case = plan.step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
-    known = {case: Known(on_meta()).step(case)}
+    known = {case: KnownSteps(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
 
@@ -360,12 +355,12 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
-    asked = fitting.planned(given, Namespace(recomputed=""), model)
+    asked = memory_fit.fit_planned(given, inputs(), model)
     assert asked[1].batch_size == 4 and asked[64].batch_size == 8
-    three = fitting.planned(replace(given, batch_size=3), Namespace(recomputed=""), model)
+    three = memory_fit.fit_planned(replace(given, batch_size=3), inputs(), model)
     assert [each.batch_size for each in three.values()] == [3, 3]
     both = replace(given, batch_size=8, activation_checkpointing="auto")
-    kinds = fitting.planned(both, Namespace(recomputed=""), model).values()
+    kinds = memory_fit.fit_planned(both, inputs(), model).values()
     assert [each.activation_checkpointing for each in kinds] == ["selective", "none"]
 
 
@@ -380,8 +375,9 @@ def test_what_a_run_was_begun_with_is_kept() -> None:
         ({"batch_size": 4, "resume_with_changes": True}, 64, (None, None)),
     ):
         begun = {"identity": {"options": {"global_batch_size": begun_with}}}
-        inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
-        settled = settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
+        settled = settle_from_files(
+            replace(ASKED, **{"batch_size": "auto", **given}), inputs(begun)
+        )
         assert (settled.global_batch_size, settled.grad_accum_steps) == then
 
 
@@ -395,7 +391,7 @@ def test_too_few_tokens_are_told_with_what_fits(
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
         given = given.with_values("memory plan", batch_size=1) if auto else given
-        fitting.advise(given, MemoryCheck.here(on_meta()), has_begun)
+        memory_fit.suggest_batch(given, MemoryCheck.here(on_meta()), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

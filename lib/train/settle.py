@@ -1,0 +1,373 @@
+"""Settle the options that nobody typed, by one ordered list of rules.
+
+`RULES` is the only place where an option that was left open gets its value. To add a derived
+option, add a field to lib/train/config.py and a row to `RULES`. A rule is called while its option
+is None or `auto`, after the rows above it, and returns `config.with_values(REASON, option=value)`.
+The head of a run prints the value with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lib.core import declared, log, units
+from lib.core.errors import Problems, UsageError
+from lib.core.paths import Experiment
+from lib.train import checks, plan
+from lib.train.config import AUTO, DEFAULTS, EARLIER_LAUNCH, OFF, Config
+from lib.train.inputs import Inputs, has_chats
+
+if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
+    from transformers import PreTrainedModel
+
+    from lib.parallel.layout import ParallelLayout
+    from lib.planning.memory_check import MemoryCheck
+    from lib.train.launches import Launch
+
+_SEQ_LENGTH = 1024  # tokens, the default where the model allows it
+_BIAS_STEP = 1e-3  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2)
+_ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
+
+
+class Known(IntEnum):
+    """What a launch must know before a rule can decide, in the order in which it finds it out."""
+
+    FILES = 1  # the model's and datasets' files, and earlier launches; torch is not imported
+    HARDWARE = 2  # this machine, and the model's config
+    MODEL = 3  # the modules of the model, on the meta device
+    MEMORY = 4  # the memory of this rank, and how much a step takes
+
+
+@dataclass
+class Facts:
+    """What rules decide by. model, memory: None until they are known. notes: lines for the log."""
+
+    inputs: Inputs
+    model: PreTrainedModel | None = None
+    memory: MemoryCheck | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def _is_open(config: Config, names: list[str]) -> bool:
+    return any(getattr(config, name) in (None, AUTO) for name in names)
+
+
+class OptionRule(NamedTuple):
+    """How options that were left open get their values.
+
+    options: their fields, separated by blanks. known: what `settle` needs. settle: returns the
+    options with these settled, or unchanged if the rule cannot decide. applies: whether to call
+    it; None: while any of the options is None or `auto`.
+    """
+
+    options: str
+    known: Known
+    settle: Callable[[Config, Facts], Config]
+    applies: Callable[[Config], bool] | None = None
+
+    def is_due(self, config: Config) -> bool:
+        """Return whether there is something to settle."""
+        return self.applies(config) if self.applies else _is_open(config, self.options.split())
+
+
+class Settled(NamedTuple):
+    """The options of a run, with the model and the memory check that decided some of them."""
+
+    config: Config
+    model: PreTrainedModel
+    memory: MemoryCheck
+
+
+def settle_from_files(config: Config, inputs: Inputs) -> Config:
+    """Return the options as far as files decide them, which is enough for the run's identity.
+
+    Takes milliseconds and logs nothing. Raises UsageError if options contradict the files or each
+    other.
+    """
+    settled = apply_rules(config, Facts(inputs), Known.FILES)
+    checks.require_falling(settled, settled.lr)
+    return settled
+
+
+def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Settled:
+    """Return the options of this launch with every open one settled, as far as this rank can.
+
+    Checks the options against the model and the directory before the memory is estimated, which
+    may take a minute. Raises UsageError or ArtifactError for options that this model, this machine
+    or this directory does not allow.
+    """
+    from lib.parallel import routers
+    from lib.planning.memory_check import MemoryCheck
+    from lib.train import model
+
+    facts = Facts(inputs)
+    config = apply_rules(config, facts, Known.HARDWARE)
+    for note in facts.notes:
+        log.info(note)
+    facts.model = model.build_model(config, inputs)
+    config = apply_rules(config, facts, Known.MODEL)
+    routers.turn_off_family_loss(
+        facts.model
+    )  # only now: the rule for --router-aux-loss asks for it
+    model.require_usable(config, experiment, inputs, facts.model)
+    facts.memory = MemoryCheck.here(facts.model)
+    return Settled(apply_rules(config, facts, Known.MEMORY), facts.model, facts.memory)
+
+
+def agree_on_options(
+    config: Config, launch: Launch, samples: int | None, layout: ParallelLayout
+) -> Config:
+    """Return the options that all ranks use from now on. All ranks must call this.
+
+    samples: of an epoch, None if unknown.
+    """
+    from lib.train import launches, memory_fit
+
+    agreed = memory_fit.agree_on_memory(config, samples, layout)
+    return launches.act_once(agreed, launch.has_begun)
+
+
+def apply_rules(config: Config, facts: Facts, known: Known) -> Config:
+    """Return the options after all rules that need no more than `known`, in their order."""
+    for rule in RULES:
+        if rule.known <= known and rule.is_due(config):
+            config = rule.settle(config, facts)
+    return config
+
+
+def _keep_option(name: str) -> Callable[[Config, Facts], Config]:
+    """Return a rule that keeps the value with which the run was started."""
+
+    def keep(config: Config, facts: Facts) -> Config:
+        value = facts.inputs.begun_with(name)
+        return config.with_values(EARLIER_LAUNCH, **{name: value}) if value else config
+
+    return keep
+
+
+def _keep_global_batch(config: Config, facts: Facts) -> Config:
+    """Keep the samples of a step with which the run was started.
+
+    On other ranks, with another --batch-size or in other memory, a step is divided anew. Raises
+    UsageError if it cannot be.
+    """
+    batch = facts.inputs.identity.get("options", {}).get("global_batch_size")
+    is_auto = config.batch_size == AUTO
+    if not batch or config.prepare_only or (config.resume_with_changes and not is_auto):
+        return config
+    kept = config.with_values(EARLIER_LAUNCH, global_batch_size=batch, grad_accum_steps=None)
+    if is_auto:
+        return kept
+    typed = plan.divide(config, 0, plan.launched_size())
+    if typed.global_batch == batch:
+        return config
+    samples = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
+    try:
+        divided = plan.divide(kept, 0, plan.launched_size())
+    except UsageError as error:
+        raise UsageError(
+            f"{samples} cannot be divided",
+            expected=error.expected,
+            hint="use another number of ranks or another --batch-size; --resume-with-changes with "
+            "--max-steps resumes with the step that the options make",
+        ) from error
+    if config.batch_size is not None:  # else a GPU may divide it otherwise: see _fill_batch_size
+        facts.notes.append(
+            f"{samples} are kept: {divided.micro_batch} per process × {divided.accumulation} "
+            f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
+            f"make it {typed.global_batch:,}"
+        )
+    return kept
+
+
+def _fill_packing(config: Config, facts: Facts) -> Config:
+    if has_chats(facts.inputs.corpora):
+        return config.with_values("a chat dataset", packing="documents")
+    return replace(config, packing="concat")
+
+
+def _take_adapter_options(config: Config, facts: Facts) -> Config:
+    """Use the options of the adapter that --lora-from names; UsageError for others that were typed.
+
+    If its directory is gone, they are those of the run whose checkpoints contain the adapter.
+    """
+    adapter = facts.inputs.adapter
+    recorded = facts.inputs.identity.get("options", {})
+    values: dict[str, Any] = {
+        name: getattr(adapter, name.removeprefix("lora_"))
+        if adapter
+        else recorded.get(name, getattr(DEFAULTS, name))
+        for name in _ADAPTER_OPTIONS
+    }
+    taken = {}
+    problems = Problems()
+    for name, value in values.items():
+        typed = getattr(config, name)
+        default = getattr(DEFAULTS, name)
+        if typed == default != value:
+            taken[name] = value
+        elif typed not in (default, value) and name != "lora_dropout":  # which is free to change
+            problems.add(
+                f"{declared.flag(name)} {typed} is not that of {config.lora_from}",
+                found=str(value),
+                hint="leave it out: the adapter defines it",
+            )
+    problems.raise_if_any()
+    return config.with_values("--lora-from", **taken)
+
+
+def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
+    value = facts.inputs.identity.get("options", {}).get("router_aux_loss")
+    return config.with_values(EARLIER_LAUNCH, router_aux_loss=value) if value else config
+
+
+def _fill_lr(config: Config, facts: Facts) -> Config:
+    lr = checks.DEFAULT_LRS[facts.inputs.scratch]
+    if config.lora_rank:
+        return config.with_values("LoRA", lr=lr * checks.LORA_LR)
+    return config.with_values(
+        "from scratch" if facts.inputs.scratch else "a model with weights", lr=lr
+    )
+
+
+def _fill_min_lr(config: Config, facts: Facts) -> Config:
+    return config.with_values("a tenth of --lr", min_lr=config.lr / 10)
+
+
+def _fill_lora_alpha(config: Config, facts: Facts) -> Config:
+    return config.with_values("2 × --lora-rank", lora_alpha=2.0 * config.lora_rank)
+
+
+def _fill_batch_size(config: Config, facts: Facts) -> Config:
+    """Use `auto` on a GPU unless --global-batch-size is typed, else 1.
+
+    A resumed run keeps the samples of a step, except with --resume-with-changes.
+    """
+    from lib.planning import capacity
+
+    is_typed = config.global_batch_size and "global_batch_size" not in config.settled_by
+    on_gpu = bool(config.plan_gpus) or capacity.device().type == "cuda"
+    if on_gpu and not is_typed and not config.prepare_only:
+        auto = _with_auto_batch(config)
+        if auto.resume_with_changes or auto.global_batch_size:
+            return auto
+        return _keep_global_batch(auto, facts)
+    if config.settled_by.get("global_batch_size") == EARLIER_LAUNCH:
+        divided = plan.divide(config, 0, plan.launched_size())
+        facts.notes.append(
+            f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
+            f"begun with are kept: {plan.product(divided, config.seq_length or 1)}"
+        )
+    return replace(config, batch_size=1)
+
+
+def _with_auto_batch(config: Config) -> Config:
+    changes: dict[str, Any] = {"batch_size": AUTO}  # else a number, as its type says
+    return replace(config, **changes)
+
+
+def _fill_precision(config: Config, facts: Facts) -> Config:
+    from lib.parallel import precision
+
+    return config.with_values(
+        "hardware", precision="bf16" if config.plan_gpus else precision.default_precision()
+    )
+
+
+def _pick_attention(config: Config, facts: Facts) -> Config:
+    """Replace `flash` by flash_attention_2 if its package can train here, else by `auto`."""
+    from lib.models import architecture
+    from lib.parallel import attention
+
+    if config.plan_gpus:
+        return replace(config, attention=AUTO)
+    shape = architecture.read_config(facts.inputs.model_dir, config.trust_remote_code)
+    return replace(config, attention=attention.resolve_flash(config.precision, shape))
+
+
+def _fill_seq_length(config: Config, facts: Facts) -> Config:
+    from lib.models import architecture
+    from lib.train import model
+
+    shape = architecture.read_config(facts.inputs.model_dir, config.trust_remote_code)
+    longest = model.longest_sequence(shape)
+    return config.with_values("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
+
+
+def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
+    """Balance the experts as the family does from scratch, and in fine-tuning if its config asks.
+
+    A resumed run without a recorded value had it off, or is older than the option.
+    """
+    from lib.parallel import routers
+
+    model = facts.model
+    assert model is not None
+    method = routers.find_method(model, routers.find_routers(model))
+    if not method:
+        return config
+    if facts.inputs.begun or facts.inputs.named:
+        return config.with_values(EARLIER_LAUNCH, router_aux_loss=OFF)
+    is_loss = method == routers.LOSS
+    coefficient = routers.find_coefficient(model) if is_loss else _BIAS_STEP
+    if facts.inputs.scratch:
+        return config.with_values("from scratch", router_aux_loss=coefficient or OFF)
+    if is_loss and routers.is_loss_in_config(model):
+        return config.with_values("the model's config", router_aux_loss=coefficient or OFF)
+    return config.with_values("fine-tuning", router_aux_loss=OFF)
+
+
+def _fit_in_memory(config: Config, facts: Facts) -> Config:
+    """Choose what fits in the memory of this rank; other ranks may choose otherwise."""
+    from lib.train import memory_fit
+
+    assert facts.memory is not None
+    if config.plan_gpus or config.prepare_only:
+        return config
+    return memory_fit.fit_here(config, facts.memory, facts.inputs.recomputed)
+
+
+RULES = (
+    OptionRule("global_batch_size", Known.FILES, _keep_global_batch),
+    OptionRule("packing", Known.FILES, _fill_packing),
+    OptionRule(
+        " ".join(_ADAPTER_OPTIONS),
+        Known.FILES,
+        _take_adapter_options,
+        applies=lambda config: config.lora_from is not None,
+    ),
+    OptionRule("seq_length", Known.FILES, _keep_option("seq_length")),
+    OptionRule("precision", Known.FILES, _keep_option("precision")),
+    OptionRule("router_aux_loss", Known.FILES, _keep_router_aux_loss),
+    OptionRule("lr", Known.FILES, _fill_lr),
+    OptionRule("min_lr", Known.FILES, _fill_min_lr),
+    OptionRule(
+        "lora_alpha",
+        Known.FILES,
+        _fill_lora_alpha,
+        applies=lambda config: bool(config.lora_rank) and config.lora_alpha is None,
+    ),
+    OptionRule(
+        "batch_size global_batch_size",
+        Known.HARDWARE,
+        _fill_batch_size,
+        applies=lambda config: config.batch_size is None,
+    ),
+    OptionRule("precision", Known.HARDWARE, _fill_precision),
+    OptionRule(
+        "attention",
+        Known.HARDWARE,
+        _pick_attention,
+        applies=lambda config: config.attention == "flash",
+    ),
+    OptionRule("seq_length", Known.HARDWARE, _fill_seq_length),
+    OptionRule("router_aux_loss", Known.MODEL, _fill_router_aux_loss),
+    OptionRule(
+        "activation_checkpointing shard_size keep_gathered batch_size",
+        Known.MEMORY,
+        _fit_in_memory,
+    ),
+)
