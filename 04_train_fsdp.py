@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     experiment = Experiment(typed.save_dir, typed.experiment_name)
     config = launches.act_once(typed, launches.is_restart(experiment))
     begun = {} if config.overwrite else previous_run.read_previous(experiment)
-    checks.require_sound(config, has_begun=bool(begun))
+    checks.require_consistent(config, has_begun=bool(begun))
     with model_from_scratch(config, experiment, bool(begun)) as made:  # None without --model-size
         inputs = find_inputs(config, experiment, made, begun)
         if not is_complete(settle_from_files(config, inputs), experiment, inputs):
@@ -206,9 +206,9 @@ def set_up(
     # From here on signals are recorded; a run that is still loading ends at its first step.
     stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
-    work = overview.work_of(config, inputs, model)
+    cost = overview.measure_cost(config, inputs, model)
     hardware = overview.hardware_of(config, layout)
-    overview.show_head(plan, inputs, model, data, work, hardware)
+    overview.show_head(plan, inputs, model, data, cost, hardware)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
     memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
@@ -225,7 +225,7 @@ def set_up(
     pick_kernels(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
     meters = Meters(
-        config, experiment, layout, work.flops, hardware.peak, memory_before, state.step
+        config, experiment, layout, cost.flops, hardware.peak, memory_before, state.step
     )
     report = stack.enter_context(Report(experiment, journal, state, stream, meters, estimate))
     return Run(
@@ -278,7 +278,7 @@ def join_ranks(
     config = agree_on_options(asked, launch, data.samples, layout)
     estimate.begin(memory_fit.step_config_here(config, model, data.most_documents))
     plan = Plan.of(config, inputs.fingerprints, data.samples, layout.rank)
-    checks.require_room(config, plan.total_steps, has_begun=bool(inputs.begun))
+    checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.begun))
     plan.require_alike(layout)
     journal = Journal(experiment, layout.rank)
     stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))

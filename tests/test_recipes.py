@@ -44,7 +44,7 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
     assert opts.model_name and opts.lr == float(content["lr"])
     assert not {"experiment-name", "dataset-name", "nodes"} & set(content), "they are the user's"
-    checks.require_sound(opts, has_begun=False)
+    checks.require_consistent(opts, has_begun=False)
     nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
     division = plan.divide(opts, 0, nodes * gpus)

@@ -660,10 +660,12 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
-    yield lambda: checks.require_sound(replace(opts, precision="fp8", lora_rank=4), has_begun=False)
+    yield lambda: checks.require_consistent(
+        replace(opts, precision="fp8", lora_rank=4), has_begun=False
+    )
     patch.setattr("lib.models.lora.choose_experts", lambda *_: ["experts"])
     yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
-    yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
+    yield lambda: checks.require_consistent(replace(opts, wandb=True), has_begun=False)
     balanced = replace(opts, router_aux_loss=0.1, lora_rank=4)
     for method in ("", routers.BIAS):
         patch.setattr(routers, "find_routers", lambda _: [])

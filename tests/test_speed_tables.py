@@ -73,7 +73,10 @@ def test_no_learning_rate_of_it_is_doubted() -> None:
         assert re.match(r"1 %|2,000|8,000", warmup)
         for is_scratch, rates in ((True, scratch), (False, trained_on)):
             for rate in re.findall(r"[\d.]+e-\d", rates):
-                assert not checks.rate_doubt(float(rate), parameters, is_scratch), (size, rate)
+                assert not checks.describe_high_lr(float(rate), parameters, is_scratch), (
+                    size,
+                    rate,
+                )
 
 
 @pytest.mark.slow

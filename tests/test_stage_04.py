@@ -540,7 +540,7 @@ def test_ranks_that_were_not_started_alike_stop(project: Path):
     assert [launch.wait() for launch in launches] == [[2], [2]]
     for number in range(2):
         error = (project / f"rank_{number}").read_text()
-        assert "were not started alike" in error and "--log-freq" in error
+        assert "started differently" in error and "--log-freq" in error
     assert not (project / "outputs").exists()
 
 

@@ -316,4 +316,4 @@ def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
 def test_a_model_without_weights_has_no_adapters(root: Path) -> None:
     for options in (("--from-scratch", "-m", "model"), ("--from-scratch", "--model-size", "1M")):
         said = train(root, "none", *options, "--max-steps", 2, expect=2)
-        assert "--lora-rank trains adapters beside a model that has weights" in said
+        assert "--lora-rank needs a base model with weights" in said

@@ -1,6 +1,6 @@
-"""Options against each other and against the length of a run.
+"""Check the options against each other and against the length of a run.
 
-What contradicts itself or cannot come about is refused, all of it at once; what is odd is told.
+Contradictory or impossible options are refused in one error; unusual ones are warned about.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from lib.optim.registry import OPTIMIZERS, find_option_problems
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
-_SHORTEST = 8  # tokens
-# Parameters below which, and the largest learning rates that are published for such a model:
-# from scratch, and of one that has weights. docs/explanation/planning.md names the sources.
+_SHORTEST = 8  # tokens per sample
+# For models with fewer parameters than the first number: the largest published learning rates,
+# from scratch and in fine-tuning. docs/explanation/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
-# By field, the package of requirements-optional.txt that an option wants.
+# The packages of requirements-optional.txt that options need, by field.
 _PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
 _LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
-LORA_LR = 10  # times the default: "LoRA without regret" (Schulman et al. 2025)
-DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model that has weights
+LORA_LR = 10  # LoRA: times the default, "LoRA without regret" (Schulman et al. 2025)
+DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model with weights
 
 
-def require_sound(config: Config, has_begun: bool) -> None:
-    """Raise one UsageError that tells all contradictions and all values that train nothing of use.
+def require_consistent(config: Config, has_begun: bool) -> None:
+    """Raise one UsageError that lists all contradictions and all values that cannot train a model.
 
-    has_begun: an earlier launch of this run has left checkpoints.
+    has_begun: an earlier launch of this run has saved checkpoints.
     """
     problems = Problems()
-    for check in (_model, _adapters, _streaming, _batch, _checkpoints, _packages):
+    for check in (
+        _check_model,
+        _check_lora,
+        _check_streaming,
+        _check_batch,
+        _check_checkpoints,
+        _check_packages,
+    ):
         check(config, problems)
     if config.seq_length and config.seq_length < _SHORTEST:
         problems.add(
@@ -49,25 +56,25 @@ def require_sound(config: Config, has_begun: bool) -> None:
             f"--lr {config.lr:g} is too large for --optimizer {config.optimizer}",
             expected=f"1e-5 to 3e-3 as a rule, at most {largest:g} for a very small model",
         )
-    default = max(DEFAULT_LRS.values())  # at most
+    default = max(DEFAULT_LRS.values())  # the real one may be smaller
     problems.collect(lambda: require_falling(config, default if config.lr is None else config.lr))
     for problem in find_option_problems(config.optimizer, config):
         problems.add(problem)
     if steps := config.step_limit:
-        problems.collect(lambda: require_room(config, steps, has_begun))
+        problems.collect(lambda: require_enough_steps(config, steps, has_begun))
     problems.raise_if_any()
 
 
 def require_falling(config: Config, lr: float) -> None:
-    """Raise UsageError when the learning rate would rise to its minimum."""
+    """Raise UsageError if --min-lr is above the peak learning rate."""
     if config.min_lr is not None and config.min_lr > lr:
         raise UsageError(f"--min-lr {config.min_lr:g} is above --lr {lr:g}")
 
 
-def _model(config: Config, problems: Problems) -> None:
+def _check_model(config: Config, problems: Problems) -> None:
     if config.model_size and not config.from_scratch:
         problems.add(
-            "--model-size makes a model without weights", run=commands.as_typed("--from-scratch")
+            "--model-size creates a model without weights", run=commands.as_typed("--from-scratch")
         )
     if config.model_size and config.model_name:
         problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
@@ -102,7 +109,7 @@ def require_model_shape(config: Config) -> None:
     )
 
 
-def _adapters(config: Config, problems: Problems) -> None:
+def _check_lora(config: Config, problems: Problems) -> None:
     for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
         if not config.trains_lora and getattr(config, name) != getattr(DEFAULTS, name):
             problems.add(
@@ -110,55 +117,55 @@ def _adapters(config: Config, problems: Problems) -> None:
                 expected="the rank of the adapters: 8 to 256 as a rule",
             )
     if config.lora_alpha is not None and (odd := peft_adapter.find_odd_alpha(config.lora_alpha)):
-        problems.add(f"--lora-alpha {config.lora_alpha:g} is no use", expected=odd)
+        problems.add(f"--lora-alpha {config.lora_alpha:g} cannot be used", expected=odd)
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
     if config.lora_rank > _LARGEST_RANK:
         problems.add(
-            f"--lora-rank {config.lora_rank} is more than any linear has rows or columns",
+            f"--lora-rank {config.lora_rank} is more than any linear layer has rows or columns",
             expected="8 to 256 as a rule",
         )
     if config.trains_lora and config.precision == "fp8":
         problems.add(
-            "--precision fp8 has no adapters: what is frozen would be cast anew in each pass",
+            "--precision fp8 does not work with LoRA: each pass would cast the frozen weights",
             run=commands.as_typed("--precision", "bf16"),
         )
     if config.lora_from is None and (problem := patterns.find_problem(config.lora_targets)):
         problems.add(
-            f"--lora-targets {config.lora_targets!r} is no regular expression that can be used",
+            f"--lora-targets {config.lora_targets!r} is not a regular expression that can be used",
             found=problem,
             expected="'q_proj|v_proj', say",
         )
 
 
-def _streaming(config: Config, problems: Problems) -> None:
+def _check_streaming(config: Config, problems: Problems) -> None:
     if not config.streaming:
         for name in ("online", "include", "text_field"):
             if getattr(config, name):
                 problems.add(f"--{name.replace('_', '-')} belongs to --streaming")
         return
     if not config.step_limit:
-        problems.add("--streaming needs --max-steps: how many samples there are is not known")
+        problems.add("--streaming needs --max-steps: the number of samples is unknown")
     if config.num_epochs and not config.steps_per_epoch:
         problems.add("--streaming ends at --max-steps, not after --num-epochs")
     if config.packing == "documents":
-        problems.add("--streaming has no --packing documents: packs need all documents at hand")
+        problems.add("--streaming does not work with --packing documents: it needs all documents")
     if len(config.dataset_name) > 1:
         problems.add(
-            "--streaming takes one dataset, no mixture", found=", ".join(config.dataset_name)
+            "--streaming uses one dataset, not a mixture", found=", ".join(config.dataset_name)
         )
     if config.prepare_only:
-        problems.add("--prepare-only makes the token store, which --streaming does without")
+        problems.add("--prepare-only makes a token store, which --streaming does not use")
     if config.resume_with_changes:
-        problems.add("--streaming has no --resume-with-changes: a cursor means nothing elsewhere")
+        problems.add("--streaming has no --resume-with-changes: other data has other positions")
     if config.include and not config.online:
-        problems.add("--include chooses files of a dataset on the Hub, with --online")
+        problems.add("--include selects files of a dataset on the Hub, and needs --online")
 
 
-def _batch(config: Config, problems: Problems) -> None:
+def _check_batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
-    here = [] if config.prepare_only else [plan.launched_size()]  # which a run may have elsewhere
+    here = [] if config.prepare_only else [plan.launched_size()]
     for ranks in config.plan_gpus or here:
         problems.collect(partial(plan.degrees(config).replicas, ranks))
     if config.keep_gathered and config.cpu_offload:
@@ -167,10 +174,12 @@ def _batch(config: Config, problems: Problems) -> None:
             expected="one of them",
         )
     if config.plan_gpus and not config.dry_run:
-        problems.add("--plan-gpus plans and does not train", run=commands.as_typed("--dry-run"))
+        problems.add(
+            "--plan-gpus only plans, and needs --dry-run", run=commands.as_typed("--dry-run")
+        )
 
 
-def _checkpoints(config: Config, problems: Problems) -> None:
+def _check_checkpoints(config: Config, problems: Problems) -> None:
     if config.ckpt_local_freq and not (config.ckpt_local_dir or config.ckpt_hyperpod):
         problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
     if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
@@ -193,8 +202,8 @@ def _checkpoints(config: Config, problems: Problems) -> None:
         )
 
 
-def _packages(config: Config, problems: Problems) -> None:
-    """Note the packages that options want and this machine lacks, unless it will not train."""
+def _check_packages(config: Config, problems: Problems) -> None:
+    """Add the packages that options need and this machine lacks, if it is about to train."""
     if config.prepare_only or config.plan_gpus:
         return
     for name, package in _PACKAGES.items():
@@ -210,16 +219,16 @@ def _packages(config: Config, problems: Problems) -> None:
             )
 
 
-def require_room(config: Config, steps: int, has_begun: bool) -> None:
-    """Raise one UsageError that tells all that does not fit into a run of so many steps.
+def require_enough_steps(config: Config, steps: int, has_begun: bool) -> None:
+    """Raise one UsageError that lists the options that do not fit into a run of so many steps.
 
-    has_begun: an earlier launch has trained with this warm-up, so that it can only be told.
+    has_begun: an earlier launch has trained with this warm-up, which is only warned about then.
     """
     problems = Problems()
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     falls = config.lr_scheduler != "constant"
-    # An epoch of N steps is the trainer's own: further launches go on, with more epochs.
+    # With --steps-per-epoch, a later launch is expected to resume with more epochs.
     may_go_on = has_begun or bool(config.steps_per_epoch)
     if not may_go_on and (warmup > steps or (warmup == steps and falls)):
         problems.add(
@@ -239,18 +248,19 @@ def require_room(config: Config, steps: int, has_begun: bool) -> None:
     problems.raise_if_any()
 
 
-def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False) -> str:
-    """Return what is odd about a learning rate for a model of that size, "" when nothing is.
+def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = False) -> str:
+    """Return a warning about a learning rate that is too high for a model; "" if it is usual.
 
-    adapted: only adapters are trained.
+    parameters: of the model. scratch: its weights are initialised. lora: only an adapter is
+    trained.
     """
     usual = next(
-        of_scratch if scratch else of_weights
-        for below, of_scratch, of_weights in _PUBLISHED_LR
-        if parameters < below
+        largest_scratch if scratch else largest_weights
+        for limit, largest_scratch, largest_weights in _PUBLISHED_LR
+        if parameters < limit
     )
-    usual *= LORA_LR if adapted else 1
-    kind = "that has adapters" if adapted else "that has weights"
+    usual *= LORA_LR if lora else 1
+    kind = "with LoRA" if lora else "with weights"
     kind = "from scratch" if scratch else kind
     return (
         f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of "
@@ -261,31 +271,30 @@ def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False)
     )
 
 
-def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
-    """Return what is odd about the options for a run of so many steps, a sentence each."""
-    found = []
+def list_unusual_options(config: Config, steps: int, has_validation: bool) -> list[str]:
+    """Return a warning for each option that is unusual in a run of so many steps."""
+    warnings = []
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     if warmup > _LONG_WARMUP * steps:
-        found.append(
+        warnings.append(
             f"--warmup-steps {warmup:,} takes {min(100, 100 * warmup // steps)} % of the "
             f"run of {length}; 1 to 10 % is usual"
         )
     if config.lr_scheduler == "constant" and not math.isclose(config.min_lr, config.lr / 10):
-        found.append(f"--min-lr {config.min_lr:g} does nothing with --lr-scheduler constant")
+        warnings.append(f"--min-lr {config.min_lr:g} does nothing with --lr-scheduler constant")
     if steps < config.ckpt_freq != DEFAULTS.ckpt_freq:
-        found.append(
+        warnings.append(
             f"--ckpt-freq {config.ckpt_freq:,} is more than the run of {length}: only its "
-            "last step is saved, and a failure before loses all"
+            "last step is saved, and an earlier failure loses all"
         )
     if (keep := config.ckpt_keep_every) and keep % config.ckpt_freq:
-        found.append(
-            f"--ckpt-keep-every {keep:,} is no multiple of --ckpt-freq "
-            f"{config.ckpt_freq:,}: kept are the multiples of "
-            f"{math.lcm(keep, config.ckpt_freq):,}"
+        warnings.append(
+            f"--ckpt-keep-every {keep:,} is not a multiple of --ckpt-freq "
+            f"{config.ckpt_freq:,}: multiples of {math.lcm(keep, config.ckpt_freq):,} are kept"
         )
     if steps < config.log_freq != DEFAULTS.log_freq:
-        found.append(
+        warnings.append(
             f"--log-freq {config.log_freq:,} is more than the run of {length}: only its "
             "first and its last step are logged"
         )
@@ -295,7 +304,7 @@ def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
         if getattr(config, name) not in (getattr(DEFAULTS, name), 0)
     ]
     if typed and not has_validation:
-        found.append(
+        warnings.append(
             f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
             "no dataset has a validation split that fills a sample (stage 02 makes one "
             "with --validation-percent)"
@@ -303,8 +312,8 @@ def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
             else f"{' and '.join(typed)} do nothing with --streaming, which has no validation"
         )
     elif steps < config.eval_freq != DEFAULTS.eval_freq:
-        found.append(
+        warnings.append(
             f"--eval-freq {config.eval_freq:,} is more than the run of {length}: the "
             "validation loss is measured once, at its end"
         )
-    return found
+    return warnings

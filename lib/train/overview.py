@@ -21,14 +21,19 @@ from lib.train import checks, estimates, memory_fit
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.data import Data, chat_policy, mix, shards_of_rank
-from lib.train.estimates import Hardware, Work
+from lib.train.estimates import Hardware, ModelCost
 from lib.train.inputs import Inputs
 from lib.train.model import describe_balance, describe_weights
 from lib.train.plan import Plan
 
 
 def show_head(
-    plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, work: Work, hardware: Hardware
+    plan: Plan,
+    inputs: Inputs,
+    model: PreTrainedModel,
+    data: Data,
+    cost: ModelCost,
+    hardware: Hardware,
 ) -> None:
     """Print what the run is, at its start."""
     config = plan.config
@@ -49,10 +54,10 @@ def show_head(
             **_settled(config),
             **describe_balance(config, model),
             **data.describe(plan),
-            **estimates.rows(plan, work, hardware),
+            **estimates.describe_cost(plan, cost, hardware),
         }
     )
-    _tell_doubts(plan, work, hardware, bool(data.held_out))
+    _tell_doubts(plan, cost, hardware, bool(data.held_out))
     log.info(
         f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
         + flops.described(model, config.seq_length)
@@ -70,7 +75,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
 
     Raises UsageError when a batch cannot be divided, after everything else has been printed.
     """
-    work = work_of(config, inputs, model)
+    cost = measure_cost(config, inputs, model)
     problems = Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
@@ -101,9 +106,14 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             log.warn(_too_short(plan, ranks))
         if data:
             problems.collect(
-                partial(checks.require_room, config, plan.total_steps, has_begun=bool(inputs.begun))
+                partial(
+                    checks.require_enough_steps,
+                    config,
+                    plan.total_steps,
+                    has_begun=bool(inputs.begun),
+                )
             )
-        _tell(config, plan, data, work, _hardware(config, ranks))
+        _tell(config, plan, data, cost, _hardware(config, ranks))
     if config.plan_gpus:
         _plan_memory(config, model, asked, data.most_documents if data else None)
     problems.raise_if_any()
@@ -146,30 +156,32 @@ def _ranks(config: Config) -> dict[str, str]:
     }
 
 
-def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: Hardware) -> None:
+def _tell(
+    config: Config, plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware
+) -> None:
     """Print the numbers of a plan. data: None when its samples are an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
-            round(work.checkpoint),
+            round(cost.checkpoint),
             hardware.ranks,
             config.plan_mtbf_hours,
             config.plan_write_gbps,
             config.ckpt_async,
             config.plan_step_seconds,
-            estimates.step_seconds(plan, work, hardware),
+            estimates.estimate_step_seconds(plan, cost, hardware),
         )
-    log.table(numbers | estimates.rows(plan, work, hardware))
-    _tell_doubts(plan, work, hardware, bool(data.held_out) if data else work.validates)
+    log.table(numbers | estimates.describe_cost(plan, cost, hardware))
+    _tell_doubts(plan, cost, hardware, bool(data.held_out) if data else cost.validates)
 
 
-def _tell_doubts(plan: Plan, work: Work, hardware: Hardware, has_validation: bool) -> None:
+def _tell_doubts(plan: Plan, cost: ModelCost, hardware: Hardware, has_validation: bool) -> None:
     """Warn of options that are odd for a run of this length and a model of this size."""
     config = plan.config
     doubts = [
-        estimates.advice(plan, work, hardware),
-        checks.rate_doubt(config.lr, work.parameters, work.scratch, bool(config.lora_rank)),
-        *checks.doubts(config, plan.total_steps, has_validation),
+        estimates.suggest_global_batch(plan, cost, hardware),
+        checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, bool(config.lora_rank)),
+        *checks.list_unusual_options(config, plan.total_steps, has_validation),
     ]
     for doubt in filter(None, doubts):
         if log.rank() == 0:
@@ -253,9 +265,9 @@ def _plan_memory(
         log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
 
 
-def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
+def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> ModelCost:
     """Return what an estimate of the run must know of the model."""
-    return Work(
+    return ModelCost(
         model.num_parameters(),
         flops.per_token(model, config.seq_length),
         sizes.count_checkpoint(model, config.optimizer),

@@ -1,4 +1,4 @@
-"""What a run will do, worked out before any process group exists."""
+"""Compute what a run will do, before any process group exists."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass(frozen=True)
 class Plan:
-    """samples: windows in one epoch, None: not known. inputs: fingerprints of model, dataset and
-    tokenizer, and what else a run that resumes must share.
+    """The batch, the length and the identity of a run.
+
+    inputs: fingerprints of model, dataset and tokenizer, by name. samples: of one epoch, None if
+    unknown.
     """
 
     config: Config
@@ -46,10 +48,10 @@ class Plan:
         rank: int = 0,
         ranks: int | None = None,
     ) -> Plan:
-        """Return the plan of a run; UsageError when the batch cannot be divided or data is short.
+        """Return the plan of a run; UsageError if the batch cannot be divided or data is too short.
 
         ranks: None for those of this launch. With --plan-gpus, data that is too short for one step
-        is no error: the plan is that of one step, see `fills_a_step`.
+        is not an error: the plan has one step then, see `fills_a_step`.
         """
         division = divide(config, rank, ranks or launched_size())
         if config.plan_gpus:
@@ -60,7 +62,7 @@ class Plan:
 
     @property
     def fills_a_step(self) -> bool:
-        """Return whether the data suffices for a step: a run refuses what a plan only warns of."""
+        """Return whether the data suffices for one step; otherwise a plan only warns."""
         return _steps(self.config, self.samples, self.division.global_batch) > 0
 
     @property
@@ -79,13 +81,14 @@ class Plan:
         return Schedule(config.lr_scheduler, config.lr, config.min_lr, warmup, self.total_steps)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run that resumes must share."""
+        """Return the identity that a launch must share with the run that it resumes."""
         return self.config.identity(self.inputs, self.division.global_batch)
 
     def require_alike(self, layout: ParallelLayout) -> None:
-        """Raise UsageError when a rank was started with other data or options; all ranks call this.
+        """Raise UsageError if ranks were started with different data or options.
 
-        A difference would train on a mixture, or hang the first time one rank saves alone.
+        All ranks must call this. Otherwise they would train different runs, or hang when one rank
+        saves alone.
         """
         from lib.parallel.layout import gather
 
@@ -97,17 +100,18 @@ class Plan:
         }
         mine["inputs"] = mine["inputs"] | {"samples": self.samples}
         for rank, other in enumerate(gather(mine, layout.control)):
-            if found := differences(other, mine):
+            if changes := differences(other, mine):
                 raise UsageError(
-                    f"ranks {rank} and {layout.rank} were not started alike",
+                    f"ranks {rank} and {layout.rank} were started differently",
                     found="\n".join(
-                        each.describe(f"on rank {rank}", f"on rank {layout.rank}") for each in found
+                        each.describe(f"on rank {rank}", f"on rank {layout.rank}")
+                        for each in changes
                     ),
                     expected="the same command, dataset and model on every node",
                 )
 
     def describe(self) -> dict[str, str]:
-        """Return the derived numbers, each with how it comes about."""
+        """Return the derived numbers, each with its derivation, as rows of a table."""
         d = self.division
         samples_needed = self.total_steps * self.division.global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
@@ -144,7 +148,7 @@ class Plan:
 
 
 def product(d: Division, seq_length: int) -> str:
-    """Return the tokens of a step with the factors they come from."""
+    """Return the tokens of a step as the product of its factors."""
     return (
         f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} "
         f"tokens × {d.accumulation} accumulation × {units.counted(d.dp_size, 'rank')}"
@@ -152,20 +156,19 @@ def product(d: Division, seq_length: int) -> str:
 
 
 def launched_size() -> int:
-    """Return the number of ranks that torchrun started, 1 without it."""
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def degrees(config: Config) -> Degrees:
-    """Return over how many ranks a run divides what."""
+    """Return the degrees of parallelism that the options ask for."""
     return Degrees(config.shard_size)
 
 
 def divide(config: Config, rank: int, ranks: int) -> Division:
-    """Return how a global batch is divided; UsageError when it cannot be.
+    """Return how the samples of a step are divided; UsageError if they cannot be.
 
-    rank, ranks: processes, of this launch or of a planned one. A batch size that is still open
-    counts as 1, which divides what any other does.
+    rank, ranks: of this launch or of a planned one. A batch size that is still open counts as 1.
     """
     batch = _samples(config)
     dp_rank = degrees(config).dp_rank(rank)
@@ -184,21 +187,21 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
 
 
 def _samples(config: Config) -> int:
-    """Return the samples of a process in a pass, 1 while that is open."""
+    """Return the samples of a process in a micro-batch; 1 while that is open."""
     return 1 if config.batch_size in (None, AUTO) else config.batch_size
 
 
 def epochs(config: Config) -> int | None:
-    """Return after how many passes over the data training ends; None: steps alone end it."""
+    """Return the number of passes over the data; None if only a number of steps ends training."""
     if config.steps_per_epoch:
         return None
     return config.num_epochs or (None if config.max_steps else 1)
 
 
 def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return where training ends: at the options' limit or after --num-epochs, as comes first.
+    """Return the number of steps: the options' limit or --num-epochs, whichever comes first.
 
-    Raises UsageError when the data is too small for a single step.
+    Raises UsageError if the data is too small for one step.
     """
     if steps := _steps(config, samples, global_batch):
         return steps
@@ -210,7 +213,7 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return where training ends, 0 if the data is too small for a single step."""
+    """Return the number of steps; 0 if the data is too small for one."""
     limits = [config.step_limit] if config.step_limit else []
     if samples is not None and (asked := epochs(config)):
         limits.append(asked * samples // global_batch)
@@ -224,11 +227,10 @@ def step_config(
     on_gpu: bool,
     most_documents: int | None = None,
 ) -> StepConfig:
-    """Return what decides the memory of a run on `ranks` devices.
+    """Return the step whose memory is planned, for a run on `ranks` devices.
 
-    most_documents: in a sample, where they are packed, with its padding. None: as many as packs
-    hold without being divided, until they are made. What is still open counts as 1 sample, as no
-    recomputation, and as weights that do not stay gathered.
+    most_documents: in a packed sample, with its padding; None: the limit of the packing. Options
+    that are still open count as 1 sample, no recomputation, and no gathered weights.
     """
     import torch
 
@@ -279,7 +281,7 @@ def step_config(
 
 
 def next_command(config: Config, experiment: Experiment) -> str:
-    """Return the line that says what to type after a complete run."""
+    """Return the line that names the command to type after a complete run."""
     save_dir = experiment.root.parent
     where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
     trust = ["--trust-remote-code"] if config.trust_remote_code else []

@@ -440,7 +440,7 @@ def test_the_least_costly_setting_that_fits_is_printed(
 def test_contradictory_options_of_a_plan_are_refused(project: Path) -> None:
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--plan-gpus")
     for arguments, says in (
-        ((8,), "--plan-gpus plans and does not train"),
+        ((8,), "--plan-gpus only plans"),
         (("8,12", "--shard-size", 8, "--dry-run"), "divide the 12 ranks"),
         (("8;64", "--dry-run"), "a whole number above 0"),
     ):

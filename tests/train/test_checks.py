@@ -48,7 +48,7 @@ def given(*argv: Any) -> Config:
         ),
         (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
         (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
-        (("--lora-rank", 8, "--lora-targets", "("), "no regular expression"),
+        (("--lora-rank", 8, "--lora-targets", "("), "regular expression"),
         (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
         (
             ("--max-steps", 1, "--profile", "2:2"),
@@ -58,7 +58,7 @@ def given(*argv: Any) -> Config:
 )
 def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        checks.require_sound(given(*argv), has_begun=False)
+        checks.require_consistent(given(*argv), has_begun=False)
     assert re.search(told, " ".join(caught.value.render().replace("expected:", "").split()))
 
 
@@ -69,13 +69,13 @@ def test_a_warm_up_that_is_too_long_names_what_limits_the_run() -> None:
         (("--max-steps", 9000), "--num-epochs"),
     ):
         with pytest.raises(UsageError) as caught:
-            checks.require_room(given(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
+            checks.require_enough_steps(given(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
         assert caught.value.expected.endswith(f"or a larger {limit}")
 
 
 def test_all_of_it_is_told_at_once() -> None:
     with pytest.raises(UsageError, match="4 problems") as caught:
-        checks.require_sound(
+        checks.require_consistent(
             given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"),
             has_begun=False,
         )
@@ -97,7 +97,7 @@ def test_all_of_it_is_told_at_once() -> None:
     ],
 )
 def test_what_is_possible_is_not(argv: tuple) -> None:
-    checks.require_sound(given(*argv), has_begun=False)
+    checks.require_consistent(given(*argv), has_begun=False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_package_that_an_option_wants_is_missed_before_anything_else(
     monkeypatch.setattr(metadata, "version", find)
     installed: set[str] = set()
     with pytest.raises(UsageError, match=f"needs the package {package}, which is not") as caught:
-        checks.require_sound(given(*argv), has_begun=False)
+        checks.require_consistent(given(*argv), has_begun=False)
     pin = caught.value.run.split()[-1]
     assert pin in (ROOT / "requirements-optional.txt").read_text().splitlines()
     assert pin.startswith(f"{package}==") and "--optional" in caught.value.hint
@@ -127,16 +127,16 @@ def test_a_package_that_an_option_wants_is_missed_before_anything_else(
     )
     # Elsewhere than where it trains, it need not be there.
     for more in (("--prepare-only",), ("--dry-run", "--plan-gpus", 8)):
-        checks.require_sound(given(*argv, *more), has_begun=False)
+        checks.require_consistent(given(*argv, *more), has_begun=False)
     installed.add(package)
-    checks.require_sound(given(*argv), has_begun=False)
+    checks.require_consistent(given(*argv), has_begun=False)
 
 
 def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
     opts = given("--max-steps", 10, "--warmup-steps", 20)
-    checks.require_room(opts, 10, has_begun=True)
-    assert "takes 100 % of the run of 10 steps" in checks.doubts(opts, 10, True)[0]
-    assert not checks.doubts(opts, 400, True)  # the same with a larger --max-steps
+    checks.require_enough_steps(opts, 10, has_begun=True)
+    assert "takes 100 % of the run of 10 steps" in checks.list_unusual_options(opts, 10, True)[0]
+    assert not checks.list_unusual_options(opts, 400, True)  # the same with a larger --max-steps
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
         (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
         (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
         (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
-        (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "kept are the multiples of 60"),
+        (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "multiples of 60 are kept"),
         (("--log-freq", 200), 100, "only its first and its last step are logged"),
         (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
     ],
 )
 def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> None:
-    found = checks.doubts(given(*argv), steps, has_validation=True)
+    found = checks.list_unusual_options(given(*argv), steps, has_validation=True)
     assert len(found) == 1 and told in found[0]
 
 
@@ -171,26 +171,32 @@ def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> No
 def test_a_learning_rate_is_compared_with_published_ones(
     lr: float, parameters: float, scratch: bool, usual: str
 ) -> None:
-    found = checks.rate_doubt(lr, int(parameters), scratch)
+    found = checks.describe_high_lr(lr, int(parameters), scratch)
     assert usual in found and bool(usual) == bool(found)
-    assert not found or " parameters from scratch:" in found or " that has weights:" in found
-    assert not checks.rate_doubt(10 * 3e-4, 7_000_000_000, False, adapted=True)
-    assert "parameters that has adapters:" in checks.rate_doubt(4e-3, 7 * 10**9, False, True)
+    assert not found or " parameters from scratch:" in found or " with weights:" in found
+    assert not checks.describe_high_lr(10 * 3e-4, 7_000_000_000, False, lora=True)
+    assert "parameters with LoRA:" in checks.describe_high_lr(4e-3, 7 * 10**9, False, True)
 
 
 def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
-    checks.require_sound(given("--lr", 0.9), has_begun=True)
+    checks.require_consistent(given("--lr", 0.9), has_begun=True)
 
 
 def test_evaluation_without_a_validation_split() -> None:
     both = given("--eval-freq", 5, "--eval-batches", 7)
     assert (
         "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
-        "split" in checks.doubts(both, 9, has_validation=False)[0]
+        "split" in checks.list_unusual_options(both, 9, has_validation=False)[0]
     )
-    assert "--eval-batches has nothing" in checks.doubts(given("--eval-batches", 7), 9, False)[0]
-    assert "with --streaming" in checks.doubts(given("--streaming", "--eval-freq", 5), 9, False)[0]
-    assert not checks.doubts(given("--eval-freq", 0), 9, has_validation=False)
+    assert (
+        "--eval-batches has nothing"
+        in checks.list_unusual_options(given("--eval-batches", 7), 9, False)[0]
+    )
+    assert (
+        "with --streaming"
+        in checks.list_unusual_options(given("--streaming", "--eval-freq", 5), 9, False)[0]
+    )
+    assert not checks.list_unusual_options(given("--eval-freq", 0), 9, has_validation=False)
 
 
 def test_defaults_are_never_odd() -> None:
@@ -198,5 +204,5 @@ def test_defaults_are_never_odd() -> None:
         text
         for steps in (1, 9, 10**6)
         for valid in (True, False)
-        for text in checks.doubts(given(), steps, valid)
+        for text in checks.list_unusual_options(given(), steps, valid)
     ]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lib.train import estimates, plan
-from lib.train.estimates import Hardware, Work
+from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
 from tests.train.test_plan import options
 
-SEVEN_B = Work(7_250_000_000, 4.4e10, 87e9, scratch=False, validates=True)
+SEVEN_B = ModelCost(7_250_000_000, 4.4e10, 87e9, scratch=False, validates=True)
 H100 = Hardware(8, 989e12, "data sheet of the H100", "GPU")
 FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 
@@ -34,14 +34,14 @@ def planned(
 
 
 def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
-    said = estimates.rows(planned(), SEVEN_B, H100)["time"]
+    said = estimates.describe_cost(planned(), SEVEN_B, H100)["time"]
     assert (
         said == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
         "the H100), longer with only 1,024 tokens in a pass; measured after 20 steps"
     )
     small = replace(SEVEN_B, parameters=3_000_000)
-    assert "time" not in estimates.rows(planned(), small, H100)
-    assert "measured" not in estimates.rows(planned(max_steps=20), SEVEN_B, H100)["time"]
+    assert "time" not in estimates.describe_cost(planned(), small, H100)
+    assert "measured" not in estimates.describe_cost(planned(max_steps=20), SEVEN_B, H100)["time"]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
     ],
 )
 def test_checkpoints_are_counted(given: dict[str, Any], said: str) -> None:
-    assert estimates.rows(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(said)
+    assert estimates.describe_cost(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(said)
 
 
 def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
-    said = estimates.advice(planned(), SEVEN_B, H100)
+    said = estimates.suggest_global_batch(planned(), SEVEN_B, H100)
     assert said.splitlines() == [
         "8,192 tokens per step are few for a model of 7.25B parameters",
         "  published: 65.5K to 4.19M in fine-tuning and continued pre-training "
@@ -77,34 +77,34 @@ def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
         "checkpoints with as many tokens in all; the time stays at about 38 h 37 min by the "
         "estimate",
     ]
-    assert estimates.advice(planned(global_batch_size=256), SEVEN_B, H100) is None
+    assert estimates.suggest_global_batch(planned(global_batch_size=256), SEVEN_B, H100) is None
 
 
 def test_with_a_limit_of_steps_it_is_given_too() -> None:
-    said = estimates.advice(planned(max_steps=1_000_000), SEVEN_B, H100)
+    said = estimates.suggest_global_batch(planned(max_steps=1_000_000), SEVEN_B, H100)
     assert "--global-batch-size 256 --max-steps 31250 for 262,144" in said
 
 
 @pytest.mark.parametrize(("parameters", "batch"), [(124e6, 512), (1.2e9, 1024), (7e9, 2048)])
 def test_from_scratch_takes_more(parameters: float, batch: int) -> None:
-    said = estimates.advice(
+    said = estimates.suggest_global_batch(
         planned(), replace(SEVEN_B, parameters=int(parameters), scratch=True), H100
     )
     assert f"--global-batch-size {batch} for" in said
 
 
 def test_what_is_advised_can_be_divided() -> None:
-    said = estimates.advice(planned(ranks=12, batch_size=7), SEVEN_B, H100)
+    said = estimates.suggest_global_batch(planned(ranks=12, batch_size=7), SEVEN_B, H100)
     assert said is None or int(said.partition("batch-size ")[2].split()[0]) % 84 == 0
     assert (
-        estimates.advice(planned(ranks=3, batch_size=5), SEVEN_B, H100)
+        estimates.suggest_global_batch(planned(ranks=3, batch_size=5), SEVEN_B, H100)
         .partition("batch-size ")[2]
         .startswith("255 ")
     )
 
 
 def test_too_many_tokens_are_told_too() -> None:
-    said = estimates.advice(planned(global_batch_size=64 * 512), SEVEN_B, H100)
+    said = estimates.suggest_global_batch(planned(global_batch_size=64 * 512), SEVEN_B, H100)
     assert said.startswith("33,554,432 tokens per step are many")
     assert "--global-batch-size 4096 for 4,194,304" in said
 
@@ -114,6 +114,8 @@ def test_too_many_tokens_are_told_too() -> None:
 )
 def test_small_models_and_short_runs_are_left_alone(parameters: float, given: dict) -> None:
     assert (
-        estimates.advice(planned(**given), replace(SEVEN_B, parameters=int(parameters)), H100)
+        estimates.suggest_global_batch(
+            planned(**given), replace(SEVEN_B, parameters=int(parameters)), H100
+        )
         is None
     )

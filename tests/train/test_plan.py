@@ -113,14 +113,14 @@ def test_little_data_is_enough_when_epochs_do_not_end() -> None:
 )
 def test_contradictions_between_options(given: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        checks.require_sound(options(**given), has_begun=False)
+        checks.require_consistent(options(**given), has_begun=False)
 
 
 def test_all_contradictions_are_told_at_once() -> None:
     with pytest.raises(UsageError, match="3 problems") as caught:
-        checks.require_sound(options(min_lr=1.0, beta1=1.0, beta2=1.0), has_begun=False)
+        checks.require_consistent(options(min_lr=1.0, beta1=1.0, beta2=1.0), has_begun=False)
     assert "--beta2" in caught.value.problem
-    checks.require_sound(options(), has_begun=False)
+    checks.require_consistent(options(), has_begun=False)
 
 
 def test_derived_numbers_come_with_their_reason() -> None:
