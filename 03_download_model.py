@@ -23,11 +23,24 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lib.core import artifact_checks as checks
-from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
+from lib.core import (
+    commands,
+    declared,
+    log,
+    manifest,
+    offline,
+    options,
+    paths,
+    publish,
+    stage,
+    units,
+)
+from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
 from lib.models import directory, lookup, scratch, tokenizer
@@ -51,108 +64,102 @@ _MODES = {  # the options that each mode accepts
 }
 
 
-def parse(argv: Sequence[str]) -> options.Options:
-    """Return the options of this stage. Raises UsageError if they contradict each other."""
-    parser = options.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--model-name",
+@dataclass(frozen=True)
+class DownloadOptions(CommonOptions):
+    """Contain the options of this stage."""
+
+    model_name: str | None = option(
+        None,
         metavar="ORG/NAME",
         help="model to download; with --from-scratch, its name (default: scratch-<size>)",
     )
-    add(
-        "--cache-dir",
-        type=Path,
-        default=Path(".cache"),
-        metavar="DIR",
-        help="write models to DIR/models/",
-    )
-    add(
-        "--verify",
-        action="store_true",
+    cache_dir: Path = option(Path(".cache"), parse=Path, help="write models to DIR/models/")
+    verify: bool = option(
+        False,
         help="check the hash of every file under --cache-dir, and under --dst-root if it is given, "
         "and report damaged files; needs no network",
     )
-    add = parser.add_argument_group("from the Hub").add_argument
-    add("--revision", metavar="R", help="branch, tag or commit to download (default: main)")
-    add(
-        "--token",
+    revision: str | None = option(
+        None,
+        group="from the Hub",
+        metavar="R",
+        help="branch, tag or commit to download (default: main)",
+    )
+    token: str | None = option(
+        None,
         metavar="TOKEN",
         help="access token for gated and private repositories (default: HF_TOKEN, or a login)",
     )
-    add(
-        "--allow-pickle",
-        action="store_true",
+    allow_pickle: bool = option(
+        False,
         help="if a model has only pickled weights, convert them to safetensors; only tensors are "
         "read, no code runs",
     )
-    add(
-        "--trust-remote-code",
-        action="store_true",
+    trust_remote_code: bool = option(
+        False,
         help="if transformers does not know the model's type, download the code in its repository "
         "and run it; stages 04 and 05 need this option too",
     )
-    add(
-        "--dataset-name",
+    dataset_name: str | None = option(
+        None,
         metavar="ORG/NAME",
         help="dataset whose raw files to download (default: none, a model is prepared)",
     )
-    add(
-        "--include",
-        action="append",
-        default=[],
+    include: list[str] = option(
+        [],
         metavar="GLOB",
         help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to files "
         "of earlier runs, unless --overwrite is given (default: none; '*' matches all files)",
     )
-    add(
-        "--dst-root",
-        type=Path,
-        metavar="DIR",
-        help="write the files to DIR/ORG--NAME/ (default: raw_text)",
+    dst_root: Path | None = option(
+        None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"
     )
-    add = parser.add_argument_group("from scratch").add_argument
-    add("--from-scratch", action="store_true", help="create a model without weights; no network")
-    add(
-        "--model-size",
+    from_scratch: bool = option(
+        False, group="from scratch", help="create a model without weights; no network"
+    )
+    model_size: str | None = option(
+        None,
         choices=tuple(scratch.SIZES),
         help="approximate number of parameters (default: none; this or --config-json is required)",
     )
-    add(
-        "--config-json",
-        type=Path,
+    config_json: Path | None = option(
+        None,
+        parse=Path,
         metavar="FILE",
         help="instead of a size, a config.json of any architecture that transformers supports "
         "(default: none)",
     )
-    add(
-        "--vocab-size",
-        type=options.positive_int,
-        metavar="N",
+    vocab_size: int | None = option(
+        None,
+        parse=options.positive_int,
         help="tokens in the vocabulary; the model's embedding is padded to a multiple of "
         f"{scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or FILE; otherwise 1,024 for "
         "1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
-    add(
-        "--train-tokenizer",
-        type=Path,
+    train_tokenizer: Path | None = option(
+        None,
+        parse=Path,
         metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
         "(default: none; this or --tokenizer is required)",
     )
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="directory with a tokenizer to copy (default: none)",
+    tokenizer: Path | None = option(
+        None, parse=Path, help="directory with a tokenizer to copy (default: none)"
     )
+    num_workers: int = option(1)
+
+
+def parse(argv: Sequence[str]) -> DownloadOptions:
+    """Return the options of this stage. Raises UsageError if they contradict each other."""
+    parser = options.Parser(__doc__)
+    declared.add_options(parser, DownloadOptions)
     parser.add_common("download (threads, 2 connections each, at most 8), hash or train (threads)")
-    opts = parser.parse(argv)
+    opts = declared.read_options(DownloadOptions, parser.parse(argv))
     check_combination(opts)
     return opts
 
 
-def choose_mode(opts: options.Options) -> str:
+def choose_mode(opts: DownloadOptions) -> str:
     """Return the option that selects the mode of this run."""
     for mode in ("--verify", "--from-scratch", "--dataset-name"):
         if getattr(opts, mode[2:].replace("-", "_")):
@@ -160,7 +167,7 @@ def choose_mode(opts: options.Options) -> str:
     return "--model-name"
 
 
-def check_combination(opts: options.Options) -> None:
+def check_combination(opts: DownloadOptions) -> None:
     """Raise one UsageError with all contradictions among the options."""
     problems = Problems()
     mode = choose_mode(opts)
@@ -175,21 +182,18 @@ def check_combination(opts: options.Options) -> None:
             expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify",
         )
     if mode == "--dataset-name" and not opts.include:
-        problems.add(
-            "--dataset-name needs --include GLOB",
-            expected="paths of files to download, such as 'en/*.json.gz', or '*' for all files",
-        )
+        expected = "paths of files to download, such as 'en/*.json.gz', or '*' for all files"
+        problems.add("--dataset-name needs --include GLOB", expected=expected)
     if mode == "--from-scratch":
-        if bool(opts.model_size) == bool(opts.config_json):
-            problems.add(
-                f"--from-scratch needs --model-size ({', '.join(scratch.SIZES)}) or "
-                "--config-json FILE" + (", not both" if opts.model_size else "")
-            )
-        if bool(opts.train_tokenizer) == bool(opts.tokenizer):
-            problems.add(
-                "--from-scratch needs a tokenizer: --train-tokenizer DATASET or "
-                "--tokenizer DIR" + (", not both" if opts.tokenizer else "")
-            )
+        sizes = f"--model-size ({', '.join(scratch.SIZES)}) or --config-json FILE"
+        tokenizers = "a tokenizer: --train-tokenizer DATASET or --tokenizer DIR"
+        for first, second, needed in (
+            (opts.model_size, opts.config_json, sizes),
+            (opts.train_tokenizer, opts.tokenizer, tokenizers),
+        ):
+            if bool(first) == bool(second):
+                not_both = ", not both" if first else ""
+                problems.add(f"--from-scratch needs {needed}{not_both}")
         if opts.train_tokenizer and (opts.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
             problems.add(
                 f"--vocab-size {opts.vocab_size} is too small: the bytes and special tokens alone "
@@ -212,10 +216,10 @@ def main(argv: list[str]) -> None:
     }[choose_mode(opts)](opts)
 
 
-def download_model(opts: options.Options) -> None:
+def download_model(opts: DownloadOptions) -> None:
     """Download a model from the Hub."""
     # Check the inputs. An earlier run's result is recognised without the Hub and its library.
-    name = opts.model_name
+    name = opts.model_name or ""
     revision = opts.revision or "main"
     began = time.monotonic()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
@@ -277,18 +281,16 @@ def download_model(opts: options.Options) -> None:
     log.info(f"next: {next_command(opts, name)}")
 
 
-def download_dataset(opts: options.Options) -> None:
+def download_dataset(opts: DownloadOptions) -> None:
     """Download raw files of a dataset for stage 01."""
     # Check the inputs.
-    name = opts.dataset_name
+    name = opts.dataset_name or ""
     revision = opts.revision or "main"
     began = time.monotonic()
     target = raw_text.locate_record(root := opts.dst_root or Path("raw_text"), name)
-    opts.include, is_more = raw_text.merge_globs(target, revision, opts.include, opts.overwrite)
-    identity = {
-        "options": {"dataset_name": name, "revision": revision, "include": opts.include},
-        "inputs": {},
-    }
+    globs, is_more = raw_text.merge_globs(target, revision, opts.include, opts.overwrite)
+    chosen = {"dataset_name": name, "revision": revision, "include": globs}
+    identity = {"options": chosen, "inputs": {}}
     then = commands.script("01_organize_data.py", "--src-dir", root)
     with raw_text.rename_paths_in_errors(target):
         if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
@@ -299,7 +301,7 @@ def download_dataset(opts: options.Options) -> None:
         opts,
         {
             "download": f"dataset {name} at {revision} from {repository.name_hub()}",
-            "files": " or ".join(opts.include) + (", with earlier files" if is_more else ""),
+            "files": " or ".join(globs) + (", with earlier files" if is_more else ""),
             "to": target.parent,
         },
     )
@@ -308,7 +310,7 @@ def download_dataset(opts: options.Options) -> None:
 
     from lib.hub.fetch import find_raw_files
 
-    dataset = find_raw_files(name, revision, opts.include, token=opts.token or "")
+    dataset = find_raw_files(name, revision, globs, token=opts.token or "")
     raw_text.require_no_conflicts(target, dataset.files)
     raw_text.warn_about_outdated(target, dataset.files)
     with (
@@ -329,7 +331,7 @@ def download_dataset(opts: options.Options) -> None:
         before = raw_text.list_fetched(target)
         build.publish(
             stage=STAGE,
-            options=options.to_plain_values(opts),
+            options=options.to_plain_values(replace(opts, include=globs)),
             files=raw_text.move_into_place(build.dir, target, entries),
             summary=dataset.summary(),
         )
@@ -342,7 +344,7 @@ def download_dataset(opts: options.Options) -> None:
     log.info(f"next: {then}")
 
 
-def create_from_scratch(opts: options.Options) -> None:
+def create_from_scratch(opts: DownloadOptions) -> None:
     """Create the config and the tokenizer of a model without weights."""
     offline.enable()
     # Check the inputs.
@@ -386,12 +388,11 @@ def create_from_scratch(opts: options.Options) -> None:
         facts = check.check_build(build, weights=False, name=name)
         design.require_same(identity, name)
         training = TrainingMemory.estimate(build.dir)
-        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
         origin = {"source": "scratch", "commit": None}
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
-            files=files,
+            files=[manifest.file_entry(build.dir, path, "sha256") for path in build.files()],
             summary={**facts.summary(), "memory": training.summary(), **origin, **config_facts},
         )
 
@@ -400,7 +401,7 @@ def create_from_scratch(opts: options.Options) -> None:
     log.info(f"next: {next_command(opts, name)}")
 
 
-def verify_all(opts: options.Options) -> None:
+def verify_all(opts: DownloadOptions) -> None:
     """Check the hash of every prepared file. Raises ArtifactError with all damaged files."""
     began = time.monotonic()
     artifacts = checks.find_artifacts(
@@ -415,11 +416,10 @@ def verify_all(opts: options.Options) -> None:
     for path in checks.list_unfinished(opts.cache_dir):
         log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
     checks.require_intact(artifacts)
-    seconds = units.duration(time.monotonic() - began)
-    log.info(f"done in {seconds}: {summary}, no damage found")
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {summary}, no damage found")
 
 
-def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str) -> bool:
+def already_done(target: Path, kind: str, identity: dict, opts: DownloadOptions, then: str) -> bool:
     """Return whether the artifact is complete; if so, print the next command."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
@@ -428,7 +428,7 @@ def already_done(target: Path, kind: str, identity: dict, opts: options.Options,
     return True
 
 
-def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
+def print_plan(opts: DownloadOptions, rows: dict[str, object]) -> None:
     """Print the rows of the plan and, for a dry run, that nothing was done."""
     log.info("plan")
     log.table(rows)
@@ -436,14 +436,13 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
         log.info("dry run: no request was sent and nothing was written")
 
 
-def next_command(opts: options.Options, name: str) -> str:
+def next_command(opts: DownloadOptions, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
     dataset = opts.train_tokenizer or lookup.guess_dataset()
-    place = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
-    trust = ["--trust-remote-code"] if opts.trust_remote_code else []
-    return commands.train(
-        "-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *place, *trust
-    )
+    words = ["-e", paths.model_dir_name(name), "-d", dataset, "-m", name]
+    words += ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
+    words += ["--trust-remote-code"] if opts.trust_remote_code else []
+    return commands.train(*words)
 
 
 if __name__ == "__main__":
