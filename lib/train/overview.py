@@ -1,4 +1,4 @@
-"""What a run is going to do: told at its start, and by `--dry-run` for other machines too."""
+"""Print what a run is going to do, at its start and with --dry-run, also for other machines."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def show_head(
     cost: ModelCost,
     hardware: Hardware,
 ) -> None:
-    """Print what the run is, at its start."""
+    """Print the model, the data, the settled options and the estimates of a run at its start."""
     config = plan.config
     log.info(
         f"experiment {config.save_dir / config.experiment_name}: "
-        f"{_model_of(config, inputs)}, {describe_size(model)}"
+        f"{_describe_model(config, inputs)}, {describe_size(model)}"
     )
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = (
@@ -51,7 +51,7 @@ def show_head(
         {
             "dataset": inputs.datasets,
             "validation": held_out or no_split,
-            **_settled(config),
+            **_describe_settled(config),
             **describe_balance(config, model),
             **data.describe(plan),
             **estimates.describe_cost(plan, cost, hardware),
@@ -65,15 +65,16 @@ def show_head(
 
 
 def hardware_of(config: Config, layout: ParallelLayout) -> Hardware:
-    """Return what the ranks of this launch can reach; a CPU is measured."""
-    peak, where = flops.device_peak(layout.device, config.precision)
-    return Hardware(layout.ranks, peak, where, "GPU" if layout.device.type == "cuda" else "rank")
+    """Return the number and the peak FLOP/s of this launch's ranks. A CPU is measured."""
+    peak, source = flops.device_peak(layout.device, config.precision)
+    kind = "GPU" if layout.device.type == "cuda" else "rank"
+    return Hardware(layout.ranks, peak, source, kind)
 
 
 def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
-    """Print what a run would do; touches nothing.
+    """Print what a run would do, and write nothing.
 
-    Raises UsageError when a batch cannot be divided, after everything else has been printed.
+    Raises UsageError if a batch cannot be divided, after everything else has been printed.
     """
     cost = measure_cost(config, inputs, model)
     problems = Problems()
@@ -81,26 +82,26 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
     log.table(
         {
-            "model": f"{_model_of(config, inputs)} "
+            "model": f"{_describe_model(config, inputs)} "
             f"({model.config.model_type}, {describe_size(model)})",
             "weights": describe_weights(config, inputs),
             "dataset": inputs.datasets,
             "precision": f"{masters}, {config.precision} compute",
-            **_settled(config),
+            **_describe_settled(config),
             **describe_balance(config, model),
-            **_ranks(config),
+            **_describe_ranks(config),
         }
     )
-    data, samples = _data(config, inputs)
-    asked = memory_fit.fit_planned(config, inputs, model) or {plans.launched_size(): config}
-    for ranks, given in asked.items():
+    data, samples = _open_or_estimate(config, inputs)
+    configs = memory_fit.fit_planned(config, inputs, model) or {plans.launched_size(): config}
+    for ranks, given in configs.items():
         if config.plan_gpus:
             log.info(f"on {units.counted(ranks, 'GPU')}:")
         given = memory_fit.limit_batch(given, samples, ranks)
-        asked[ranks] = given
+        configs[ranks] = given
         plan = problems.collect(partial(Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
-            log.info("  not possible: the error at the end says why")
+            log.info("  not possible: see the error at the end")
             continue
         if not plan.fills_a_step:
             log.warn(_too_short(plan, ranks))
@@ -115,44 +116,44 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             )
         _tell(config, plan, data, cost, _hardware(config, ranks))
     if config.plan_gpus:
-        _plan_memory(config, model, asked, data.most_documents if data else None)
+        _print_memory(config, model, configs, data.most_documents if data else None)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
 
 def _too_short(plan: Plan, ranks: int) -> str:
-    """Return the warning for data that does not fill a step on so many GPUs."""
+    """Return the warning that the data does not fill a step on this number of GPUs."""
     return (
         f"on {units.counted(ranks, 'GPU')} the dataset is too small for one step "
-        f"({plan.samples:,} samples in an epoch, {plan.division.global_batch:,} in a step): a run "
-        "there is refused, and the figures are those of one step"
+        f"({plan.samples:,} samples in an epoch, {plan.division.global_batch:,} in a step): stage "
+        "04 would refuse the run, and the figures are for one step"
     )
 
 
-def _settled(config: Config) -> dict[str, str]:
-    """Return the options that nobody typed and no default decided, each with what did."""
+def _describe_settled(config: Config) -> dict[str, str]:
+    """Return the options that were neither typed nor set by a default, each with its reason."""
     values = {name: getattr(config, name) for name in config.settled_by}
-    words = {name: _in_words(value) for name, value in values.items() if value is not None}
-    said = [
-        f"{declared.flag(name)} {text} ({config.settled_by[name]})" for name, text in words.items()
+    texts = [
+        f"{declared.flag(name)} {_format_value(value)} ({config.settled_by[name]})"
+        for name, value in values.items()
+        if value is not None
     ]
-    return {"settled": ", ".join(said)} if said else {}
+    return {"settled": ", ".join(texts)} if texts else {}
 
 
-def _in_words(value: Any) -> str:
-    """Return the value of an option as a person types it."""
+def _format_value(value: Any) -> str:
+    """Return the value of an option as it is typed."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return units.shortened(f"{value:g}" if isinstance(value, float) else str(value))
 
 
-def _ranks(config: Config) -> dict[str, str]:
-    """Say why the plan is for one rank, when it is."""
+def _describe_ranks(config: Config) -> dict[str, str]:
+    """Return the reason if the plan is for one rank only."""
     if config.plan_gpus or "WORLD_SIZE" in os.environ:
         return {}
     return {
-        "ranks": "1, as this command was started; torchrun starts more, and --plan-gpus N "
-        "plans for N GPUs"
+        "ranks": "1, because torchrun did not start this command; --plan-gpus N plans for N GPUs"
     }
 
 
@@ -188,8 +189,8 @@ def _tell_doubts(plan: Plan, cost: ModelCost, hardware: Hardware, has_validation
             log.warn(doubt)
 
 
-def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
-    """Return the data with its samples, or only an estimate of these where it is not prepared."""
+def _open_or_estimate(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
+    """Return the data and its number of samples; if it is not prepared, None and an estimate."""
     if inputs.shards:
         return Data(shards_of_rank(config, inputs.shards), []), None
     policies = [chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
@@ -211,57 +212,57 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
             for corpus, policy in zip(inputs.corpora, policies, strict=True)
         )
         log.info(
-            f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
-            f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
-            "text, and so is all that follows from their number"
+            f"  the tokens are not prepared yet ({', '.join(missing)}): the run or --prepare-only "
+            f"prepares them; {units.count(tokens)} tokens are an estimate from a sample of the "
+            "text, and the following numbers depend on it"
         )
-        # Of packs the last one need not be full.
-        return None, -(
-            -tokens // config.seq_length
-        ) if config.packing == "documents" else tokens // config.seq_length
+        if config.packing == "documents":  # the last pack need not be full
+            return None, units.ceil_div(tokens, config.seq_length)
+        return None, tokens // config.seq_length
     stores = [store.open_store(target, config.token_reads) for target in targets]
     if config.packing == "documents" and not all(
         packing.find_packs_dir(tokens, config.seq_length).exists() for tokens in stores
     ):
         log.info(
-            "  the documents are not packed yet: the run does it first, or --prepare-only; "
-            "the samples are estimated as if nothing had to be padded"
+            "  the documents are not packed yet: the run or --prepare-only packs them; the number "
+            "of samples is an estimate without padding"
         )
-        return None, sum(
-            len(tokens.splits["train"].tokens) for tokens in stores
-        ) // config.seq_length
+        total = sum(len(tokens.splits["train"].tokens) for tokens in stores)
+        return None, total // config.seq_length
     data = mix(config, inputs, stores)
     return data, data.samples
 
 
 def _hardware(config: Config, ranks: int) -> Hardware:
-    """Return what --plan-gpus means, or what is here."""
+    """Return the GPUs of --plan-gpus, or the devices of this machine."""
     if config.plan_gpus:
         if config.plan_gpu_tflops:
             return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
         peak, name = flops.usual_gpu(config.precision)
-        return Hardware(
-            ranks, peak, f"data sheet of the {name}; --plan-gpu-tflops for others", "GPU"
-        )
+        source = f"data sheet of the {name}; --plan-gpu-tflops for others"
+        return Hardware(ranks, peak, source, "GPU")
     on_gpu = torch.cuda.is_available()
-    peak, where = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
-    return Hardware(ranks, peak, where, "GPU" if on_gpu else "rank")
+    peak, source = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
+    return Hardware(ranks, peak, source, "GPU" if on_gpu else "rank")
 
 
-def _plan_memory(
-    config: Config, model: PreTrainedModel, asked: dict[int, Config], most_documents: int | None
+def _print_memory(
+    config: Config, model: PreTrainedModel, configs: dict[int, Config], most_documents: int | None
 ) -> None:
-    """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
+    """Print the memory on --plan-gpus, or a warning if a model of this family cannot be traced.
+
+    configs: by number of GPUs.
+    """
     try:
-        has = config.plan_gpu_memory
-        cases = [
+        available = config.plan_gpu_memory
+        steps = [
             plans.step_config(given, model, ranks, True, most_documents)
-            for ranks, given in asked.items()
+            for ranks, given in configs.items()
         ]
-        memory.print_memory_table(model, cases, has, not config.no_progress)
+        memory.print_memory_table(model, steps, available, not config.no_progress)
     except UsageError:
         raise
-    except Exception as error:  # the rest of the plan is worth having
+    except Exception as error:  # the rest of the plan is still useful
         log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
 
 
@@ -276,7 +277,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
     )
 
 
-def _model_of(config: Config, inputs: Inputs) -> str:
+def _describe_model(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
     if not config.model_size:
         return str(inputs.model_dir)
