@@ -177,6 +177,8 @@ def test_every_option_is_read_somewhere(path: Path) -> None:
 
 # What a Config is called, in the modules that import it or what has one.
 CONFIG = {
+    "asked",
+    "auto",
     "config",
     "plan.config",
     "run.config",

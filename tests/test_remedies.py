@@ -698,7 +698,7 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     for name in ("merged", "pickled", "outputs/old"):
         yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
-    yield lambda: checks.require_shape(replace(opts, cache_dir=Path("nothing")))
+    yield lambda: checks.require_model_shape(replace(opts, cache_dir=Path("nothing")))
     begun, now = ({"options": {}, "inputs": {previous_run.TEMPLATE: text}} for text in "ab")
     yield lambda: _raise(
         previous_run._other_template(

@@ -71,7 +71,7 @@ def test_a_launch_overwrites_refuses_and_stops_once(
     assert "stopped by the stop file after step 4" in run(again, "--max-steps", 9, expect=75)
     stop.touch()
     said = run(another, "--max-steps", 6)
-    assert f"{stop.relative_to(project)} was meant for an earlier launch" in said
+    assert f"{stop.relative_to(project)} was for an earlier launch" in said
     assert not stop.exists() and "is never" in run({}, "--resume", "never", expect=2)
     run({}, "--overwrite", "--max-steps", 1)
     assert runs(project) == ["run", "run.replaced", "run.replaced"]
