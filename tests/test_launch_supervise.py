@@ -175,7 +175,7 @@ def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path
 
 def test_a_kill_for_memory_by_the_kernel_is_not_retried(tmp_path: Path) -> None:
     hungry = "everything = [bytearray(b'x' * 10_000_000) for _ in range(200)]"
-    with control_group.of_memory(100_000_000) as join:
+    with control_group.of_memory(60_000_000) as join:
         returned, output, attempts = run(tmp_path, hungry, within=join)
     assert (returned, len(attempts)) == (2, 1), output
     assert "out of memory: the kernel killed a process on node 0" in output

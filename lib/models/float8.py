@@ -13,10 +13,8 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -166,8 +164,12 @@ def _import_torchao() -> ModuleType:
     """Import torchao.float8 without its warnings about kernels that we do not use."""
     if sys.modules.get("torchao", sys) is None:  # hidden in lib/__init__.py
         del sys.modules["torchao"]
-    with ExitStack() as stack:
-        for name in _NOISY:
-            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+    noisy = {logger: logger.disabled for logger in map(logging.getLogger, _NOISY)}
+    for logger in noisy:
+        logger.disabled = True
+    try:
         from torchao import float8
+    finally:
+        for logger, was_disabled in noisy.items():
+            logger.disabled = was_disabled
     return float8
