@@ -196,8 +196,8 @@ print(*calls)
     assert printed.split() == [name for name in names for _ in range(2)]
 
 
-def test_an_adapter(copy: Path) -> None:
-    row, module = blocks("How to add an adapter")
+def test_a_model_change(copy: Path) -> None:
+    row, module = blocks("How to add a model change")
     with (copy / "lib/models/model_changes.py").open("a") as file:
         file.write("\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
