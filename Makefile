@@ -1,32 +1,32 @@
-# make demo                the five stages on real text, from nothing to generated lines
-# make demo-chat           stages 02 to 05 on conversations, from nothing to an answer
-# make test                the quick tests          make test-slow   tests of ten seconds and more
+# make demo                all five stages on real text, up to generated lines
+# make demo-chat           stages 02 to 05 on conversations, up to a generated answer
+# make test                the quick tests          make test-slow   tests that take ten seconds or more
 # make test-long           the longest tests, as root: small clusters, all kinds of damage (30 min)
-# make test-faults         200 kills over stages 01 to 05, which must lose nothing (about 5 minutes)
-# make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
-# make test-gpu            there: the tests that need a GPU (without one: a rehearsal on the CPU)
-# make bench-gpu           there: measure speed (each of the two takes 20 to 30 minutes)
-# make lint                ruff (its rules and its format) and mypy
+# make test-faults         kill stages 01 to 05 200 times; nothing may be lost (about 5 minutes)
+# make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
+# make test-gpu            run the tests that need a GPU there (without a GPU: a rehearsal on the CPU)
+# make bench-gpu           measure speed there (test-gpu and bench-gpu take 20 to 30 minutes each)
+# make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
-# make memory-table        the memory of known models on each GPU, as in docs/how-to/speed.md
-# make bench               all other benchmarks, one after the other (almost an hour)
-# make validate-framework  Python, packages, imports, offline guard, a small sharded step
-# make validate-setup      this machine and all prepared artifacts, or the cluster of
+# make memory-table        print the memory of known models per GPU, as in docs/how-to/speed.md
+# make bench               run all other benchmarks one after the other (almost an hour)
+# make validate-framework  check Python, packages, imports, the offline guard and a small sharded step
+# make validate-setup      check this machine and all prepared artifacts, or the cluster with
 #                          LAUNCHER=kubernetes
-# make test-quick          a run of about a minute from raw text to an export, with LAUNCHER
+# make test-quick          run all stages from raw text to an export in about a minute, with LAUNCHER
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
-# make status              the state of that run             make logs-follow   its log, line by line
-# make stop                save and end it; make run continues
+# make status              show the state of that run       make logs-follow   follow its log
+# make stop                save and end that run; make run resumes it
 #
 # EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run (default: the only prepared model)
-# ARGS='--max-steps 1000'    further options of stage 04
+# ARGS='--max-steps 1000'    more options of stage 04
 # LAUNCHER=local             launch/single_node.sh on this machine; NPROC=8 sets its processes
 # LAUNCHER=slurm             launch/slurm.sbatch; NODES=4, and SBATCH='--partition=gpu' for sbatch
 # LAUNCHER=kubernetes        launch/kubernetes.py; NODES, KIND=trainjob, INSTANCE_TYPE=p5.48xlarge,
 #                            and KUBERNETES='--image … --pvc …' for its options
 # KILLS=200 SEED=7           for test-faults (default: a new seed each time, which is printed)
-# VENV=DIR puts the environment elsewhere; PYTHON=python3.12 creates it with another interpreter.
-# If there is a wheelhouse/ beside this file, as in an air-gap bundle, no network is needed.
+# VENV=DIR puts the environment in another directory; PYTHON=python3.12 creates it with another
+# interpreter. With a wheelhouse/ beside this file, as in an air-gap bundle, no network is needed.
 
 PYTHON ?= python3
 VENV ?= .venv
