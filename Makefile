@@ -1,7 +1,7 @@
-# make demo                all five stages on real text, up to generated lines
-# make demo-chat           stages 02 to 05 on conversations, up to a generated answer
-# make test                the quick tests          make test-slow   tests that take ten seconds or more
-# make test-long           the longest tests, as root: small clusters, all kinds of damage (30 min)
+# make demo                run all five stages on real text, up to generated lines
+# make demo-chat           run stages 02 to 05 on conversations, up to a generated answer
+# make test                run the quick tests      make test-slow   run those of ten seconds or more
+# make test-long           run the longest tests, as root: small clusters, all damage (30 min)
 # make test-faults         kill stages 01 to 05 200 times; nothing may be lost (about 5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
 # make test-gpu            run the tests that need a GPU there (without a GPU: a rehearsal on the CPU)
