@@ -4,16 +4,16 @@
 # make test-long           run the longest tests, as root: small clusters, all damage (30 min)
 # make test-faults         kill stages 01 to 05 200 times; nothing may be lost (about 5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
-# make test-gpu            run the tests that need a GPU there (without a GPU: a rehearsal on the CPU)
+# make test-gpu            run the tests that need a GPU there (without one: a rehearsal on the CPU)
 # make bench-gpu           measure speed there (test-gpu and bench-gpu take 20 to 30 minutes each)
 # make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
 # make memory-table        print the memory of known models per GPU, as in docs/how-to/speed.md
 # make bench               run all other benchmarks one after the other (almost an hour)
-# make validate-framework  check Python, packages, imports, the offline guard and a small sharded step
+# make validate-framework  check Python, packages, imports, the offline guard, a small sharded step
 # make validate-setup      check this machine and all prepared artifacts, or the cluster with
 #                          LAUNCHER=kubernetes
-# make test-quick          run all stages from raw text to an export in about a minute, with LAUNCHER
+# make test-quick          run all stages from raw text to an export in a minute, with LAUNCHER
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
 # make status              show the state of that run       make logs-follow   follow its log
 # make stop                save and end that run; make run resumes it
