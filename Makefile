@@ -10,10 +10,10 @@
 # make reference           write the generated pages of docs/reference/
 # make memory-table        print the memory of known models per GPU, as in docs/how-to/speed.md
 # make bench               run all other benchmarks one after the other (almost an hour)
-# make validate-framework  check Python, packages, imports, the offline guard, a small sharded step
+# make validate-framework  check Python, packages, imports, offline guard, a small sharded step
 # make validate-setup      check this machine and all prepared artifacts, or the cluster with
 #                          LAUNCHER=kubernetes
-# make test-quick          run all stages from raw text to an export in a minute, with LAUNCHER
+# make test-quick          run all stages, raw text to export, in about a minute, with LAUNCHER
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
 # make status              show the state of that run       make logs-follow   follow its log
 # make stop                save and end that run; make run resumes it
