@@ -135,7 +135,7 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     weights.rename(model / "consolidated.safetensors")
     done = run_stage(STAGE, *run, cwd=project, expect=3)
     assert "the model model has no weights" in done.stderr
-    assert "consolidated.safetensors, which is not read" in done.stderr
+    assert "consolidated.safetensors cannot be used: it has another layout" in done.stderr
     assert "with --from-scratch, training would start with random weights" in done.stderr
     assert not (project / "outputs").exists() and not (project / ".cache").exists()
     (model / "consolidated.safetensors").unlink()
