@@ -44,7 +44,7 @@ class ExportOptions(CommonOptions):
         "-e",
         metavar="NAME",
         help="name of the run, which is a directory under --save-dir, or the path of that "
-        "directory (needed)",
+        "directory (required)",
     )
     save_dir: Path = option(
         None,

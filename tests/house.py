@@ -13,6 +13,7 @@ import ast
 import io
 import re
 import statistics
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -195,7 +196,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.tests_of:
-        print("\n".join(map(str, tests_of(ROOT, args.tests_of))))
+        if not (ROOT / args.tests_of).is_file():
+            parser.error(f"there is no {args.tests_of}")
+        files = tests_of(ROOT, args.tests_of)
+        print("\n".join(map(str, files)))
+        if not files:
+            print("no file names it: its tests run the stages that use it", file=sys.stderr)
         return
     if args.untested:
         print("\n".join(_untested(ROOT)))

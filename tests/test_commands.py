@@ -94,7 +94,7 @@ def test_every_option_has_help_that_ends_with_its_default(path: Path) -> None:
     assert not {
         flag: text
         for flag, text in told.items()
-        if not re.search(r"\((default: .+|needed.*)\)$", text)
+        if not re.search(r"\((default: .+|required.*)\)$", text)
     }
 
 
@@ -115,7 +115,7 @@ def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
     flags = [action.option_strings[0] for action in parser._actions]
     lines = [line for line in page.splitlines() if line.split(" ")[2:3] and line.startswith("  -")]
     assert len(lines) == len(declared.first_page(Config)) == 10
-    assert all(re.search(r"\((default: .+|needed)\)$", line) for line in lines)
+    assert all(re.search(r"\((default: .+|required)\)$", line) for line in lines)
     assert "--help-all" in page and not [flag for flag in flags if flag not in everything]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
         parser.parse(["--help-all"])  # to the standard output, for a pager or grep

@@ -112,6 +112,7 @@ LOGS = [
         "too old for torch 2.13.0, whose CUDA 13.0 needs 580 or newer",
     ),
     ("missing token", 2, "error: Access to model meta-llama/Llama-3.1-8B is restricted"),
+    ("missing token", 2, "error: org/name is gated: its owner grants access to users one by one"),
     ("missing token", 1, "huggingface_hub.errors.GatedRepoError: 401 Client Error. gated repo"),
     ("out of GPU memory", 2, "error: out of memory\n  found:    CUDA out of memory. Tried to …"),
     ("out of GPU memory", 1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),

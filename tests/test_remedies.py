@@ -56,6 +56,7 @@ from lib.models.scratch import Design
 from lib.parallel import attention, compiling, gpus, layout, precision, routers
 from lib.tokens import build, split_writer
 from lib.train import checks, model_files, previous_run, symptoms
+from lib.train import model as train_model
 from tests.conftest import ROOT, run_stage
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
@@ -670,7 +671,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     for method in ("", routers.BIAS):
         patch.setattr(routers, "find_routers", lambda _: [])
         patch.setattr(routers, "find_method", lambda *_, known=method: known)
-        yield lambda: model._require_router_method(balanced, no_blocks)
+        yield lambda: train_model._require_router_method(balanced, no_blocks)
 
 
 def of_saved_splits() -> Iterator[Callable[[], object]]:

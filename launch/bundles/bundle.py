@@ -32,7 +32,7 @@ _MOST_VOLUMES = 999
 def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to write (needed)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to write (required)")
     parser.add_argument(
         "--dataset",
         action="append",

@@ -120,7 +120,8 @@ _SIGNS = [
         ),
         (
             "missing token",
-            r"gated repo|401 Client Error|Access to model .* is restricted|"
+            r"gated repo|is gated: its owner|does not accept the token|401 Client Error|"
+            r"Access to model .* is restricted|"
             r"Invalid user(name)? or (password|token)|HF_TOKEN.*(missing|not set|needed)",
             EXIT_USAGE,
         ),

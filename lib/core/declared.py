@@ -126,12 +126,15 @@ def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: s
 def with_options_of(*sources: type, after: str) -> Callable[[type[Declared]], type[Declared]]:
     """Return a decorator that adds the options of other classes, behind the field `after`.
 
-    It stands below `@dataclass`. Raises TypeError for an option that the class has already.
+    It stands below `@dataclass`. Raises TypeError for an option that two of the classes declare; a
+    declaration that they inherit from the same class counts once.
     """
 
     def add_fields(target: type[Declared]) -> type[Declared]:
-        added = {field.name: field for source in sources for field in list_fields(source)}
-        if twice := added.keys() & target.__annotations__.keys():
+        fields = [field for source in sources for field in list_fields(source)]
+        added = {field.name: field for field in fields}
+        twice = {field.name for field in fields if field is not added[field.name]}
+        if twice := twice | (added.keys() & target.__annotations__.keys()):
             raise TypeError(f"{', '.join(sorted(twice))}: declared twice")
         annotations: dict[str, Any] = {}
         for name, kind in target.__annotations__.items():

@@ -41,7 +41,7 @@ def with_default(action: argparse.Action) -> str:
     ):
         return text
     if action.required:
-        return f"{text} (needed)"
+        return f"{text} (required)"
     if action.nargs == 0 or isinstance(default, bool):
         return f"{text} (default: {'on' if default else 'off'})"
     if default in (None, "", []):

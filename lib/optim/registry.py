@@ -181,10 +181,13 @@ def find_option_problems(kind: str, config: Any) -> Iterator[str]:
     """Yield what is wrong with the options: invalid values, and options of other optimizers."""
     options = read_options(kind, config)
     yield from options.find_problems()
+    owners: dict[str, list[str]] = {}
     for name, spec in OPTIMIZERS.items():
         for field in declared.list_fields(spec.options):
             if not hasattr(options, field.name) and getattr(config, field.name) != field.default:
-                yield f"{declared.flag(field.name)} belongs to --optimizer {name}"
+                owners.setdefault(field.name, []).append(name)
+    for option_name, names in owners.items():
+        yield f"{declared.flag(option_name)} belongs to --optimizer {' or '.join(names)}"
 
 
 def count_state_bytes(kind: str, model: nn.Module) -> int:

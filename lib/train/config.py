@@ -75,7 +75,7 @@ class Config:
         first="name of the run; its files go to outputs/NAME",
         metavar="NAME",
         help="name of the run, which is a directory under --save-dir; or the path of that "
-        "directory (needed)",
+        "directory (required)",
     )
     dataset_name: list[str] = option(
         [],
@@ -84,15 +84,15 @@ class Config:
         first="dataset of stage 02; several make a mixture",
         metavar="DIR[=WEIGHT]",
         help="dataset of stage 02: a directory, or a name under hf_datasets/. Several make a "
-        "mixture, each with its share of the samples: -d a=0.7 -d b=0.3 (needed)",
+        "mixture, each with its share of the samples: -d a=0.7 -d b=0.3 (required)",
     )
     model_name: str | None = option(
         None,
         "-m",
         role=LOCAL,
-        first="model of stage 03",
+        first="prepared model",
         metavar="NAME|DIR",
-        help="model that stage 03 prepared, or any model directory (default: the run's, or the "
+        help="model that stage 03 prepared, or any model directory (default: the run's, else the "
         "only one)",
     )
     save_dir: Path = option(
@@ -105,7 +105,7 @@ class Config:
         None,
         role=LOCAL,
         parse=Path,
-        help="another name of --save-dir; without -e it is the directory of the run itself, with "
+        help="alias of --save-dir. If -e is omitted, DIR is the directory of the run itself, with "
         "checkpoints in DIR/checkpoints (default: none)",
     )
     cache_dir: Path = option(
@@ -128,8 +128,7 @@ class Config:
         role=RESULT,
         quiet=True,
         choices=tuple(scratch.SIZES),
-        help="with --from-scratch: create a model of this size, without stage 03 (default: none, "
-        "the model is -m)",
+        help="with --from-scratch: create a model of this size, without stage 03 (default: use -m)",
     )
     vocab_size: int | None = option(
         None,
@@ -162,12 +161,12 @@ class Config:
         0,
         role=LOCAL,
         parse=count,
-        help="print N samples of each dataset before training, and mark their trained tokens",
+        help="print N samples of each dataset before training, and mark the tokens in the loss",
     )
     streaming: bool = option(
         False,
         role=LOCAL,
-        help="for experiments: -d is a directory of raw JSON Lines or Parquet shards, tokenised "
+        help="for quick trials: -d is a directory of raw JSON Lines or Parquet shards, tokenised "
         "while training; needs --max-steps",
     )
     text_field: str | None = option(
@@ -225,13 +224,13 @@ class Config:
         "auto",
         role=ALIKE,
         metavar="auto|never|PATH",
-        help="auto: resume from the newest valid checkpoint; never: refuse to; PATH: resume from "
-        "this checkpoint",
+        help="auto: resume from the newest valid checkpoint; never: fail if the run exists; PATH: "
+        "resume from this checkpoint",
     )
     resume_with_changes: bool = option(
         False,
         role=ALIKE,
-        help="resume although data, batch, seed or other options that affect the result have "
+        help="resume even if data, batch size, seed or other options that affect the result have "
         "changed; needs --max-steps",
     )
 
@@ -263,8 +262,8 @@ class Config:
         role=RESULT,
         quiet=True,
         metavar="all-linear|attention|mlp|REGEX",
-        help="linear layers of the blocks with an adapter, without routers; REGEX matches the full "
-        "name of a layer or its last part: 'q_proj|v_proj'",
+        help="linear layers of the blocks that get an adapter (routers never do); REGEX matches "
+        "the full name of a layer or its last part: 'q_proj|v_proj'",
     )
     lora_rslora: bool = option(
         False,
@@ -293,7 +292,7 @@ class Config:
         None,
         role=LOCAL,
         parse=positive_int,
-        first="most optimizer steps",
+        first="maximum number of optimizer steps",
         help="maximum number of optimizer steps (default: no limit)",
     )
     steps_per_epoch: int | None = option(
@@ -311,7 +310,7 @@ class Config:
         first="micro-batch size",
         metavar="N|auto",
         help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
-        "32,768 tokens (2,048 on a CPU). If --global-batch-size is typed, the default is 1 on "
+        "32,768 tokens (2,048 on a CPU). If --global-batch-size is set, the default is 1 on "
         "GPUs too (default: auto on a GPU, else 1)",
     )
     global_batch_size: int | None = option(
@@ -336,7 +335,7 @@ class Config:
         renumbers=True,
         parse=positive_int,
         first="tokens per sample",
-        help="sequence length: tokens per sample (default: 1024 or the model's limit)",
+        help="sequence length: tokens per sample (default: 1024, if the model allows)",
     )
     packing: str = option(
         None,
@@ -395,14 +394,14 @@ class Config:
         role=RESULT,
         parse=factor,
         help="skip the update of a step if its gradient norm exceeds X times the running mean of "
-        "100 steps, as for NaN and infinity; 0: never",
+        "100 steps; 0: never. Steps with NaN or infinite gradients are always skipped",
     )
     rollback_after: int = option(
         20,
         role=ALIKE,
         parse=positive_int,
-        help="after N skipped steps in a row, return to the last checkpoint and pass over their "
-        "data, at most three times",
+        help="after N skipped steps in a row, return to the last checkpoint and skip the data of "
+        "these steps, at most three times",
     )
     router_aux_loss: float | str = option(
         AUTO,
@@ -411,9 +410,9 @@ class Config:
         parse=_auto_off_or_positive,
         metavar="auto|off|X",
         help="mixture-of-experts models: coefficient of the load-balancing loss, or for families "
-        "with sigmoid routers the step by which their biases move. auto: the family's value from "
-        "scratch, and in fine-tuning only if the model's config sets output_router_logits "
-        "(default: auto)",
+        "with sigmoid routers the update rate of their biases. auto: the family's value when "
+        "training from scratch; in fine-tuning, only if the model's config sets "
+        "output_router_logits (default: auto)",
     )
     precision: str = option(
         None,
@@ -424,7 +423,7 @@ class Config:
         parse=_or_switch(None, "fp32", options.dtype(*_PRECISIONS)),
         help="compute dtype (bfloat16, float16 and float32 are accepted too; without a value, the "
         "default); master weights stay float32. fp8: bf16, with the linear layers of the blocks "
-        "in 8 bits, on Ada GPUs or newer (default: bf16 where the hardware computes in it, else "
+        "in 8 bits, on Ada GPUs or newer (default: bf16 if the hardware supports it, else "
         "fp32)",
     )
     fp8_recipe: str = option(
@@ -438,7 +437,7 @@ class Config:
 
     device: str = option(
         "auto",
-        group="speed and memory (the model learns the same)",
+        group="speed and memory (no effect on the result, up to rounding)",
         role=ALIKE,
         choices=("auto", "cpu"),
         help="auto: the GPUs of this machine, or its CPU if there are none; GPUs that torch cannot "
@@ -468,7 +467,7 @@ class Config:
         False,
         role=ALIKE,
         parse=on_off,
-        help="on GPUs: reproduce the same bits in each run and after a resume; attention is slower",
+        help="on GPUs: bitwise identical results across runs and resumes; attention is slower",
     )
     attention: str = option(
         "auto",
@@ -497,15 +496,16 @@ class Config:
         role=ALIKE,
         parse=positive_int,
         help="ranks that share one replica of the model (HSDP), such as the GPUs of a node "
-        "(default: all ranks; with four or more GPU nodes those of a node, if a step fits by the "
-        "memory plan)",
+        "(default: all ranks; with four or more nodes, the ranks of one node, if the memory plan "
+        "says that a step fits)",
     )
 
     plan_only_warn: bool = option(
         False,
         group="planning (with --dry-run, on any machine)",
         role=LOCAL,
-        help="only warn, and start the run, if it does not fit in memory by the plan",
+        help="without --dry-run: start the run with a warning even if the memory plan says that it "
+        "does not fit",
     )
     plan_gpus: list[int] | None = option(
         None,
@@ -527,17 +527,17 @@ class Config:
         None,
         role=LOCAL,
         parse=positive,
-        help="with --plan-gpus: peak TFLOP/s of each GPU by its data sheet, to estimate the time "
-        "(default: 989, of an H100; 67 in fp32)",
+        help="with --plan-gpus: peak TFLOP/s of each GPU, from its data sheet, to estimate the "
+        "time (default: 989, of an H100; 67 in fp32)",
     )
     plan_mtbf_hours: float = option(
         GPU_HOURS_PER_FAILURE,
         role=LOCAL,
         parse=positive,
         metavar="HOURS",
-        help="mean time between failures of one GPU, in hours (hours between failures of a job × "
-        "its GPUs), to suggest the interval of checkpoints (default: 45566, as published for Llama"
-        " 3 405B on 16,384 GPUs)",
+        help="mean time between failures of one GPU, in hours (that of a job, multiplied by its "
+        "number of GPUs), to suggest the interval of checkpoints (default: 45566, as published for "
+        "Llama 3 405B on 16,384 GPUs)",
     )
     plan_write_gbps: float = option(
         2.0,
@@ -551,8 +551,8 @@ class Config:
         role=LOCAL,
         parse=positive,
         metavar="S",
-        help="step time on those GPUs in seconds, to report --ckpt-freq in steps (default: report "
-        "seconds only)",
+        help="step time on the GPUs of --plan-gpus, in seconds, to suggest --ckpt-freq in steps "
+        "(default: suggest seconds only)",
     )
 
     log_freq: int = option(
@@ -567,8 +567,8 @@ class Config:
         "line",
         role=LOCAL,
         choices=("line", "dict"),
-        help="format of the console: an aligned line per row, or the dict with timers that each "
-        "rank's log contains",
+        help="console format of a log step: an aligned line, or the dict with timers that is also "
+        "in the log of each rank",
     )
     ckpt_freq: int = option(
         500,
@@ -581,8 +581,8 @@ class Config:
         3,
         role=ALIKE,
         parse=count,
-        help="number of newest checkpoints to keep, at least 2, and always the one with the lowest "
-        "validation loss; 0: all",
+        help="keep the N newest checkpoints (2 or more; 0: all); the one with the lowest "
+        "validation loss is always kept",
     )
     ckpt_keep_every: int | None = option(
         None,
@@ -601,20 +601,21 @@ class Config:
         role=LOCAL,
         parse=Path,
         help="directory on each node's own disk for additional, more frequent checkpoints; a "
-        "resume on the same ranks uses the newest of both kinds (default: none)",
+        "resume on the same ranks uses the newer of the two kinds (default: none)",
     )
     ckpt_hyperpod: str | None = option(
         None,
         role=ALIKE,
         metavar="auto|URL",
-        help="keep these frequent checkpoints in the memory of a HyperPod cluster instead of in "
-        "--ckpt-local-dir; auto finds its service (default: not used)",
+        help="keep additional, more frequent checkpoints in the memory of a HyperPod cluster "
+        "instead of in --ckpt-local-dir; auto finds its service (default: not used)",
     )
     ckpt_local_freq: int | None = option(
         None,
         role=ALIKE,
         parse=positive_int,
-        help="steps between these frequent checkpoints (default: a tenth of --ckpt-freq)",
+        help="steps between checkpoints in --ckpt-local-dir or --ckpt-hyperpod (default: a tenth of "
+        "--ckpt-freq)",
     )
     eval_freq: int = option(
         500,
@@ -632,7 +633,7 @@ class Config:
         None,
         role=LOCAL,
         parse=positive,
-        help="save and stop (exit code 75) after so many minutes; the same command resumes "
+        help="save and stop (exit code 75) after this many minutes; the same command resumes "
         "(default: no limit)",
     )
     watchdog_minutes: float = option(

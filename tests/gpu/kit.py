@@ -273,8 +273,11 @@ def _fetch_wheels(cache_dir: Path) -> None:
         if re.match(r"[a-z]", line)
     }
     wanted = "\n".join(pinned[name] for name in _WHEELS)
-    wheelhouse.prepare(
-        cache_dir, {"requirements.txt": wanted.encode()}, wheelhouse.target(PYTHON, PLATFORM), []
+    wheelhouse.prepare_wheelhouse(
+        cache_dir,
+        {"requirements.txt": wanted.encode()},
+        wheelhouse.parse_target(PYTHON, PLATFORM),
+        [],
     )
 
 

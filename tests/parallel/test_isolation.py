@@ -16,7 +16,7 @@ from lib.parallel.trial import require_isolation
 from lib.tokens.batches import MicroBatch, boundaries
 from tests.models.families import FAMILIES
 from tests.parallel.test_attention import Model
-from tests.train.test_no_waiting import Watched
+from tests.train.test_no_waiting import WaitForbidden
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
 LEAKS = {"falcon_7b", "falcon_40b"}  # passes no positions to its mask (transformers 5.17 to 5.23)
@@ -66,7 +66,7 @@ def test_windows_read_nothing_from_the_device(family: str) -> None:
     with torch.no_grad():
         asked = model(input_ids=ids, use_cache=False).logits
         attention.avoid_device_reads(model, "concat", 24)
-        with Watched():
+        with WaitForbidden():
             logits = model(**attention.make_inputs(model, MicroBatch(ids, ids))).logits
     assert torch.equal(asked, logits)
 
@@ -103,7 +103,7 @@ def test_rope_reads_the_largest_position_only_if_that_matters(
     positions = torch.arange(24)[None]
     expected = asked(torch.ones(1), positions)
     attention.fix_rope_frequencies(rope, packing, 24)
-    with nullcontext() if asks else Watched():
+    with nullcontext() if asks else WaitForbidden():
         found = rope(torch.ones(1), positions)
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert (rope.rope_type == "default") != asks

@@ -99,7 +99,7 @@ def test_blocks_of_8_bits_are_not_cut(project: Path) -> None:
         cwd=project,
         expect=2,
     )
-    assert "--optimizer adamw8bit cannot be shared by 3 ranks" in result.stderr
+    assert "--optimizer adamw8bit cannot be sharded over 3 ranks" in result.stderr
     assert "parameters of 4 × 32 × 48" in result.stderr
 
 
