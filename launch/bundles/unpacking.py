@@ -69,11 +69,7 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     for action in (verify, unpack):
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument(
-        "--to",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the new project's directory (required)",
+        "--to", type=Path, required=True, metavar="DIR", help="the project's directory (required)"
     )
     unpack.add_argument(
         "--install",

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 
 _COLUMNS = 80
-_DEFAULT = re.compile(r"\((?:default: .*|needed.*)\)$")
+_DEFAULT = re.compile(r"\((?:default: .*|required.*)\)$")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

@@ -72,7 +72,7 @@ class Config:
         "-e",
         group="the run",
         role=LOCAL,
-        first="name of the run; its files go to outputs/NAME",
+        first="name of the run; files go to outputs/NAME",
         metavar="NAME",
         help="name of the run, which is a directory under --save-dir; or the path of that "
         "directory (required)",
@@ -614,8 +614,8 @@ class Config:
         None,
         role=ALIKE,
         parse=positive_int,
-        help="steps between checkpoints in --ckpt-local-dir or --ckpt-hyperpod (default: a tenth of "
-        "--ckpt-freq)",
+        help="steps between checkpoints in --ckpt-local-dir or --ckpt-hyperpod (default: a "
+        "tenth of --ckpt-freq)",
     )
     eval_freq: int = option(
         500,
