@@ -56,7 +56,7 @@ class PackedDirectory:
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit of the code. changed: files here that differ from it."""
+    """A commit of the code. changed: files of the working tree that differ from it."""
 
     commit: str
     payloads: list[Payload] = field(repr=False)
@@ -232,9 +232,9 @@ def _stores_of_dataset(name: str, root: Path) -> list[Path]:
 
 
 def list_directory(place: Path, to: str) -> PackedDirectory:
-    """Return all files of a directory, or a single file.
+    """Return all files below a directory; for a file, return this file.
 
-    Raises ArtifactError if the directory contains no file, or anything but plain files.
+    Raises ArtifactError if the directory contains no file, or entries that are not regular files.
     """
     content = manifest.read_if_any(place)
     root = place.resolve()

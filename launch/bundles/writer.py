@@ -146,7 +146,9 @@ class Writer:
                     path.unlink()
 
     def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:
-        """Write the parts of a file. Raises ArtifactError if it differs from its stage's digest."""
+        """Write the parts of a file.
+
+        Raises ArtifactError if the file does not match the digest that a stage recorded."""
         parts = self._layout[payload.to]
         algorithm = payload.digest.partition(":")[0]
         is_hashed = len(parts) == 1 and algorithm == "sha256"  # the part's hash is the file's

@@ -1,4 +1,4 @@
-"""Check machines before a run: can all ranks communicate, how fast, and does a node differ?
+"""Check machines before a run: connections, their speed, and nodes that differ from the others.
 
   torchrun --nproc-per-node 8 launch/check.py network                      # one node
   torchrun --nnodes 4 --node-rank R --master-addr ADDR --nproc-per-node 8 \\
@@ -7,8 +7,8 @@
   python launch/check.py machine                                           # this machine alone
 
 Start the check as you will start the run: the same nodes, ranks per node, image and directory. It
-takes less than a minute, writes only a probe file that it deletes, and connects only its ranks with
-each other. Findings that a node's tools cannot give are listed as not checked. Exit codes: 0 ready,
+takes less than a minute, writes only a probe file that it deletes, and opens connections only
+between its ranks. Checks whose tools a node lacks are listed as not checked. Exit codes: 0 ready,
 5 a warning (with --fail-on warning), 6 an error. torchrun itself returns 1 for either.
 """
 

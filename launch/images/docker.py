@@ -133,7 +133,7 @@ class DockerError(Exception):
         )
 
     def evidence(self, of_cause: bool = True) -> str:
-        """Return the lines of the output that match the cause, or the last lines."""
+        """Return the lines of the output that show the cause, or the last lines."""
         lines = [line.rstrip() for line in self.output.splitlines() if line.strip()]
         if self.cause and of_cause:
             lines = [line for line in lines if re.search(self.cause.pattern, line)] or lines

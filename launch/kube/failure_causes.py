@@ -188,7 +188,7 @@ _NEVER = "9999"
 def find_cause(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | None:
     """Return what keeps a job from running, None if nothing does.
 
-    events: of the pods and of the job. logs: returns the end of a pod's output.
+    events: of the pods and of the job. logs: function that returns the end of a pod's output.
     """
     by_end = sorted(pods, key=lambda pod: termination(pod).get("finishedAt", _NEVER))
     for look, order in ((_start_cause, pods), (_scheduling_cause, pods), (_end_cause, by_end)):

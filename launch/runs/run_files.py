@@ -258,7 +258,7 @@ class RunFiles:
     def _is_held(self, record: Row) -> bool:
         """Return whether the process that wrote the lock is alive, as far as this machine can see.
 
-        For a process of another machine this is the age of the lock, which its holder renews.
+        For a process on another machine, the age of the lock decides, since its holder renews it.
         """
         alive = liveness.is_alive(record)
         try:

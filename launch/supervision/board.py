@@ -102,7 +102,7 @@ class NoteBoard:
         return self._clock.silence(node) > SILENT_S
 
     def is_alive(self, node: int) -> bool:
-        """Return whether a node's note has changed within the last SILENT_S seconds."""
+        """Return whether a node has renewed its note within the last SILENT_S seconds."""
         return self._clock.has_changed(node) and not self.is_silent(node)
 
     def delete_notes(self, everyone: bool = False) -> None:

@@ -55,7 +55,7 @@ class NodeLauncher(ABC):
         """Record a signal, on which `turn` acts: the first one stops the run.
 
         Schedulers send several kinds of signals for one stop, so only a second SIGINT makes the
-        launcher kill the ranks without a save.
+        launcher kill the ranks without saving.
         """
         if name == "SIGINT":
             self._interrupts += 1

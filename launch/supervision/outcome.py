@@ -151,7 +151,7 @@ def judge(
     has_begun: bool,
     history: History,
 ) -> Verdict:
-    """Return whether to restart, or the exit code of the run.
+    """Return the verdict on a round: a restart, or the exit code of the run.
 
     lost: nodes that are gone or did not report. state: the content of state.json, empty if this
     round did not write it. stop: name of the signal that a launcher received, if any. has_begun:

@@ -97,7 +97,7 @@ class RunState(Protocol):
         """Return all other state; all ranks must call this."""
 
     def load_state_dict(self, record: TrainRecord) -> None:
-        """Load all other state."""
+        """Load the state that is not a tensor."""
 
 
 def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

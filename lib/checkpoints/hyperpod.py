@@ -211,7 +211,7 @@ class HyperPodTier(tier.Tier):
         self._client.get_or_create_namespace()
 
     def _is_for_these_ranks(self) -> bool:
-        """Return whether the namespace has the slots of these ranks, or does not exist yet."""
+        """Return whether the namespace is for these ranks; also true if there is none yet."""
         config = self._client.get_namespace_config()
         return not config or config["num_ranks"] == self._ranks + 1
 

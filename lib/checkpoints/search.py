@@ -55,7 +55,7 @@ def find_newest_valid(
 
 
 def _suggest_recovery(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the parts of an error that say what to do; all ranks must call this."""
+    """Return the hint and the command for an error message. All ranks must call this."""
     for candidate in on_rank_0(lambda: commit.list_unreadable(checkpoints), group):
         if not _find_problems(candidate, group):
             return {

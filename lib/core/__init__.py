@@ -1,1 +1,1 @@
-"""What every stage stands on: standard library only, no torch, no Hugging Face at import."""
+"""The foundation of all stages. It imports neither torch nor the libraries of Hugging Face."""

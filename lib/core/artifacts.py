@@ -1,9 +1,10 @@
-"""Find, check and fingerprint the files of tokenizers and datasets, for every room that reads them.
+"""Find, check and fingerprint the files of tokenizers and datasets, for all their readers.
 
-A dataset was made by stage 02 or by another program. Then it is a directory of `save_to_disk`, or
-Arrow files from the cache of the library `datasets`. Those name their split, as in
-`wikitext-train.arrow` and `json-validation-00000-of-00002.arrow`. A file with another name, or one
-that is named alone, belongs to train. `cache-….arrow` are results of a map.
+A dataset was made by stage 02 or by another program. One of another program is a directory that
+`save_to_disk` wrote, or Arrow files from the cache of the library `datasets`. The names of such
+files contain the split, as in `wikitext-train.arrow` and `json-validation-00000-of-00002.arrow`. A
+file with another name, or a single file given as the dataset, belongs to train. `cache-….arrow`
+files are cached results of `Dataset.map`, and ignored.
 """
 
 from __future__ import annotations

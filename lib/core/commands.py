@@ -134,7 +134,7 @@ def pip_install_optional(name: str) -> str:
 
 
 def shell(*words: object) -> str:
-    """Return a command of any other program."""
+    """Return the command line of a program of others, quoted for a shell."""
     return _join(_words(words))
 
 
@@ -167,10 +167,10 @@ def move_away(directory: Path, then: str) -> str:
 
 
 def typed() -> list[str]:
-    """Return the words of the command that starts this process again.
+    """Return the command that starts this process again, as a list of words.
 
-    Under a launcher that is the launcher's command as it was typed. Under plain torchrun it is a
-    command that starts the same ranks.
+    Under a launcher, it is the command of the launcher as it was typed. Under plain torchrun it is
+    a command that starts the same ranks.
     """
     if launched := os.environ.get(LAUNCHED_AS):
         return shlex.split(launched)

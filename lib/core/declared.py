@@ -191,8 +191,9 @@ def read_options(declared: type[Declared], opts: Any) -> Declared:
 def identify(chosen: Any, *omitted: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains, as values to store.
 
-    chosen: object of a declared class. omitted: names of further options that decide nothing.
-    Quiet defaults are left out, so that an artifact older than an option keeps its identity.
+    chosen: object of a declared class. omitted: names of further options that do not affect
+    the content. An option declared with quiet=True is left out while it has its default, so that an
+    artifact older than the option keeps its identity.
     """
     quiet = {
         field.name

@@ -47,7 +47,7 @@ _CONTROLS = {
 
 
 def visible(text: str) -> str:
-    """Return a text with control characters escaped, except line ends and tabs."""
+    """Return a string with its control characters escaped, except newlines and tabs."""
     return text.translate(_CONTROLS)
 
 

@@ -79,7 +79,9 @@ class Lease:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop updating the record, after a last check of its owner. It stays until `release`."""
+        """Stop updating the record, after checking once more that this process owns it.
+
+        The record remains until `release`."""
         self._ended.set()
         self._thread.join()
         self._is_own()

@@ -36,7 +36,7 @@ class Remedy(TypedDict, total=False):
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that shape an artifact."""
+    """Return the versions of Python and of the packages that affect an artifact."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -287,7 +287,9 @@ def check(
     hint: str = "",
     deep: bool = False,
 ) -> None:
-    """Raise ArtifactError that lists every damaged file of an artifact. run, hint: the repair."""
+    """Raise an ArtifactError that lists every damaged file of an artifact.
+
+    run, hint: the command and the advice that repair it."""
     if damage := find_damage(directory, content, deep):
         raise damage_error(directory, what, damage, run=run, hint=hint)
 

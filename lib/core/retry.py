@@ -1,4 +1,4 @@
-"""Wait for a condition, and retry what fails for a while."""
+"""Poll until a condition holds, and retry calls that fail."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
-    """Return whether a scan takes an Arrow file directly inside a directory."""
+    """Return whether stages 01 and 02 read an Arrow file that is directly in this directory."""
     return any(
         not entry.skipped
         and entry.path.endswith(".arrow")
@@ -106,7 +106,9 @@ def _require_one_split(
 
 
 def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
-    """Return the error for splits that would be mixed. first: the split that `run:` reads."""
+    """Return the error for splits that would be mixed.
+
+    first: the split in the command that the error suggests."""
     return UsageError(
         f"{directory} contains several splits of a dataset, which would all be trained on",
         found=", ".join(sorted(read)),

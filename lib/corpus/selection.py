@@ -51,7 +51,7 @@ class RowText:
 
 
 class Rule(NamedTuple):
-    """Describe a rule.
+    """A reason to drop a row that depends on this row alone.
 
     option: the field of RowOptions that switches it on. find_reason: function of the text of a row
     and the value of the option; it returns why the row is dropped, "" to keep it. The reason
@@ -63,10 +63,10 @@ class Rule(NamedTuple):
 
 
 class Sidecar(NamedTuple):
-    """Describe a sidecar.
+    """A value that workers compute for each row and store beside the rows.
 
     width: bytes per row. measure: function of the text of a row and the SHA-256 of its content;
-    it returns the value of the row, `width` bytes.
+    it returns the value of the row in `width` bytes.
     """
 
     width: int
@@ -74,10 +74,10 @@ class Sidecar(NamedTuple):
 
 
 class Decider(Protocol):
-    """Decides about the rows of one dataset, in their order.
+    """Decides which rows of a dataset to keep, in their order.
 
-    file: what it remembers of the rows so far. A resumed build truncates the file to the recorded
-    progress, and the decider begins with its content.
+    file: stores what the decider has to remember of earlier rows. A resumed build truncates the
+    file to the recorded progress, and the decider begins with its content.
     """
 
     @property
@@ -91,11 +91,11 @@ class Decider(Protocol):
 
 
 class Decision(NamedTuple):
-    """Describe a decision.
+    """A choice among all rows of a dataset, made from their sidecars in order.
 
     option: the field of RowOptions that switches it on. sidecars: names of the sidecars that it
-    reads. start: makes the decider of a dataset from the path of its file. problem, reason: the
-    kind and the sentence "3 rows of train are …" in errors.jsonl.
+    reads. start: returns the decider of a dataset; its argument is the path of the decider's file.
+    problem, reason: the kind and the end of the sentence "3 rows of train are …" in errors.jsonl.
     """
 
     option: str

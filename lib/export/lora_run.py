@@ -29,8 +29,9 @@ class LoraRun:
     """A LoRA run and its adapter.
 
     lora: settings of the adapter. plain, model: the model without and with the adapter, on meta.
-    base: directory of the base model. options: of the run's identity. shapes: of A [rank, in] and B
-    [out, rank], by name. tensors: A and B by name, full and float32; empty until `load`.
+    base: directory of the base model. options: the options in the identity of the run. shapes: of A
+    [rank, in] and B [out, rank], by name. tensors: A and B by name, full and float32; empty until
+    `load`.
     """
 
     checkpoint: Checkpoint

@@ -124,8 +124,8 @@ def read_index(path: Path) -> dict[str, str]:
 def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and the offset in bytes at which its data begins.
 
-    size: bytes of the complete file; only its beginning must exist. The format is a length (8
-    bytes, little-endian), a JSON header of that length, and data
+    size: bytes of the complete file, of which only the beginning is needed here. The format is a
+    length (8 bytes, little-endian), a JSON header of that length, and data
     (https://huggingface.co/docs/safetensors, "Format"). Raises ValueError if the header is missing
     or an entry lacks dtype, shape or offsets.
     """

@@ -155,7 +155,8 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
-    """Set parameters without a rule of the family to the values from their constructor."""
+    """Set the parameters for which the model family has no initialisation rule, to the values that
+    their constructors give them."""
     kept = {
         (own_class(model.get_submodule(path)), leaf)
         for path, _, leaf in (name.rpartition(".") for name in names)

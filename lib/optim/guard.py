@@ -28,9 +28,10 @@ class SkippedSteps(NamedTuple):
 
 
 class LossScale(NamedTuple):
-    """The two factors that make the gradients of one step those of the mean loss per token.
+    """The two factors that turn gradients of a summed loss into those of the mean loss per token.
 
-    loss: the factor of the summed loss. gradients: the factor by which `StepGuard.clip` multiplies.
+    loss: the factor of the summed loss. gradients: the factor that `StepGuard.clip` applies to the
+    gradients.
     """
 
     loss: float

@@ -44,7 +44,7 @@ class Pass(NamedTuple):
 
 
 class Rank(Protocol):
-    """The part of a `ParallelLayout` that decides what a rank computes of a micro-batch."""
+    """The part of a `ParallelLayout` that decides which part of a micro-batch a rank computes."""
 
     @property
     def device(self) -> torch.device: ...

@@ -100,7 +100,7 @@ class TextWriter(SplitWriter):
     """Writes the documents of a text dataset."""
 
     def run(self, encoder: Encoder, bar: Progress) -> None:
-        """Tokenise the documents that are not in the files yet."""
+        """Tokenise the documents that are not in the token store yet."""
         if self.documents:
             log.info(
                 f"  continuing after {units.counted(self.documents, 'document')} from an "

@@ -47,10 +47,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What one token and one checkpoint of a model cost.
+    """The cost of training a model.
 
-    flops: per token. checkpoint: bytes of one. scratch: the weights are initialised from the seed.
-    validates: a dataset has a validation split.
+    flops: floating-point operations per token. checkpoint: bytes of a checkpoint. scratch: the
+    weights are initialised from the seed. validates: a dataset has a validation split.
     """
 
     parameters: int

@@ -235,7 +235,7 @@ def load_first_weights(
 
 
 def describe_weights(config: Config, inputs: Inputs) -> str:
-    """Return a phrase that says where the first weights come from."""
+    """Return a phrase that says where the initial weights come from."""
     if inputs.scratch:
         return f"initialised from seed {config.seed}"
     return (

@@ -442,7 +442,7 @@ def _format_percent(share: float) -> str:
 
 
 def _round(value: float) -> Any:
-    """Return a figure with four digits; an integer, such as a rank, keeps all of its digits."""
+    """Return a number rounded to four significant digits; an integer keeps all of its digits."""
     if isinstance(value, int):
         return value
     return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint or a named one, and roll it back before bad steps."""
+"""Resume a run from its newest checkpoint or a named one, and roll it back after bad steps."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class LossWindow:
         self._steps += 1
 
     def capture(self) -> LossSums:
-        """Return the sums of this rank, to be read later, and start a new window."""
+        """Return the sums of this rank's metrics, to be read later, and start a new window."""
         sums = copy_to_host(self._last, self._window)
         captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
         self._window = self._zero()

@@ -93,11 +93,11 @@ def settle_from_files(config: Config, inputs: Inputs) -> Config:
 
 
 def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Settled:
-    """Return the options of this launch with every open one settled, as far as this rank can.
+    """Return the options of this launch, with a value for each one that one rank can decide alone.
 
-    Checks the options against the model and the directory before the memory is estimated, which
-    may take a minute. Raises UsageError or ArtifactError for options that this model, this machine
-    or this directory does not allow.
+    Checks the options against the model and the run's directory before the memory is estimated,
+    which may take a minute. Raises UsageError or ArtifactError for options that this model, this
+    machine or this directory does not allow.
     """
     from lib.parallel import routers
     from lib.planning.memory_check import MemoryCheck

@@ -1,8 +1,8 @@
 """Turn conversations into samples: tokens with a loss mask.
 
-A conversation that is longer than a sample is split before a question. Each part starts with the
-system prompt (and the tools) and ends with a trained answer. A part trains only the answers in it,
-so each answer is trained once.
+A conversation that is longer than a sample is split before a turn of the user. Each part starts
+with the system prompt (and the tools) and ends with an answer in the loss. Only the answers of a
+part are in its loss, so each answer is trained once.
 """
 
 from __future__ import annotations
