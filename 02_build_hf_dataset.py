@@ -9,12 +9,12 @@
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
 Reads the splits of stage 01, or any directory. A plain-text file is one document. JSON has one
-document per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
-document, CSV, TSV, Parquet and Arrow one per row. Files may be compressed (.gz .bz2 .xz .zst). The
+document per element of a top-level list, otherwise one; JSON Lines one per line; YAML one per YAML
+document; CSV, TSV, Parquet and Arrow one per row. Files may be compressed (.gz .bz2 .xz .zst). The
 text of a structured document is all its string values, joined by newlines. With --format chat each
 record is a conversation: messages, prompt and completion, ShareGPT conversations, or alpaca
-(instruction and output). Writes a directory for datasets.load_from_disk, which also contains
-errors.jsonl with every document and file that was skipped or repaired. This stage needs no network.
+(instruction and output). Writes a directory that datasets.load_from_disk opens. errors.jsonl in it
+lists every document and file that was skipped or repaired. This stage needs no network.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class BuildOptions(RowOptions, CommonOptions):
         None,
         parse=split_parts.parse_numbers,
         metavar="0-4",
-        help="build only the parts of these splits of stage 01 (`0-4,7`), for a later --merge "
-        "(default: build the dataset from all splits)",
+        help="convert only these splits of stage 01 (`0-4,7`), for a later --merge (default: "
+        "build the dataset from all splits)",
     )
     merge: bool = option(
         False,
-        help="merge the parts of all splits; the dataset is byte for byte the same as one built "
-        "on a single machine",
+        help="merge the results of all --only-splits runs; the dataset is byte for byte the "
+        "same as one built on a single machine",
     )
     num_workers: int = option(1)
 

@@ -12,10 +12,10 @@ A model is written to .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/):
 and, from the Hub, safetensors weights. `from_pretrained` loads this plain directory, which can be
 copied to a machine without a network. Raw text is written to raw_text/ORG--NAME/, for stage 01.
 Each file is checked against the digest that the Hub declares. Files in the Hugging Face cache of
-this machine (HF_HOME) are not downloaded again. Pickles and code are downloaded only with their
-options. A model from scratch has no weights; stage 04 initialises them from its seed. HF_TOKEN,
---token or a login gives access to gated repositories, and HF_ENDPOINT names a mirror. --verify and
---from-scratch never use the network.
+this machine (HF_HOME) are not downloaded again. Pickled weights and code are downloaded only with
+--allow-pickle and --trust-remote-code. A model from scratch has no weights; stage 04 initialises
+them from its seed. HF_TOKEN, --token or a login gives access to gated repositories, and HF_ENDPOINT
+names a mirror. --verify and --from-scratch never use the network.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class DownloadOptions(CommonOptions):
     model_name: str | None = option(
         None,
         metavar="ORG/NAME",
-        help="model to download; with --from-scratch, its name (default: scratch-<size>)",
+        help="model to download; with --from-scratch, the name of the new model (default: "
+        "scratch-<size>)",
     )
     cache_dir: Path = option(Path(".cache"), parse=Path, help="write models to DIR/models/")
     verify: bool = option(
@@ -103,13 +104,13 @@ class DownloadOptions(CommonOptions):
     dataset_name: str | None = option(
         None,
         metavar="ORG/NAME",
-        help="dataset whose raw files to download (default: none, a model is prepared)",
+        help="download the raw files of this dataset instead of a model (default: none)",
     )
     include: list[str] = option(
         [],
         metavar="GLOB",
-        help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to files "
-        "of earlier runs, unless --overwrite is given (default: none; '*' matches all files)",
+        help="files of the dataset, by path; `*` also matches `/`; may be repeated; added to "
+        "files of earlier runs unless --overwrite is given (default: none; '*' matches all files)",
     )
     dst_root: Path | None = option(
         None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"
@@ -133,8 +134,8 @@ class DownloadOptions(CommonOptions):
         None,
         parse=options.positive_int,
         help="tokens in the vocabulary; the model's embedding is padded to a multiple of "
-        f"{scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or FILE; otherwise 1,024 for "
-        "1M, 4,096 for tiny, 32,000 for the other sizes)",
+        f"{scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or --config-json; otherwise "
+        "1,024 for 1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
     train_tokenizer: Path | None = option(
         None,
@@ -153,7 +154,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
     """Return the options of this stage. Raises UsageError if they contradict each other."""
     parser = options.Parser(__doc__)
     declared.add_options(parser, DownloadOptions)
-    parser.add_common("download (threads, 2 connections each, at most 8), hash or train (threads)")
+    parser.add_common("download (at most 8, by threads), hash (threads) or train a tokenizer")
     opts = declared.read_options(DownloadOptions, parser.parse(argv))
     check_combination(opts)
     return opts

@@ -2,16 +2,16 @@
 """Stage 04: train a causal language model; run the same command again to resume.
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
-  python 04_train_fsdp.py -e exp -d corpus --dry-run     # the plan, anywhere
+  python 04_train_fsdp.py -e exp -d corpus --dry-run     # the plan; needs no GPU
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
       --global-batch-size 256 --num-epochs 1
-  python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # memory of other machines
+  python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # estimate memory on 8, 64
   python 04_train_fsdp.py -e exp -d corpus --prepare-only    # tokenise ahead of time
   torchrun 04_train_fsdp.py -e exp -d raw_text --streaming --max-steps 100    # without stage 02
 
-Shards the model with FSDP2. Reads a dataset of stage 02 and a model of stage 03, and never the
-network (but with --online). Writes outputs/<exp>/.
+Shards the model with FSDP2. Reads a dataset from stage 02 and a model from stage 03, and uses no
+network except with --online. Writes outputs/<exp>/.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ExportOptions(CommonOptions):
     save_dir: Path = option(
         None,
         parse=Path,
-        help="directory of the experiments (default: outputs, or the directory in -e)",
+        help="parent directory of the runs (default: outputs, or the parent of a path in -e)",
     )
     step: str = option(
         "latest",
@@ -70,7 +70,7 @@ class ExportOptions(CommonOptions):
     )
     adapter: bool = option(
         False,
-        help="for a LoRA run, export only the adapter, as PEFT writes it "
+        help="for a LoRA run, export only the adapter, in the format of PEFT "
         "(default: a model with the adapter merged into it)",
     )
     model_name: str | None = option(

@@ -52,7 +52,7 @@ class RowOptions:
     min_chars: int = option(
         0,
         parse=options.count,
-        help="drop rows with fewer characters (of a conversation: in all turns)",
+        help="drop rows with fewer characters (for a conversation, the sum over its turns)",
     )
     fallback_encoding: str | None = option(
         None,
@@ -64,8 +64,8 @@ class RowOptions:
     dedup: str = option(
         "none",
         choices=("none", "exact"),
-        help="exact: drop rows whose text (or turns and tools) equals an earlier row; takes about "
-        "25 bytes of memory per row",
+        help="exact: drop rows whose text (or turns and tools) equals that of an earlier row; "
+        "takes about 25 bytes of memory per row",
     )
     validation_percent: float = option(
         0.0,
