@@ -2,7 +2,7 @@
 """Stage 04: train a causal language model; run the same command again to resume.
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
-  python 04_train_fsdp.py -e exp -d corpus --dry-run     # the plan; needs no GPU
+  python 04_train_fsdp.py -e exp -d corpus --dry-run   # the plan; needs no GPU
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
       --global-batch-size 256 --num-epochs 1
