@@ -1,9 +1,10 @@
 """Settle the options that nobody typed, by one ordered list of rules.
 
-`RULES` is the only place where an option that was left open gets its value. To add a derived
-option, add a field to lib/train/config.py and a row to `RULES`. A rule is called while its option
-is None or `auto`, after the rows above it, and returns `config.with_values(REASON, option=value)`.
-The head of a run prints the value with the reason.
+`RULES` lists every option that can be left open, with the rule that gives it a value. What depends
+on the memory of all ranks is agreed on afterwards (`agree_on_options`). To add a derived option,
+add a field to lib/train/config.py and a row to `RULES`. A rule is called while its option is None
+or `auto`, after the rows above it, and returns `config.with_values(REASON, option=value)`. The head
+of a run prints the value with the reason, in the row `settled` (lib/train/overview.py).
 """
 
 from __future__ import annotations
