@@ -143,7 +143,9 @@ def test_a_wrapper_of_attention(copy: Path) -> None:
     before = "    attention.avoid_device_reads(model"
     assert before in text
     text = text.replace(before, line + before)
-    path.write_text(text.replace("from lib.parallel import ", "from lib.parallel import ranges, "))
+    first = "from lib.parallel.compiling import"
+    assert first in text
+    path.write_text(text.replace(first, f"from lib.parallel import ranges\n{first}"))
     run(*train, "-e", "wrapped", "--profile", "2:3", cwd=copy)
     [table] = (copy / "outputs/wrapped/profile").glob("*.txt")
     assert "attention of a layer" in table.read_text("utf-8")

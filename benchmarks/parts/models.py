@@ -131,6 +131,7 @@ def export(arguments: argparse.Namespace) -> None:
 
     spec = importlib.util.spec_from_file_location("stage", ROOT / "05_export_checkpoint.py")
     stage = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = stage  # dataclasses look the module up while they are defined
     spec.loader.exec_module(stage)
     root = arguments.model.with_name(f"{arguments.model.name}-run")
     _measure(

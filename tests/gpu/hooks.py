@@ -166,13 +166,13 @@ def _after_steps(act: Callable[[int], None]) -> None:
     """Call `act` with the number of each step that is done."""
     from lib.train.meters import Meters
 
-    end = Meters.end
+    end_step = Meters.end_step
 
     def then(meters: Meters, step: int) -> None:
-        end(meters, step)
+        end_step(meters, step)
         act(step)
 
-    Meters.end = then
+    Meters.end_step = then
 
 
 def main(hook: str, script: str, *arguments: str) -> None:

@@ -383,7 +383,9 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         )
         assert re.search(rf"  {ranks} GPUs{replicas}: .* KiB parameters.*; in MiB:", done.stdout)
     assert " 0.00 " not in done.stdout
-    told = re.search(r"not prepared yet .* ([\d.]+)K are estimated from a sample", done.stdout)
+    told = re.search(
+        r"not prepared yet .* ([\d.]+)K tokens are an estimate from a sample", done.stdout
+    )
     assert done.stdout.count("  steps  ") == 2
     assert len(re.findall(r"(none|selective|full) .* fits$", done.stdout, re.MULTILINE)) == 18
     assert sorted(project.rglob("*")) == before
