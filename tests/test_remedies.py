@@ -31,6 +31,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from transformers import AutoModelForCausalLM
 
 from lib.checkpoints import commit, hyperpod, storage
 from lib.core import file_identity, hashing, identity, offline, publish, stage
@@ -54,10 +55,12 @@ from lib.models import (
 from lib.models.directory import CODE_DIGESTS
 from lib.models.scratch import Design
 from lib.parallel import attention, compiling, gpus, layout, precision, routers
+from lib.parallel.trial import require_isolation
 from lib.tokens import build, split_writer
 from lib.train import checks, model_files, previous_run, symptoms
 from lib.train import model as train_model
 from tests.conftest import ROOT, run_stage
+from tests.models.families import FAMILIES
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
 
@@ -640,6 +643,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     train(patch)
     yield from of_other_models()
     yield lambda: attention._attend_varlen(None, None, None, None, None, dropout=0.1)
+    leaking = AutoModelForCausalLM.from_config(FAMILIES["falcon_7b"](), dtype=torch.float32)
+    device = Fake(device=torch.device("cpu"))
+    yield lambda: require_isolation(leaking, device)
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
     yield lambda: _raise(symptoms.explain(RuntimeError("can't allocate memory"), opts, run))
