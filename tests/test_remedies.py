@@ -113,6 +113,8 @@ class Terminal:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         monkeypatch.chdir(directory)
+        # As if typed here: `make test` names the interpreter relative to the project.
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *sys.orig_argv[1:]])
 
     def type(self, script: object, *words: object) -> str:
         """Run a script in this process; return what it printed, raise its StageError."""
