@@ -194,7 +194,7 @@ def _wheelhouse_for(
 
 
 def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -> None:
-    """Download the wheels of lists into their directory, and build those that exist as source only.
+    """Download the wheels of requirement lists, and build packages that exist as source only.
 
     has_choice: whether the torch is one of several choices; then NoSuchTorch is raised if pip does
     not find it.
