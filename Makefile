@@ -1,16 +1,16 @@
-# make demo                run all five stages on real text, up to generated lines
-# make demo-chat           run stages 02 to 05 on conversations, up to a generated answer
-# make test                run the quick tests      make test-slow   run those of ten seconds or more
-# make test-long           run the longest tests, as root: small clusters, all damage (30 min)
-# make test-faults         kill stages 01 to 05 200 times; nothing may be lost (about 5 minutes)
+# make demo                run all five stages on real text; the exported model then writes text
+# make demo-chat           run stages 02 to 05 on conversations; the exported model then answers
+# make test                run the quick tests      make test-slow   run those of 10 seconds or more
+# make test-long           test small clusters and every kind of damage (as root, 30 minutes)
+# make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
-# make test-gpu            run the tests that need a GPU there (without one: a rehearsal on the CPU)
-# make bench-gpu           measure speed there (test-gpu and bench-gpu take 20 to 30 minutes each)
+# make test-gpu            run the tests that need a GPU (without one: tiny sizes on the CPU)
+# make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: 20 to 30 minutes each)
 # make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
-# make memory-table        print the memory of known models per GPU, as in docs/how-to/speed.md
+# make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md
 # make bench               run all other benchmarks one after the other (almost an hour)
-# make validate-framework  check Python, packages, imports, offline guard, a small sharded step
+# make validate-framework  check Python, packages, imports, the offline guard, a sharded step
 # make validate-setup      check this machine and all prepared artifacts, or the cluster with
 #                          LAUNCHER=kubernetes
 # make test-quick          run all stages, raw text to export, in about a minute, with LAUNCHER
@@ -26,7 +26,8 @@
 #                            and KUBERNETES='--image … --pvc …' for its options
 # KILLS=200 SEED=7           for test-faults (default: a new seed each time, which is printed)
 # VENV=DIR puts the environment in another directory; PYTHON=python3.12 creates it with another
-# interpreter. With a wheelhouse/ beside this file, as in an air-gap bundle, no network is needed.
+# interpreter. If there is a wheelhouse/ beside this file, as in an air-gap bundle, packages come
+# from there, and no network is needed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,15 +41,15 @@ NODES ?= 1
 KILLS ?= 200
 KIND ?= pytorchjob
 
-# A text that every machine with Python has: the sources of the standard library.
+# Text that exists on every machine with Python: the source code of the standard library.
 STDLIB = $$($(PY) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
-# A bundle for an old driver contains another build of torch, which its own list names.
+# A bundle for an old driver contains another build of torch, and its own list of versions.
 PINS := $(firstword $(wildcard wheelhouse/requirements.txt) requirements.txt)
 
-# The Python of targets that create no environment: clusters and images mostly have one.
+# The Python of targets that create no environment: that of .venv, or else the one of the image.
 ANY_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-# EXP is the name or the directory of a run, as for -e of stage 04.
+# EXP is the name or the directory of a run, like -e of stage 04.
 RUN = $(if $(findstring /,$(EXP)),$(EXP:%/=%),outputs/$(EXP))
 NAME = $(notdir $(RUN))
 TRAIN = -e $(EXP) -d $(DATASET) $(if $(MODEL),-m $(MODEL)) $(ARGS)
@@ -58,10 +59,10 @@ POD = $(ANY_PY) launch/kubernetes.py
 POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
   $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
 
-# The demo uses two ranks on a CPU, and otherwise one per GPU.
+# The demo runs one rank per GPU, or two ranks on a CPU.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
-# To check Slurm's nodes, start `launch/check.py network` on them with srun.
+# This checks only this machine; for the nodes of Slurm, run `launch/check.py network` with srun.
 define CHECK_local
 $(ANY_PY) launch/check.py machine
 $(ANY_PY) launch/check.py setup
@@ -72,7 +73,7 @@ CHECK_kubernetes = $(POD) validate $(POD_JOB)
 START_local = $(LOCAL) -- $(TRAIN)
 START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
 START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
-# As START, but wait for the end of the run and return its exit code.
+# Like START, but wait for the end of the run and return its exit code.
 FINISH_local = $(START_local)
 FINISH_slurm = $(SLURM) --wait launch/slurm.sbatch $(TRAIN)
 FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
@@ -91,7 +92,7 @@ ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
 $(error LAUNCHER is local, slurm or kubernetes, not "$(LAUNCHER)")
 endif
 
-# `make` alone prints the targets: the lines at the head of this file.
+# `make` without a target prints the comments at the head of this file.
 .DEFAULT_GOAL := help
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -127,7 +128,7 @@ demo: $(VENV)/installed
 	@$(PY) tests/demo/show_result.py outputs/demo --model outputs/demo/export/final \
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
-# Questions about Python's functions, answered from their docstrings: a small model memorises them.
+# Questions about functions of Python, with answers from docstrings; a small model memorises them.
 demo-chat: $(VENV)/installed
 	$(PY) tests/demo/conversations.py raw_demo_chat
 	$(PY) 02_build_hf_dataset.py --data-folder raw_demo_chat --save-dir hf_datasets/demo-chat \
@@ -173,7 +174,7 @@ bench: $(VENV)/installed-dev
 gpu-kit: $(VENV)/installed-dev
 	$(PY) -m tests.gpu.kit
 
-# These use the installed versions, such as those of an image, instead of the pinned ones.
+# These targets use the installed packages, such as those of an image, not the pinned versions.
 test-gpu:
 	$(ANY_PY) benchmarks/gpu.py correctness
 
@@ -186,7 +187,7 @@ validate-framework:
 validate-setup:
 	$(CHECK_$(LAUNCHER))
 
-# test-quick uses its own names, so it touches nothing of yours, and starts from nothing each time.
+# test-quick writes only to directories named test-quick, and first deletes its earlier results.
 test-quick: $(VENV)/installed
 	rm -rf splits_test-quick outputs/test-quick
 	$(PY) 01_organize_data.py --src-dir "$(STDLIB)/json" --dst-root splits_test-quick --num-dirs 2 \

@@ -50,8 +50,9 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     division = plan.divide(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
     assert (
-        f"A step takes {tokens:,} tokens, in {division.accumulation} passes of "
-        f"{opts.batch_size} × {opts.seq_length:,} per GPU." in " ".join(text.split("\n# "))
+        f"A step trains on {tokens:,} tokens: {division.accumulation} micro-batches of "
+        f"{opts.batch_size} × {opts.seq_length:,} tokens on each GPU."
+        in " ".join(text.split("\n# "))
     )
 
 
