@@ -23,7 +23,7 @@ from lib.core.errors import Problems, UsageError, visible
 from lib.train import command_line
 from lib.train.config import Config
 
-# Interfaces other than the node network: loopback, containers, and interfaces that EKS gives to pods.
+# Interfaces that are not the node network: loopback, containers, and those that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
 # The log line of a step, by stage 04's --log-style.
 _STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
