@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Stage 04 with adapters against full training: tokens per second, and memory.
+"""Compare stage 04 with LoRA adapters to full training: tokens per second and memory.
 
-  python benchmarks/adapters.py              # 12 layers of 768 on the CPU, in some ten minutes
-  python benchmarks/adapters.py --only steps # in two minutes, also on a machine that others use
+  python benchmarks/adapters.py              # 12 layers of 768 on the CPU, about ten minutes
+  python benchmarks/adapters.py --only steps # two minutes, also on a busy machine
   python benchmarks/adapters.py --ranks 8 --layers 32 --hidden 4096 --vocab 128256 \\
       --seq-length 4096 --batch 1 --lora-rank 64 --ours="--compile on"
 
 Steps: the processor time of one thread for forward, backward and update of the sharded model in
-float32, of both in turn in one process. Launches: whole ones of stage 04 in turn, in bfloat16 where
-the hardware computes in it and else in float32. Both train the same model on the same tokens;
-adapters are on all linears of the blocks. Speed: the median of
-the steps after the first few, the median of the rounds. Memory: the largest resident set of a rank,
-less what it was before the model (on a GPU: the peak of the allocator).
+float32. One process alternates between both kinds of training. Launches: complete runs of stage 04
+in alternation, in bfloat16 if the hardware computes in it, else in float32. Both kinds train the
+same model on the same tokens; the adapters are on all linear layers of the blocks. Speed: the
+median over rounds of the median step after the first few. Memory: the peak resident set of a rank
+minus its resident set before the model is built (on a GPU: the peak of the allocator).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.train import launch, llama, make_data, make_model, size
+from benchmarks.train import describe_size, make_data, make_llama_config, make_model, run_contestant
 from lib.core import units
 
 
 def main() -> None:
-    """Measure what --only names, and print tables of both by kind of recomputation."""
+    """Run the measurements that --only names; print a table for each kind of recomputation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,10 +45,16 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=8, help="steps of a launch")
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each")
+    parser.add_argument("--rounds", type=int, default=3, help="launches of each kind")
     parser.add_argument("--lora-rank", type=int, default=16)
-    parser.add_argument("--recompute", default="none,full", help="kinds, with commas")
-    parser.add_argument("--only", default="steps,launches", help="parts, with commas")
+    parser.add_argument(
+        "--recompute",
+        default="none,full",
+        help="kinds of activation checkpointing, separated by commas",
+    )
+    parser.add_argument(
+        "--only", default="steps,launches", help="measurements, separated by commas"
+    )
     parser.add_argument("--ours", default="", help="further options for stage 04")
     args = parser.parse_args()
     print(
@@ -57,11 +63,11 @@ def main() -> None:
         flush=True,
     )
     for part in args.only.split(","):
-        {"steps": steps, "launches": launches}[part](args)
+        {"steps": time_steps, "launches": compare_launches}[part](args)
 
 
-def steps(args: argparse.Namespace) -> None:
-    """Print the processor time of steps of both in one process: what else runs does not count."""
+def time_steps(args: argparse.Namespace) -> None:
+    """Print the processor time of steps; other processes do not affect it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -70,32 +76,34 @@ def steps(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     print(
-        f"| {size(args)} | recomputed | forward | backward | update | in all |\n"
+        f"| {describe_size(args)} | recomputed | forward | backward | update | in all |\n"
         "|---|---|---|---|---|---|"
     )
     for kind in args.recompute.split(","):
-        step_of = {
-            f"adapters of rank {rank}" if rank else "full training": made(args, mesh, kind, rank)
+        step_functions = {
+            f"adapters of rank {rank}" if rank else "full training": make_step(
+                args, mesh, kind, rank
+            )
             for rank in (0, args.lora_rank)
         }
-        taken: dict[str, list[list[float]]] = {name: [] for name in step_of}
+        seconds_of: dict[str, list[list[float]]] = {name: [] for name in step_functions}
         for _ in range(args.steps):
-            for name, step in step_of.items():
-                taken[name].append(step())
-        whole = []
-        for name, found in taken.items():
-            parts = [1000 * statistics.median(part) for part in zip(*found[1:], strict=True)]
-            whole.append(parts[-1])
+            for name, step in step_functions.items():
+                seconds_of[name].append(step())
+        totals = []
+        for name, rounds in seconds_of.items():
+            parts = [1000 * statistics.median(part) for part in zip(*rounds[1:], strict=True)]
+            totals.append(parts[-1])
             print(f"| {name} | {kind} | {' | '.join(f'{part:,.0f} ms' for part in parts)} |")
         print(
-            f"| full training ÷ adapters | {kind} | | | | {whole[0] / whole[1]:.2f} |", flush=True
+            f"| full training ÷ adapters | {kind} | | | | {totals[0] / totals[1]:.2f} |", flush=True
         )
     dist.destroy_process_group()
     print()
 
 
-def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
-    """Return a function that does a step, and returns the seconds of its parts and of all."""
+def make_step(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
+    """Return a function that does a step and returns its seconds: of the parts, then in all."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +116,7 @@ def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            llama(args, args.vocab), dtype=torch.float32
+            make_llama_config(args, args.vocab), dtype=torch.float32
         ).train()
     if rank:
         Lora(rank, 2.0 * rank).convert(model, Placement())
@@ -123,37 +131,37 @@ def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
     tokens = torch.randint(0, args.vocab, (args.batch, args.seq_length))
 
     def step() -> list[float]:
-        at = [time.process_time()]
+        times = [time.process_time()]
         total = loss.token_loss_sum(model, MicroBatch(tokens, tokens))
-        at.append(time.process_time())
+        times.append(time.process_time())
         total.backward()
-        at.append(time.process_time())
+        times.append(time.process_time())
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        at.append(time.process_time())
-        return [after - before for before, after in itertools.pairwise(at)] + [at[-1] - at[0]]
+        times.append(time.process_time())
+        return [end - begin for begin, end in itertools.pairwise(times)] + [times[-1] - times[0]]
 
     return step
 
 
-def launches(args: argparse.Namespace) -> None:
-    """Print tokens per second and memory of whole launches of both."""
+def compare_launches(args: argparse.Namespace) -> None:
+    """Print tokens per second and memory of complete runs."""
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder)
         make_model(args, args.vocab)
         make_data(args, args.vocab, args.seq_length)
         ranks = units.counted(args.ranks, "rank")
         print(
-            f"| {size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | forward, "
-            "backward, update | memory |\n|---|---|---|---|---|---|",
+            f"| {describe_size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | "
+            "forward, backward, update | memory |\n|---|---|---|---|---|---|",
             flush=True,
         )
         for kind in args.recompute.split(","):
-            compare(args, kind)
+            compare_rounds(args, kind)
 
 
-def compare(args: argparse.Namespace, recompute: str) -> None:
-    """Print the figures of both, in alternating rounds."""
+def compare_rounds(args: argparse.Namespace, recompute: str) -> None:
+    """Run both kinds in alternation for one kind of recomputation, and print the figures."""
     options = {
         "full training": "",
         f"adapters of rank {args.lora_rank}": f"--lora-rank {args.lora_rank}",
@@ -161,25 +169,27 @@ def compare(args: argparse.Namespace, recompute: str) -> None:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in options}
     for number in range(args.rounds):
         for name, option in options.items():
-            given = argparse.Namespace(
+            run_args = argparse.Namespace(
                 **vars(args)
                 | {"ours": f"--activation-checkpointing {recompute} {option} {args.ours}"}
             )
-            # Blocks that were freed go back at once, so that what is resident is what lives.
+            # With a low threshold freed blocks return to the system, so the resident set is exact.
             runs[name].append(
-                launch("stage 04", given, f"round-{number}", MALLOC_MMAP_THRESHOLD_="1000000")
+                run_contestant(
+                    "stage 04", run_args, f"round-{number}", MALLOC_MMAP_THRESHOLD_="1000000"
+                )
             )
     rates = []
-    for name, found in runs.items():
-        middle = {key: statistics.median(run[key] for run in found) for key in found[0]}
-        rates.append(middle["tokens_per_s"])
-        rounds = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in found)
+    for name, results in runs.items():
+        medians = {key: statistics.median(run[key] for run in results) for key in results[0]}
+        rates.append(medians["tokens_per_s"])
+        round_rates = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in results)
         times = ", ".join(
-            f"{middle[f'time/{part}']:,.0f}" for part in ("forward", "backward", "update")
+            f"{medians[f'time/{part}']:,.0f}" for part in ("forward", "backward", "update")
         )
         print(
-            f"| {name} | {recompute} | {rounds} | {rates[-1]:,.0f} | {times} ms | "
-            f"{middle['peak_mb']:,.0f} MB |"
+            f"| {name} | {recompute} | {round_rates} | {rates[-1]:,.0f} | {times} ms | "
+            f"{medians['peak_mb']:,.0f} MB |"
         )
     print(
         f"| adapters ÷ full training | {recompute} | | {rates[1] / rates[0]:.2f} | | |", flush=True

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The pipeline's own function for experts against those of transformers: forward and backward.
+"""Compare the pipeline's function for experts with those of transformers, forward and backward.
 
-  python benchmarks/experts.py                   # a layer like Mixtral's on the CPU, in a minute
+  python benchmarks/experts.py                   # a layer like Mixtral's on the CPU, a minute
   python benchmarks/experts.py --device cuda --dtype bfloat16 --tokens 16384 --hidden 2048 \\
       --width 768 --experts 128 --choices 8      # a layer of Qwen3-30B-A3B
   python benchmarks/experts.py --device cuda --dtype bfloat16 --compile --biases    # like gpt-oss
 
-All functions take turns in one process, on the same tokens and weights. Time: the fastest of the
-rounds; on a CPU the processor time of one thread, so that other processes do not count, on a GPU
-the time between events. Memory (GPU only): the peak of the allocator, less weights and inputs.
+All functions run in one process, on the same tokens and weights. Time: the fastest round. On a CPU
+this is the processor time of one thread, so other processes do not affect it; on a GPU it is the
+time between events. Memory (GPU only): the peak of the allocator minus weights and inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
-    """Print a table: each function, forward, backward, both, and the ratio to the own one."""
+    """Print a table: for each function forward, backward, both, and the ratio to the pipeline's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,11 +40,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    measure(args)
+    compare_functions(args)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Time forward and backward of each function in turn, and print them."""
+def compare_functions(args: argparse.Namespace) -> None:
+    """Time forward and backward of each function, and print the table."""
     import torch
 
     from lib.parallel import experts
@@ -52,36 +52,37 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     module, inputs = make_layer(args)
     on_gpu = args.device.startswith("cuda")
-    rounds = range(args.rounds + 2)  # the first two compile and warm up
-    best: dict[str, list[float]] = {}
+    round_numbers = range(args.rounds + 2)  # the first two compile and warm up
+    best_ms: dict[str, list[float]] = {}
     for name in (experts.NAME, "grouped_mm", "eager"):
         if args.compile and name == "eager":
-            continue  # it reads numbers from the device in each layer
+            continue  # it synchronises with the device in each layer, which a graph cannot
         module.config._experts_implementation_internal = name
         torch._dynamo.reset()
         step = make_step(module, inputs, args.compile, on_gpu)
-        taken = [step() for _ in rounds][2:]
-        best[name] = min(taken, key=sum)
+        rounds_ms = [step() for _ in round_numbers][2:]
+        best_ms[name] = min(rounds_ms, key=sum)
         if on_gpu:
-            best[name].append(peak(step))
-    where = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, 1 thread"
+            best_ms[name].append(measure_peak(step))
+    device_name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, 1 thread"
     print(
         f"{args.tokens:,} tokens, {args.experts} experts, {args.choices} per token, hidden "
-        f"{args.hidden}, width {args.width}, {args.dtype}, {where}"
+        f"{args.hidden}, width {args.width}, {args.dtype}, {device_name}"
         f"{', compiled' if args.compile else ''}"
     )
     print("| function | forward | backward | both | to the first |\n|---|---|---|---|---|")
-    own = sum(best[experts.NAME][:2])
-    for name, (forward, backward, *memory) in best.items():
-        whole = forward + backward
+    first_total = sum(best_ms[experts.NAME][:2])
+    for name, (forward, backward, *memory) in best_ms.items():
+        total = forward + backward
         print(
-            f"| {name} | {forward:.2f} ms | {backward:.2f} ms | {whole:.2f} ms | "
-            f"{whole / own:.3f} |" + "".join(f" {size / 2**20:,.0f} MiB |" for size in memory)
+            f"| {name} | {forward:.2f} ms | {backward:.2f} ms | {total:.2f} ms | "
+            f"{total / first_total:.3f} |"
+            + "".join(f" {size / 2**20:,.0f} MiB |" for size in memory)
         )
 
 
 def make_layer(args: argparse.Namespace) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Return the experts of a layer and what they are given: tokens, choices and weights."""
+    """Return the experts of a layer, and their inputs: hidden states, chosen experts, weights."""
     import torch
     from transformers import GptOssConfig, MixtralConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -93,28 +94,32 @@ def make_layer(args: argparse.Namespace) -> tuple[Any, tuple[Any, Any, Any]]:
         "num_local_experts": args.experts,
     }
     torch.manual_seed(0)
-    kinds = {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    tensor_options = {"device": args.device, "dtype": getattr(torch, args.dtype)}
     module = (
         GptOssExperts(GptOssConfig(**sizes))
         if args.biases
         else MixtralExperts(MixtralConfig(**sizes))
-    ).to(**kinds)
+    ).to(**tensor_options)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02)
     scores = torch.randn(args.tokens, args.experts, device=args.device).softmax(-1)
     weights, choices = scores.topk(args.choices, -1)
-    hidden = torch.randn(args.tokens, args.hidden, **kinds)
-    return module, (hidden.requires_grad_(), choices, weights.to(kinds["dtype"]).requires_grad_())
+    hidden = torch.randn(args.tokens, args.hidden, **tensor_options)
+    return module, (
+        hidden.requires_grad_(),
+        choices,
+        weights.to(tensor_options["dtype"]).requires_grad_(),
+    )
 
 
 def make_step(
     module: Any, inputs: tuple[Any, Any, Any], compiled: bool, on_gpu: bool
 ) -> Callable[[], list[float]]:
-    """Return a function that computes once, and returns milliseconds of forward and backward."""
+    """Return a function that computes once and returns the milliseconds of forward and backward."""
     import torch
 
     forward = torch.compile(module, dynamic=False) if compiled else module
-    upstream = torch.randn_like(inputs[0])
+    output_gradient = torch.randn_like(inputs[0])
 
     def now() -> Any:
         if not on_gpu:
@@ -124,23 +129,23 @@ def make_step(
         return event
 
     def step() -> list[float]:
-        at = [now()]
-        out = forward(*inputs)
-        at.append(now())
-        out.backward(upstream)
-        at.append(now())
+        times = [now()]
+        output = forward(*inputs)
+        times.append(now())
+        output.backward(output_gradient)
+        times.append(now())
         for part in (*inputs[::2], *module.parameters()):
             part.grad = None
         if on_gpu:
             torch.cuda.synchronize()
-            return [at[0].elapsed_time(at[1]), at[1].elapsed_time(at[2])]
-        return [1000 * (at[1] - at[0]), 1000 * (at[2] - at[1])]
+            return [times[0].elapsed_time(times[1]), times[1].elapsed_time(times[2])]
+        return [1000 * (times[1] - times[0]), 1000 * (times[2] - times[1])]
 
     return step
 
 
-def peak(step: Callable[[], list[float]]) -> float:
-    """Return the bytes that a step takes beside what was there before it."""
+def measure_peak(step: Callable[[], list[float]]) -> float:
+    """Return the bytes that a step allocates at its peak."""
     import torch
 
     torch.cuda.reset_peak_memory_stats()

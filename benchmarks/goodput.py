@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The share of a run's time that is useful, in simulated runs with failures at published rates.
+"""Simulate runs with failures at published rates, and print the useful share of their time.
 
   python benchmarks/goodput.py --failures 3000
 
-Failures come at random and saves are made, committed and gone back to, event after event, so that
-`lib/planning/saving.py`, which computes the share in closed form, is checked and two tiers of
-checkpoints, which it does not know, are measured. Prints Markdown.
+The simulation steps through random failures, saves, commits and restarts. It checks the closed form
+of `lib/planning/saving.py`, and also measures checkpoints in two tiers, which the closed form does
+not cover. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lib.core import units
 from lib.planning.saving import Saving, best_interval, useful_share
 
-_RESTART = 600.0  # seconds
-_SURVIVE = 0.5  # of the failures leave all nodes' local disks as they were
-_LOCAL = 0.6e9  # bytes/s per GPU to the local disks, and to host memory:
-_COPY = 10e9
-# GPUs, hours between failures, whose; parameters; bytes/s to the shared storage
+_RESTART_S = 600.0  # seconds
+_LOCAL_SURVIVAL = 0.5  # share of the failures that leave the local disks of all nodes intact
+_LOCAL_RATE = 0.6e9  # bytes/s per GPU to the local disks
+_COPY_RATE = 10e9  # bytes/s per GPU to host memory
+# GPUs, hours between failures and their source, parameters, bytes/s to the shared storage
 _JOBS = [
     (1024, 44.5, "Llama 3, per GPU-hour", 70e9, 100e9),
     (1024, 7.9, "Kokolis et al.", 70e9, 100e9),
@@ -37,16 +37,16 @@ _JOBS = [
 
 
 def main() -> None:
-    """Simulate the runs and print them."""
+    """Simulate the runs and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--failures", type=int, default=3000, help="of each simulated run")
-    show(parser.parse_args().failures)
+    print_table(parser.parse_args().failures)
 
 
-def show(failures: int) -> None:
-    """Print the useful share of time for three ways to save, simulated, each at its best interval.
+def print_table(failures: int) -> None:
+    """Print the simulated useful share of time for three ways to save, each at its best interval.
 
     Llama 3 405B: arXiv:2407.21783, 466 interruptions in 54 days on 16,384 GPUs. Kokolis et al.:
     arXiv:2410.21680.
@@ -55,32 +55,36 @@ def show(failures: int) -> None:
         "| GPUs | hours between failures | state | save takes | sync | async | two tiers |\n"
         "|---|---|---|---|---|---|---|"
     )
-    for gpus, hours, whose, parameters, rate in _JOBS:
+    for gpus, hours, source, parameters, storage_rate in _JOBS:
         mtbf = hours * 3600
         size = 12 * parameters
-        stall = size / gpus / _COPY
-        lag = size / rate
-        near = size / gpus / _LOCAL
-        sync = Saving(best_interval(lag, 0, mtbf), lag)
-        later = Saving(best_interval(stall, lag, mtbf), stall, lag)
-        local = Saving(best_interval(stall, near, mtbf), stall, near)
-        shared = Saving(best_interval(stall, lag, mtbf / (1 - _SURVIVE)), stall, lag)
+        stall = size / gpus / _COPY_RATE
+        write_seconds = size / storage_rate
+        local_lag = size / gpus / _LOCAL_RATE
+        sync = Saving(best_interval(write_seconds, 0, mtbf), write_seconds)
+        asynchronous = Saving(best_interval(stall, write_seconds, mtbf), stall, write_seconds)
+        local = Saving(best_interval(stall, local_lag, mtbf), stall, local_lag)
+        shared = Saving(
+            best_interval(stall, write_seconds, mtbf / (1 - _LOCAL_SURVIVAL)), stall, write_seconds
+        )
         cells = []
-        for saving in (sync, later):
-            run = simulate(saving, mtbf, _RESTART, failures)
+        for saving in (sync, asynchronous):
+            run = simulate_run(saving, mtbf, _RESTART_S, failures)
             cells.append(
                 f"{100 * run.useful / run.total:.2f} % every "
                 f"{units.duration(saving.every)} (closed form "
-                f"{100 * useful_share(saving, mtbf, _RESTART):.2f} %)"
+                f"{100 * useful_share(saving, mtbf, _RESTART_S):.2f} %)"
             )
-        run = simulate(shared, mtbf, _RESTART, failures, local=local, survives=_SURVIVE)
+        run = simulate_run(
+            shared, mtbf, _RESTART_S, failures, local=local, survives=_LOCAL_SURVIVAL
+        )
         cells.append(
             f"{100 * run.useful / run.total:.2f} % every {units.duration(local.every)} / "
             f"{units.duration(shared.every)}"
         )
         print(
-            f"| {gpus:,} | {hours} ({whose}) | {units.size(size)} | {units.duration(lag)} | "
-            f"{' | '.join(cells)} |",
+            f"| {gpus:,} | {hours} ({source}) | {units.size(size)} | "
+            f"{units.duration(write_seconds)} | {' | '.join(cells)} |",
             flush=True,
         )
     print()
@@ -88,7 +92,7 @@ def show(failures: int) -> None:
 
 @dataclass
 class Outcome:
-    """Where the time of a simulated run went."""
+    """The seconds of a simulated run, by use."""
 
     useful: float = 0.0
     stalled: float = 0.0
@@ -103,9 +107,10 @@ class Outcome:
 
 @dataclass
 class _Tier:
-    """A place for checkpoints. since: the work at its last save; committed: at the last whole one.
+    """A place for checkpoints.
 
-    commit_at: when the save in the background will be whole.
+    since: work done at the last save, in seconds. committed: work in the last complete checkpoint.
+    commit_at: when the pending save will be complete, infinity if none is pending.
     """
 
     saving: Saving
@@ -118,18 +123,18 @@ class _Tier:
         return self.commit_at == math.inf
 
     def commit(self, now: float) -> None:
-        """Take note of what is whole by now."""
+        """Complete the pending save if its time has come."""
         if self.commit_at <= now:
             self.committed = self.since
             self.commit_at = math.inf
 
     def due(self, now: float, work: float) -> float:
-        """Return when the next save can begin if nothing holds the steps up."""
+        """Return when the next save can begin if nothing stalls the steps."""
         wanted = now + self.saving.every - (work - self.since)
         return wanted if self.is_free else max(wanted, self.commit_at)
 
 
-def simulate(
+def simulate_run(
     shared: Saving,
     mtbf: float,
     restart: float,
@@ -138,35 +143,40 @@ def simulate(
     local: Saving | None = None,
     survives: float = 0.0,
 ) -> Outcome:
-    """Return where the time goes until so many failures, at least, have struck.
+    """Simulate a run until at least `failures` failures, and return its seconds by use.
 
-    local: saves on the nodes' own disks beside the shared ones. survives: the share of failures
-    after which those are still there on all nodes.
+    mtbf: mean seconds between failures. restart: seconds of a restart. local: saves to the nodes'
+    own disks, in addition to the shared ones. survives: share of the failures after which the local
+    checkpoints of all nodes still exist.
     """
     draw = random.Random(seed)
     tiers = [_Tier(shared)] + ([_Tier(local)] if local else [])
     outcome = Outcome()
     work = 0.0
     while outcome.failures < failures:
-        reached = _until_failure(tiers, outcome, work, draw.expovariate(1 / mtbf))
-        struck = 1
-        while (after := draw.expovariate(1 / mtbf)) < restart:  # again, before the steps go on
-            outcome.restarting += after
-            struck += 1
+        work_at_failure = _work_until_failure(tiers, outcome, work, draw.expovariate(1 / mtbf))
+        failures_in_a_row = 1
+        while (
+            seconds_to_next := draw.expovariate(1 / mtbf)
+        ) < restart:  # another failure before the steps go on
+            outcome.restarting += seconds_to_next
+            failures_in_a_row += 1
         outcome.restarting = outcome.restarting + restart
-        outcome.failures = outcome.failures + struck
-        intact = tiers if all(draw.random() < survives for _ in range(struck)) else tiers[:1]
+        outcome.failures = outcome.failures + failures_in_a_row
+        intact = (
+            tiers if all(draw.random() < survives for _ in range(failures_in_a_row)) else tiers[:1]
+        )
         work = max(tier.committed for tier in intact)
         outcome.useful = work
-        outcome.repeated = outcome.repeated + reached - work
+        outcome.repeated = outcome.repeated + work_at_failure - work
         tiers = [
             _Tier(tier.saving, work, tier.committed if tier in intact else 0.0) for tier in tiers
         ]
     return outcome
 
 
-def _until_failure(tiers: list[_Tier], outcome: Outcome, work: float, failure: float) -> float:
-    """Work, save and commit, event after event; return the work done when the failure strikes."""
+def _work_until_failure(tiers: list[_Tier], outcome: Outcome, work: float, failure: float) -> float:
+    """Work, save and commit until the failure; return the seconds of work done by then."""
     now = 0.0
     while now < failure:
         event = min(failure, *(tier.due(now, work) for tier in tiers))

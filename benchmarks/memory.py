@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The memory that training takes of each GPU, for models of known shapes (docs/how-to/speed.md).
+"""Estimate the memory per GPU that training well-known models takes (docs/how-to/speed.md).
 
-  python benchmarks/memory.py            # or `make memory-table`: all of it, in a few minutes
+  python benchmarks/memory.py            # or `make memory-table`: all models, a few minutes
   python benchmarks/memory.py 'Llama 3.2 1B' --gpus 1,8 --seq-length 8192 --gpu-memory 141
-  python benchmarks/memory.py 'Llama 3.1 8B' --lora-rank 64      # and beside it, with adapters
+  python benchmarks/memory.py 'Llama 3.1 8B' --lora-rank 64      # full training and LoRA
 
-Any machine does: steps of the trainer are traced on tensors without memory, as for --plan-gpus. A
-cell is the peak in GiB and the recomputation that --activation-checkpointing auto takes for it, or
-also what lies in host memory with --cpu-offload on, per GPU; a dash where nothing fits.
+No GPU is needed: like --plan-gpus, this traces steps of the trainer on fake tensors. A cell is the
+peak in GiB per GPU, and what --activation-checkpointing auto chooses. If the model only fits with
+--cpu-offload on, the cell adds the GiB of host memory per GPU; a dash means that nothing fits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from lib.train.config import Config
 
 _GIB = 1 << 30
 _LLAMA_3 = {"num_key_value_heads": 8, "vocab_size": 128_256}
-#                              hidden, inner width, layers, heads
-_SHAPES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int], dict[str, object]]] = {
+#                              hidden size, width of the MLP, layers, heads
+_MODELS: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int], dict[str, object]]] = {
     "Llama 3.2 1B": (LlamaConfig, (2048, 8192, 16, 32), {**_LLAMA_3, "tie_word_embeddings": True}),
     "Llama 3.2 3B": (LlamaConfig, (3072, 8192, 28, 24), {**_LLAMA_3, "tie_word_embeddings": True}),
     "Llama 2 7B": (LlamaConfig, (4096, 11_008, 32, 32), {}),
@@ -51,37 +51,45 @@ _SHAPES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int], dict
 }
 
 
-ADAPTED = ["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3.1 70B"], [1, 8, 64]  # of the second table
+LORA_TABLE = (
+    ["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3.1 70B"],
+    [1, 8, 64],
+)  # models and GPUs of the second table
 
 
-def made(name: str) -> PreTrainedModel:
-    """Return a model of that shape on the meta device."""
-    kind, (hidden, inner, layers, heads), more = _SHAPES[name]
-    config = kind(
+def build_model(name: str) -> PreTrainedModel:
+    """Return a model by its name in _MODELS, on the meta device."""
+    config_class, (hidden, width, layers, heads), values = _MODELS[name]
+    config = config_class(
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=1 << 17,
-        **{"vocab_size": 32_000, "tie_word_embeddings": False, **more},
+        **{"vocab_size": 32_000, "tie_word_embeddings": False, **values},
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank: int = 0) -> str:
-    """Return the cells of a model. gpu_memory: GiB of each GPU. rank: of adapters; 0: none."""
-    model = made(name)
+def format_row(
+    name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank: int = 0
+) -> str:
+    """Return the row of a model. gpu_memory: GiB per GPU. rank: of LoRA adapters; 0: none."""
+    model = build_model(name)
     adapted = ""
     if rank:
         Lora(rank, 2.0 * rank, precision="bf16").convert(model, Placement())
         adapted = f", LoRA r={rank}"
-    fit = MemoryCheck(model, gpu_memory * _GIB, float("inf"), on_gpu=True)
-    cells = [_cell(fit, ranks, Config(seq_length=seq_length, precision="bf16")) for ranks in gpus]
+    check = MemoryCheck(model, gpu_memory * _GIB, float("inf"), on_gpu=True)
+    cells = [
+        _format_cell(check, ranks, Config(seq_length=seq_length, precision="bf16"))
+        for ranks in gpus
+    ]
     return f"| {name}{adapted} | {' | '.join(cells)} |"
 
 
-def table(
+def print_table(
     title: str,
     names: Sequence[str],
     gpus: Sequence[int],
@@ -89,40 +97,40 @@ def table(
     gpu_memory: float,
     rank: int = 0,
 ) -> None:
-    """Print the rows of models as each is known. rank: of a second row, with adapters; 0: none."""
+    """Print a table, row by row. rank: of the LoRA adapters in further rows; 0: no such rows."""
     heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in gpus]
     print(f"| {title}1 × {seq_length:,} tokens | {' | '.join(heads)} |")
     print("|---" * (len(heads) + 1) + "|")
     for name in names:
         for adapters in {0, rank}:
-            print(row(name, gpus, seq_length, gpu_memory, adapters), flush=True)
+            print(format_row(name, gpus, seq_length, gpu_memory, adapters), flush=True)
 
 
-def _cell(fit: MemoryCheck, ranks: int, config: Config) -> str:
+def _format_cell(check: MemoryCheck, ranks: int, config: Config) -> str:
     for offload in (False, True):
-        cases = [
+        step_configs = [
             plan.step_config(
                 replace(config, activation_checkpointing=kind, cpu_offload=offload),
-                fit.model,
+                check.model,
                 ranks,
                 True,
             )
             for kind in RECOMPUTATIONS
         ]
-        case = choose_step(fit, [[case] for case in cases], gathers=False)
-        if fit.fits(case):
-            peak = fit.traced(case).total / _GIB
-            host = sum(fit.states(case).values()) / _GIB
+        case = choose_step(check, [[case] for case in step_configs], gathers=False)
+        if check.fits(case):
+            peak_gib = check.traced(case).total / _GIB
+            host_gib = sum(check.states(case).values()) / _GIB
             return (
-                f"{peak:.0f} {case.recompute}"
+                f"{peak_gib:.0f} {case.recompute}"
                 if not offload
-                else f"{peak:.0f} {case.recompute}, host {host:.0f}"
+                else f"{peak_gib:.0f} {case.recompute}, host {host_gib:.0f}"
             )
     return "–"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -137,14 +145,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also each model with adapters of that rank",
+        help="also print each model with LoRA adapters of this rank (default: 0, none)",
     )
     args = parser.parse_args(argv)
-    asked = args.seq_length, args.gpu_memory
-    table("", args.models or list(_SHAPES), args.gpus, *asked, args.lora_rank)
+    setting = args.seq_length, args.gpu_memory
+    print_table("", args.models or list(_MODELS), args.gpus, *setting, args.lora_rank)
     if not args.models:
         print()
-        table("full or adapted, ", *ADAPTED, *asked, rank=16)
+        print_table("full or adapted, ", *LORA_TABLE, *setting, rank=16)
 
 
 if __name__ == "__main__":

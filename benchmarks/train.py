@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Stage 04 against `transformers.Trainer`: tokens per second, memory, time to the first step; and
-stage 04 alone: memory by the length of sequences.
+"""Compare stage 04 to `transformers.Trainer`: tokens per second, memory, time to the first step.
 
-  python benchmarks/train.py                        # on the CPU or on the GPUs that there are
+Also measures the memory of stage 04 by sequence length.
+
+  python benchmarks/train.py                        # on all GPUs of this machine, else on the CPU
   python benchmarks/train.py --only speed --rounds 5 --steps 20
   python benchmarks/train.py --ranks 1 --layers 16 --hidden 2048 --seq-length 4096 --vocab 128256 \\
       --batch 2 --only speed --ours="--compile on"
 
 Both train the same Llama (about 28 million parameters by default, random weights) on the same
-tokens with AdamW, in bfloat16 where the hardware computes in it and else in float32, as whole
-torchrun launches in turn; the Trainer wraps the model in DDP. Speed: the median of the steps after
-the first few, the median of the rounds. Memory: the largest resident set of a rank, less what it
-was before the model was built (on a GPU: the peak of the allocator), at a vocabulary of 128k and
-2,048 tokens. Start: from torchrun to the log line of the first step of a longer run, and where it
-goes, beside the seconds that torchrun takes to have as many ranks import what is needed, and the
-reading of the weights. Lengths: the largest resident set of a rank, less what it was before the
-model, for each kind of activation checkpointing.
+tokens with AdamW, in bfloat16 if the hardware computes in it, else in float32. They run as complete
+torchrun launches, in alternation; the Trainer wraps the model in DDP.
+
+Speed: the median over rounds of the median step after the first few. Memory: the peak resident set
+of a rank minus its resident set before the model is built (on a GPU: the peak of the allocator),
+for a vocabulary of 128k and 2,048 tokens. Start: the seconds from torchrun to the log line of the
+first step, by phase, beside the seconds that the imports on as many ranks and reading the weights
+take alone. Lengths: memory as above, by sequence length and kind of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from benchmarks.parts.processes import ROOT
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_WARM = 3  # steps left out
+_WARMUP_STEPS = 3  # not measured
 _IMPORTS = """import torch, transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 import torch.distributed.fsdp, torch.distributed.checkpoint
 """
-# What stage 04 prints, and what has been done then.
-_MARKS = {
+# Texts that stage 04 prints, and the phase that has ended by then.
+_START_MARKS = {
     "model: ": "torchrun",
     "tokens: ": "imports, the model without memory",
     "sharded: ": "process group, sharding",
@@ -59,7 +60,7 @@ _MARKS = {
 
 
 def main() -> None:
-    """Measure what --only names and print it."""
+    """Run and print the measurements that --only names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,106 +71,116 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=12, help="steps of a launch")
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each")
-    parser.add_argument("--only", default="speed,memory,start,lengths", help="parts, with commas")
+    parser.add_argument("--rounds", type=int, default=3, help="launches of each trainer")
+    parser.add_argument(
+        "--only", default="speed,memory,start,lengths", help="measurements, separated by commas"
+    )
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="tokens per sample")
     parser.add_argument("--ours", default="", help="further options for stage 04")
-    parser.add_argument("--work", type=Path, help="where to put files (default: temporary)")
+    parser.add_argument("--work", type=Path, help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         args.work = Path(folder)
         print(
-            f"{platform.machine()}, {os.cpu_count()} cores, {_device()}, {args.ranks} ranks, "
-            f"load before the start {os.getloadavg()[0]:.1f}\n",
+            f"{platform.machine()}, {os.cpu_count()} cores, {_describe_device()}, "
+            f"{args.ranks} ranks, load before the start {os.getloadavg()[0]:.1f}\n",
             flush=True,
         )
         for part in args.only.split(","):
-            {"speed": speed, "memory": memory, "start": start, "lengths": lengths}[part](args)
+            {
+                "speed": compare_speed,
+                "memory": compare_memory,
+                "start": measure_start,
+                "lengths": measure_lengths,
+            }[part](args)
 
 
-def speed(args: argparse.Namespace) -> None:
-    """Print tokens per second of both, in alternating rounds."""
+def compare_speed(args: argparse.Namespace) -> None:
+    """Print tokens per second of both trainers, in alternating rounds."""
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
     rounds: dict[str, list[dict[str, float]]] = {"stage 04": [], "Trainer": []}
     for number in range(args.rounds):
         for name in rounds:
-            rounds[name].append(launch(name, args, f"speed-{number}"))
-    print(f"| {size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
-    middle = {}
+            rounds[name].append(run_contestant(name, args, f"speed-{number}"))
+    print(f"| {describe_size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
+    medians = {}
     for name, runs in rounds.items():
         rates = [run["tokens_per_s"] for run in runs]
-        middle[name] = statistics.median(rates)
+        medians[name] = statistics.median(rates)
         mfu = statistics.median(run["mfu"] for run in runs) if name == "stage 04" else None
         print(
-            f"| {name} | {', '.join(f'{rate:,.0f}' for rate in rates)} | {middle[name]:,.0f} | "
+            f"| {name} | {', '.join(f'{rate:,.0f}' for rate in rates)} | {medians[name]:,.0f} | "
             f"{f'{100 * mfu:.0f} %' if mfu else ''} |"
         )
     print(
-        f"\nstage 04 ÷ Trainer: {middle['stage 04'] / middle['Trainer']:.2f}; data share of a "
+        f"\nstage 04 ÷ Trainer: {medians['stage 04'] / medians['Trainer']:.2f}; data share of a "
         f"step: {100 * statistics.median(r['data'] for r in rounds['stage 04']):.2f} %; steps of "
-        f"stage 04: {_phases(rounds['stage 04'])}\n",
+        f"stage 04: {_format_phases(rounds['stage 04'])}\n",
         flush=True,
     )
 
 
-def memory(args: argparse.Namespace) -> None:
+def compare_memory(args: argparse.Namespace) -> None:
     """Print the largest memory of a rank at a large vocabulary and a long sequence."""
-    wide = argparse.Namespace(
-        **vars(args) | {"vocab": 128_000, "seq_length": 2048, "batch": 1, "steps": _WARM + 2}
+    wide_args = argparse.Namespace(
+        **vars(args)
+        | {"vocab": 128_000, "seq_length": 2048, "batch": 1, "steps": _WARMUP_STEPS + 2}
     )
-    make_model(wide, wide.vocab)
-    make_data(wide, wide.vocab, wide.seq_length)
-    found = {name: launch(name, wide, "memory") for name in ("stage 04", "Trainer")}
-    print(f"| {size(wide)} | peak memory of a rank | tokens/s |\n|---|---|---|")
-    for name, run in found.items():
+    make_model(wide_args, wide_args.vocab)
+    make_data(wide_args, wide_args.vocab, wide_args.seq_length)
+    results = {name: run_contestant(name, wide_args, "memory") for name in ("stage 04", "Trainer")}
+    print(f"| {describe_size(wide_args)} | peak memory of a rank | tokens/s |\n|---|---|---|")
+    for name, run in results.items():
         print(f"| {name} | {run['memory_mb']:,.0f} MB | {run['tokens_per_s']:,.0f} |")
-    ratio = found["stage 04"]["memory_mb"] / found["Trainer"]["memory_mb"]
+    ratio = results["stage 04"]["memory_mb"] / results["Trainer"]["memory_mb"]
     print(f"\nstage 04 ÷ Trainer: {ratio:.2f}\n", flush=True)
 
 
-def start(args: argparse.Namespace) -> None:
-    """Print the seconds from torchrun to the first step beside those that cannot be avoided."""
+def measure_start(args: argparse.Namespace) -> None:
+    """Print the seconds from torchrun to the first step, and those that no trainer can avoid."""
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
     script = args.work / "imports.py"
     script.write_text(_IMPORTS)
     weights = map(str, args.work.glob("model/*.safetensors"))
-    read = [
+    read_command = [
         sys.executable,
         "-c",
         "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()",
         *weights,
     ]
-    short = argparse.Namespace(**vars(args) | {"steps": 3})
-    alone = []
-    together = []
-    reading = []
+    short_args = argparse.Namespace(**vars(args) | {"steps": 3})
+    single_seconds = []
+    torchrun_seconds = []
+    read_seconds = []
     runs = []
     for number in range(args.rounds):
-        alone.append(_timed([sys.executable, str(script)]))
-        together.append(_timed([*processes.torchrun(args.ranks), str(script)]))
-        reading.append(_timed(read) - _timed([sys.executable, "-c", "pass"]))
-        runs.append(launch("stage 04", short, f"start-{number}"))
-    imports = min(together)
-    weights_s = max(0.0, min(reading))
+        single_seconds.append(_time_command([sys.executable, str(script)]))
+        torchrun_seconds.append(_time_command([*processes.torchrun(args.ranks), str(script)]))
+        read_seconds.append(
+            _time_command(read_command) - _time_command([sys.executable, "-c", "pass"])
+        )
+        runs.append(run_contestant("stage 04", short_args, f"start-{number}"))
+    imports = min(torchrun_seconds)
+    weights_s = max(0.0, min(read_seconds))
     best = min(runs, key=lambda run: run["at first step"])
     print(
         f"from torchrun to the first step: {best['at first step']:.1f} s; imports by torchrun on "
-        f"{args.ranks} ranks {imports:.1f} s (in one process without it {min(alone):.1f} s), "
-        f"reading the weights {weights_s:.1f} s: ratio "
+        f"{args.ranks} ranks {imports:.1f} s (in one process without it "
+        f"{min(single_seconds):.1f} s), reading the weights {weights_s:.1f} s: ratio "
         f"{best['at first step'] / (imports + weights_s):.2f}\n"
     )
     print("| until | seconds | since the last |\n|---|---|---|")
-    before = 0.0
-    for name in _MARKS.values():
-        print(f"| {name} | {best[f'at {name}']:.2f} | {best[f'at {name}'] - before:.2f} |")
-        before = best[f"at {name}"]
+    previous = 0.0
+    for name in _START_MARKS.values():
+        print(f"| {name} | {best[f'at {name}']:.2f} | {best[f'at {name}'] - previous:.2f} |")
+        previous = best[f"at {name}"]
     print(flush=True)
 
 
-def lengths(args: argparse.Namespace) -> None:
-    """Print the memory of a rank by the length of sequences and the kind of checkpointing."""
+def measure_lengths(args: argparse.Namespace) -> None:
+    """Print the memory of a rank by sequence length and kind of activation checkpointing."""
     kinds = ("none", "selective", "full")
     sizes = [int(part) for part in args.lengths.split(",")]
     args = argparse.Namespace(**vars(args) | {"batch": 1, "steps": 2, "seq_length": max(sizes)})
@@ -181,28 +192,30 @@ def lengths(args: argparse.Namespace) -> None:
         f"1 × tokens per rank, {args.ranks} ranks\n"
     )
     print(f"| tokens | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}", flush=True)
-    for size in sizes:
+    for length in sizes:
         cells = []
         for kind in kinds:
-            given = argparse.Namespace(
+            run_args = argparse.Namespace(
                 **vars(args)
-                | {"seq_length": size, "ours": f"--activation-checkpointing {kind} {args.ours}"}
+                | {"seq_length": length, "ours": f"--activation-checkpointing {kind} {args.ours}"}
             )
-            # Blocks that were freed go back at once, so that what is resident is what lives.
-            run = launch("stage 04", given, f"{kind}-{size}", MALLOC_MMAP_THRESHOLD_="1000000")
+            # With a low threshold freed blocks return to the system, so the resident set is exact.
+            run = run_contestant(
+                "stage 04", run_args, f"{kind}-{length}", MALLOC_MMAP_THRESHOLD_="1000000"
+            )
             cells.append(
                 f"{run['peak_mb']:,.0f} ({run['estimated_mb']:,.0f}), "
                 f"{run['time/total'] / 1000:.1f} s"
             )
-        print(f"| {size:,} | {' | '.join(cells)} |", flush=True)
+        print(f"| {length:,} | {' | '.join(cells)} |", flush=True)
     print()
 
 
 # --- the contestants ------------------------------------------------------------------------
 
 
-def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[str, float]:
-    """Run one contestant as a torchrun launch of its own and return its figures."""
+def run_contestant(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[str, float]:
+    """Run one trainer with torchrun and return its figures. name: "stage 04" or "Trainer"."""
     work = args.work
     if name == "stage 04":
         command = [
@@ -242,16 +255,16 @@ def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[st
             length=args.seq_length,
             steps=args.steps,
         )
-    printed = _watch(name, list(map(str, command)), work, env)
+    printed = _run_and_time_lines(name, list(map(str, command)), work, env)
     if name == "stage 04":
-        return _ours(work / "outputs" / tag, printed)
-    return _theirs(json.loads((work / "trainer.json").read_text()), args)
+        return _read_stage_figures(work / "outputs" / tag, printed)
+    return _read_trainer_figures(json.loads((work / "trainer.json").read_text()), args)
 
 
-def _watch(
+def _run_and_time_lines(
     name: str, command: list[str], cwd: Path, env: dict[str, str]
 ) -> list[tuple[float, str]]:
-    """Run a command and return each line it printed with the seconds from the start."""
+    """Run a command and return its output lines, each with the seconds since the start."""
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -274,23 +287,23 @@ def _watch(
     return printed
 
 
-def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float]:
+def _read_stage_figures(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float]:
     rows = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
-    steady = rows[_WARM:] or rows[-1:]
+    steady_rows = rows[_WARMUP_STEPS:] or rows[-1:]
     figures = {
-        key: statistics.median(row[key] for row in steady)
-        for key in steady[-1]
+        key: statistics.median(row[key] for row in steady_rows)
+        for key in steady_rows[-1]
         if key.startswith(("time/", "perf/"))
-    }  # no eta
-    for text, name in _MARKS.items():
-        figures[f"at {name}"] = next(at for at, line in printed if text in line)
+    }  # not `eta`
+    for text, name in _START_MARKS.items():
+        figures[f"at {name}"] = next(seconds for seconds, line in printed if text in line)
     printed_memory = "".join(line for _, line in printed if line.startswith("  memory "))
     peak, estimated = (
-        float(found[1].replace(",", "")) * (1024 if found[2] == "G" else 1)
-        if (found := re.search(rf"([\d.,]+) ([GM])iB {kind}", printed_memory))
+        float(match[1].replace(",", "")) * (1024 if match[2] == "G" else 1)
+        if (match := re.search(rf"([\d.,]+) ([GM])iB {kind}", printed_memory))
         else float("nan")
         for kind in ("without", "were estimated")
-    )  # for small models there is none
+    )  # small models have no estimate
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"],
         "mfu": figures["perf/mfu"],
@@ -301,19 +314,19 @@ def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float
     }
 
 
-def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    seconds = statistics.median(steps["seconds"][_WARM:])
+def _read_trainer_figures(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    seconds = statistics.median(steps["seconds"][_WARMUP_STEPS:])
     return {
         "tokens_per_s": args.ranks * args.batch * args.seq_length / seconds,
         "memory_mb": steps["memory_mb"],
     }
 
 
-# --- what they train ------------------------------------------------------------------------
+# --- the model and the data --------------------------------------------------------------------
 
 
-def llama(args: argparse.Namespace, vocabulary: int) -> PretrainedConfig:
-    """Return the shape of what is trained."""
+def make_llama_config(args: argparse.Namespace, vocabulary: int) -> PretrainedConfig:
+    """Return the config of the model to train."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -333,13 +346,13 @@ def make_model(args: argparse.Namespace, vocabulary: int) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(llama(args, vocabulary), dtype=torch.bfloat16).save_pretrained(
-        args.work / "model"
-    )
+    AutoModelForCausalLM.from_config(
+        make_llama_config(args, vocabulary), dtype=torch.bfloat16
+    ).save_pretrained(args.work / "model")
 
 
 def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> None:
-    """Save a tokenizer of bytes, made-up text, and prepare its tokens once."""
+    """Save a byte tokenizer and a dataset of random text, and prepare its tokens."""
     import random
 
     import datasets
@@ -353,9 +366,9 @@ def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> Non
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
         args.work / "model"
     )
-    draw = random.Random(0)
-    size = max(400, 2 * args.steps * args.ranks * args.batch * seq_length // 1000)
-    texts = ["".join(draw.choices("etaoin shrdlu\n", k=1000)) for _ in range(size)]
+    rng = random.Random(0)
+    count = max(400, 2 * args.steps * args.ranks * args.batch * seq_length // 1000)
+    texts = ["".join(rng.choices("etaoin shrdlu\n", k=1000)) for _ in range(count)]
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(args.work / "data")
     subprocess.run(
@@ -379,13 +392,13 @@ def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> Non
     )
 
 
-def _timed(command: list[str]) -> float:
+def _time_command(command: list[str]) -> float:
     began = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     return time.monotonic() - began
 
 
-def _phases(runs: list[dict[str, float]]) -> str:
+def _format_phases(runs: list[dict[str, float]]) -> str:
     return ", ".join(
         f"{key[5:]} {statistics.median(run[key] for run in runs):,.0f} ms"
         for key in runs[0]
@@ -393,15 +406,15 @@ def _phases(runs: list[dict[str, float]]) -> str:
     )
 
 
-def size(args: argparse.Namespace) -> str:
-    """Say how large the model and a pass are."""
+def describe_size(args: argparse.Namespace) -> str:
+    """Return the sizes of the model and of a micro-batch as text."""
     return (
         f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, {args.batch} × "
         f"{args.seq_length} tokens per rank"
     )
 
 
-def _device() -> str:
+def _describe_device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

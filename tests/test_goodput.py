@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.goodput import simulate
+from benchmarks.goodput import simulate_run
 from lib.planning.saving import Saving, useful_share
 
 HOUR = 3600.0
@@ -22,7 +22,7 @@ HOUR = 3600.0
     ids=str,
 )
 def test_simulated_failures_agree_with_the_closed_form(saving: Saving, mtbf: float, restart: float):
-    run = simulate(saving, mtbf, restart, failures=6000)
+    run = simulate_run(saving, mtbf, restart, failures=6000)
     assert run.useful / run.total == pytest.approx(useful_share(saving, mtbf, restart), rel=0.02)
     assert run.total / run.failures == pytest.approx(mtbf, rel=0.05)
 
@@ -33,7 +33,7 @@ def test_two_tiers_lie_between_their_limits():
     local = Saving(120, 0.2, lag=5)
 
     def share(survives: float) -> float:
-        run = simulate(shared, 3 * HOUR, 300, 6000, local=local, survives=survives)
+        run = simulate_run(shared, 3 * HOUR, 300, 6000, local=local, survives=survives)
         return run.useful / run.total
 
     never = share(0.0)
@@ -46,9 +46,9 @@ def test_two_tiers_lie_between_their_limits():
 
 
 def test_a_save_waits_for_the_commit_of_the_one_before():
-    run = simulate(Saving(10, 1, lag=500), HOUR, 0.0, 6000)
+    run = simulate_run(Saving(10, 1, lag=500), HOUR, 0.0, 6000)
     assert run.stalled / run.total == pytest.approx(1 / 501, rel=0.1)
 
 
 def test_failures_too_frequent_for_any_save_leave_nothing():
-    assert simulate(Saving(HOUR, 1.0), 1.0, 0.0, 100).useful == 0.0
+    assert simulate_run(Saving(HOUR, 1.0), 1.0, 0.0, 100).useful == 0.0

@@ -25,12 +25,12 @@ ADAPTED = table("full or adapted, 1 × 4,096 tokens")
 
 
 @functools.cache
-def benchmark() -> ModuleType:
+def load_benchmark() -> ModuleType:
     """Return the script that prints the tables of memory."""
     return load_script("benchmarks/memory.py")
 
 
-def test_it_has_what_people_ask_for() -> None:
+def test_the_table_lists_well_known_models() -> None:
     assert TABLE[0][1:] == ["1 GPU", "8 GPUs", "16 GPUs", "32 GPUs", "64 GPUs"]
     names = [row[0] for row in TABLE[2:]]
     assert names == [
@@ -50,21 +50,21 @@ def test_it_has_what_people_ask_for() -> None:
 
 
 def test_models_are_compared_with_and_without_adapters() -> None:
-    made = benchmark()
+    memory_script = load_benchmark()
     heads, _, *rows = ADAPTED
-    assert heads[1:] == ["1 GPU", "8 GPUs", "64 GPUs"] and made.ADAPTED[1] == [1, 8, 64]
+    assert heads[1:] == ["1 GPU", "8 GPUs", "64 GPUs"] and memory_script.LORA_TABLE[1] == [1, 8, 64]
     assert [row[0] for row in rows] == [
-        name + adapted for name in made.ADAPTED[0] for adapted in ("", ", LoRA r=16")
+        name + adapted for name in memory_script.LORA_TABLE[0] for adapted in ("", ", LoRA r=16")
     ]
     for full, adapted in zip(rows[::2], rows[1::2], strict=True):
-        whole = next(row for row in TABLE if row[0] == full[0])
-        assert full[1:] == [whole[TABLE[0].index(gpus)] for gpus in heads[1:]]
+        full_row = next(row for row in TABLE if row[0] == full[0])
+        assert full[1:] == [full_row[TABLE[0].index(gpus)] for gpus in heads[1:]]
         assert all(
             re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?", cell) for cell in adapted[1:]
         )
 
 
-def test_no_learning_rate_of_it_is_doubted() -> None:
+def test_no_learning_rate_in_the_table_draws_a_warning() -> None:
     for size, scratch, warmup, trained_on, _ in table("model")[2:]:
         parameters = max(
             int(number) * 10 ** {"M": 6, "B": 9}[unit]
@@ -84,9 +84,15 @@ def test_no_learning_rate_of_it_is_doubted() -> None:
     ("name", "gpus", "rank"),
     [("Llama 3.2 1B", 8, 0), ("Mixtral 8x7B", 16, 0), ("Llama 3.1 8B", 64, 16)],
 )
-def test_a_cell_is_what_the_plan_says(name: str, gpus: int, rank: int) -> None:
+def test_a_cell_is_what_the_memory_check_computes(name: str, gpus: int, rank: int) -> None:
     rows = ADAPTED if rank else TABLE
-    row, printed = benchmark().row(name, [gpus], 4096, 80.0, rank).strip("| ").split(" | ")
+    row, printed = (
+        load_benchmark().format_row(name, [gpus], 4096, 80.0, rank).strip("| ").split(" | ")
+    )
     printed = printed.split()
-    told = next(cells for cells in rows if cells[0] == row)[rows[0].index(f"{gpus} GPUs")].split()
-    assert printed[1:] == told[1:] and float(printed[0]) == pytest.approx(float(told[0]), rel=0.03)
+    documented = next(cells for cells in rows if cells[0] == row)[
+        rows[0].index(f"{gpus} GPUs")
+    ].split()
+    assert printed[1:] == documented[1:] and float(printed[0]) == pytest.approx(
+        float(documented[0]), rel=0.03
+    )

@@ -1,22 +1,22 @@
-"""Items about LoRA adapters: what they learn, keep and cost."""
+"""Items about LoRA adapters: losses, memory, resume and speed."""
 
 from __future__ import annotations
 
 import signal
 
-from tests.gpu.memory import compare_memory, is_near
+from tests.gpu.memory import is_estimate_near, note_memory_ratio
 from tests.gpu.place import Place
-from tests.gpu.runs import digests, losses_by_step, shape
-from tests.gpu.speed import AIMS, figures, in_words, measured
+from tests.gpu.runs import index_losses, read_digests, small_run_options
+from tests.gpu.speed import MFU_TARGETS, describe_figures, run_measured, summarise_run
 
 
 def adapters(place: Place) -> None:
-    """LoRA of an 8B learns the same recomputed or not, in the estimated memory; notes its MFU."""
+    """LoRA on an 8B gives the same losses recomputed or not, in the estimated memory."""
     model = place.with_weights(
         "8b-wide",
         **place.size({"num_hidden_layers": 32}, {"vocab_size": 80_000, "num_hidden_layers": 2}),
     )
-    fast = measured(
+    fast = run_measured(
         place,
         "lora-8b",
         model,
@@ -29,7 +29,10 @@ def adapters(place: Place) -> None:
         steps=15,
         scratch=False,
     )
-    place.note(aim_mfu_causal=AIMS["lora-8b"], in_one_line=in_words(figures(fast), AIMS["lora-8b"]))
+    place.note(
+        aim_mfu_causal=MFU_TARGETS["lora-8b"],
+        in_one_line=describe_figures(summarise_run(fast), MFU_TARGETS["lora-8b"]),
+    )
     losses = {}
     ratios = {}
     for kind in ("none", "full"):
@@ -51,21 +54,21 @@ def adapters(place: Place) -> None:
             1,
             model=model,
             scratch=False,
-            hook="save_nothing",
+            hook="skip_saves",
         )
-        ratios[kind] = compare_memory(place, run, f"memory, {kind}")
+        ratios[kind] = note_memory_ratio(place, run, f"memory, {kind}")
         losses[kind] = run.losses
         assert "frozen weights in" in run.printed and run.losses[-1] < run.losses[0]
-    differ = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
-    place.note(losses=losses, losses_differ_by=differ, estimate_by_measured=ratios)
-    assert differ < 1e-2, losses
-    assert all(is_near(place, ratio, compiled=False) for ratio in ratios.values()), ratios
+    difference = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
+    place.note(losses=losses, losses_differ_by=difference, estimate_by_measured=ratios)
+    assert difference < 1e-2, losses
+    assert all(is_estimate_near(place, ratio, compiled=False) for ratio in ratios.values()), ratios
 
 
 def adapters_resume(place: Place) -> None:
-    """Compiled adapters with packed documents go on bit for bit after SIGTERM."""
+    """Compiled adapters with packed documents resume after SIGTERM to the same bits."""
     model = place.with_weights("small")
-    options = shape(
+    options = small_run_options(
         place,
         "--lora-rank",
         8,
@@ -78,25 +81,31 @@ def adapters_resume(place: Place) -> None:
         "--compile",
         place.size("on", "off"),
     )
-    whole = place.train("whole", *options, model=model, scratch=False)
+    uninterrupted = place.train("whole", *options, model=model, scratch=False)
     stopped = place.begin("stopped", *options, model=model, scratch=False, hook="slow_steps")
     stopped.wait_for(3)
     stopped.signal(signal.SIGTERM).ended(75)
-    at = stopped.rows[-1]["step"]
-    again = place.train("stopped", *options, model=model, scratch=False)
+    last_step = stopped.rows[-1]["step"]
+    resumed = place.train("stopped", *options, model=model, scratch=False)
     place.note(
-        **{"stopped after step": at, "first loss": whole.losses[0], "last loss": whole.losses[-1]}
+        **{
+            "stopped after step": last_step,
+            "first loss": uninterrupted.losses[0],
+            "last loss": uninterrupted.losses[-1],
+        }
     )
-    assert at < whole.rows[-1]["step"], "the run ended before it was stopped"
-    assert whole.losses[-1] < whole.losses[0], "the adapters do not learn"
-    assert losses_by_step(again) == losses_by_step(whole), "the losses differ after a resume"
-    assert digests(again) == digests(whole), "adapters or moments differ after a resume"
+    assert last_step < uninterrupted.rows[-1]["step"], "the run ended before it was stopped"
+    assert uninterrupted.losses[-1] < uninterrupted.losses[0], "the adapters do not learn"
+    assert index_losses(resumed) == index_losses(uninterrupted), "the losses differ after a resume"
+    assert read_digests(resumed) == read_digests(uninterrupted), (
+        "adapters or moments differ after a resume"
+    )
 
 
 def adapter_speed(place: Place) -> None:
-    """Tokens per second with adapters, beside full training of the same model.
+    """Compare tokens per second with adapters to those of full training of the same model.
 
-    Full training without its update is the speed of the base model alone.
+    The base model's own rate is taken from full training, less the time of its update.
     """
     model = place.with_weights("8b-wide")
     settings = {
@@ -104,9 +113,9 @@ def adapter_speed(place: Place) -> None:
         "adapters": ("none", ("--lora-rank", 16)),
         "adapters, recomputed": ("full", ("--lora-rank", 16)),
     }
-    rates = {}
+    figures_of = {}
     for name, (recompute, options) in settings.items():
-        run = measured(
+        run = run_measured(
             place,
             name,
             model,
@@ -119,13 +128,18 @@ def adapter_speed(place: Place) -> None:
             *options,
             scratch=False,
         )
-        reached = figures(run)
-        rates[name] = reached
+        figures = summarise_run(run)
+        figures_of[name] = figures
         if name == "full training":
-            without_update = 1 - reached["time/update"] / reached["time/total"]
-            base = reached["perf/tokens_per_sec_per_device"] / without_update
-    trained, added = (
-        rates[name]["perf/tokens_per_sec_per_device"] for name in ("full training", "adapters")
+            share_without_update = 1 - figures["time/update"] / figures["time/total"]
+            base_rate = figures["perf/tokens_per_sec_per_device"] / share_without_update
+    full_rate, adapter_rate = (
+        figures_of[name]["perf/tokens_per_sec_per_device"] for name in ("full training", "adapters")
     )
-    place.note(**{"adapters ÷ full training": added / trained, "adapters ÷ base": added / base})
-    assert not place.on_gpu or added > trained, rates
+    place.note(
+        **{
+            "adapters ÷ full training": adapter_rate / full_rate,
+            "adapters ÷ base": adapter_rate / base_rate,
+        }
+    )
+    assert not place.on_gpu or adapter_rate > full_rate, figures_of

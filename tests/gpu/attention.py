@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.gpu.kernels import median_s
+from tests.gpu.kernels import time_median
 from tests.gpu.place import Place
 
 
@@ -31,60 +31,67 @@ def attention(place: Place) -> None:
             for _ in range(3)
         ]
         flops = 3.5 * 2 * heads * width * length**2  # causal half, forward and backward
-        ends = torch.tensor([0, length], device="cuda", dtype=torch.int32)
-        flat = [part[0].transpose(0, 1).contiguous().detach().requires_grad_() for part in parts]
+        offsets = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+        packed_parts = [
+            part[0].transpose(0, 1).contiguous().detach().requires_grad_() for part in parts
+        ]
 
         def sdpa(kernel: SDPBackend, parts: list = parts) -> None:
             with sdpa_kernel(kernel):
                 F.scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
 
-        def varlen(flat: list = flat, ends: Any = ends, length: int = length) -> None:
-            varlen_attn(*flat, ends, ends, length, length, window_size=(-1, 0)).sum().backward()
+        def varlen(
+            packed_parts: list = packed_parts, offsets: Any = offsets, length: int = length
+        ) -> None:
+            varlen_attn(
+                *packed_parts, offsets, offsets, length, length, window_size=(-1, 0)
+            ).sum().backward()
 
-        works = {
+        kernels = {
             "sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
             "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
             "varlen FA2": varlen,
         }
-        _note_determinism(place, works["sdpa flash"], width)
-        _note_speeds(place, works, flops, width)
-        if left_out := activate_flash_3("varlen", parts):
-            place.note(**{f"FA3, {width} wide": left_out})
+        _note_determinism(place, kernels["sdpa flash"], width)
+        _note_speeds(place, kernels, flops, width)
+        if reason := activate_flash_3("varlen", parts):
+            place.note(**{f"FA3, {width} wide": reason})
             continue
-        _note_speeds(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
+        _note_speeds(place, {"sdpa FA3": kernels["sdpa flash"], "varlen FA3": varlen}, flops, width)
         restore_flash_attention_impl()
 
 
 def _note_determinism(place: Place, work: Callable[[], None], width: int) -> None:
-    """Note how many times longer attention takes with --deterministic on."""
+    """Note by which factor attention takes longer with --deterministic on."""
     import torch
 
-    fast = median_s(place, work)
+    fast = time_median(place, work)
     torch.use_deterministic_algorithms(True)
     try:
-        slow = median_s(place, work)
+        slow = time_median(place, work)
     finally:
         torch.use_deterministic_algorithms(False)
     place.note(**{f"sdpa flash, {width} wide, deterministic: times as long": slow / fast})
 
 
 def _note_speeds(
-    place: Place, works: dict[str, Callable[[], None]], flops: float, width: int
+    place: Place, kernels: dict[str, Callable[[], None]], flops: float, width: int
 ) -> None:
     """Note the TFLOP/s of each attention kernel for heads of one width."""
-    for name, work in works.items():
+    for name, work in kernels.items():
         try:
-            reached = flops / median_s(place, work) / 1e12
+            result = flops / time_median(place, work) / 1e12
         except Exception as error:  # a missing kernel is a result too
-            reached = str(error).splitlines()[0][:200]
-        place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
+            result = str(error).splitlines()[0][:200]
+        place.note(**{f"{name}, {width} wide, TFLOP/s": result})
 
 
 def boundaries(place: Place) -> None:
-    """Time packed attention by the number of documents and the `longest` given to the kernel.
+    """Time packed attention by the number of documents and by the `longest` given to the kernel.
 
-    The kernel starts thread blocks for `longest` tokens in each document; most of them are empty
-    if that is the whole row. Empty documents stand for padding in the list of boundaries.
+    The kernel starts thread blocks for `longest` tokens in each document. If `longest` is the whole
+    row, most of these blocks have nothing to do. Documents of length 0 stand for the padding that a
+    list of boundaries contains.
     """
     import torch
     from torch.nn.attention import restore_flash_attention_impl
@@ -97,40 +104,43 @@ def boundaries(place: Place) -> None:
     heads = 32
     length = 8192
     for width in (128, 64):
-        flat = [
+        packed_parts = [
             torch.randn(
                 length, heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True
             )
             for _ in range(3)
         ]
 
-        def work(ends: torch.Tensor, longest: int, flat: list = flat) -> None:
-            varlen_attn(*flat, ends, ends, longest, longest, window_size=(-1, 0)).sum().backward()
+        def work(offsets: torch.Tensor, longest: int, packed_parts: list = packed_parts) -> None:
+            varlen_attn(
+                *packed_parts, offsets, offsets, longest, longest, window_size=(-1, 0)
+            ).sum().backward()
 
-        tried = [
-            part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_() for part in flat
+        trial_parts = [
+            part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_()
+            for part in packed_parts
         ]
         for kernel in ("FA2", "FA3"):
-            if kernel == "FA3" and (left_out := activate_flash_3("varlen", tried)):
-                place.note(**{f"FA3, {width} wide": left_out})
+            if kernel == "FA3" and (reason := activate_flash_3("varlen", trial_parts)):
+                place.note(**{f"FA3, {width} wide": reason})
                 continue
-            for documents, empty in ((1, 0), (16, 0), (16, 112), (64, 0), (128, 0)):
-                ends = _ends(documents, empty, length)
+            for documents, empty_count in ((1, 0), (16, 0), (16, 112), (64, 0), (128, 0)):
+                offsets = _make_offsets(documents, empty_count, length)
                 for longest in dict.fromkeys((length, length // documents)):
-                    took = median_s(place, partial(work, ends, longest))
+                    seconds = time_median(place, partial(work, offsets, longest))
                     place.note(
                         **{
-                            f"{kernel}, {width} wide, {documents} documents and {empty} "
-                            f"empty, longest {longest}, ms": 1000 * took
+                            f"{kernel}, {width} wide, {documents} documents and {empty_count} "
+                            f"empty, longest {longest}, ms": 1000 * seconds
                         }
                     )
             if kernel == "FA3":
                 restore_flash_attention_impl()
 
 
-def _ends(documents: int, empty: int, length: int) -> Any:
-    """Return where equally long documents begin and end, with empty ones behind them."""
+def _make_offsets(documents: int, empty_count: int, length: int) -> Any:
+    """Return the offsets of equally long documents and, behind them, of empty ones; int32."""
     import torch
 
-    ends = torch.arange(0, length + 1, length // documents, dtype=torch.int32, device="cuda")
-    return torch.cat([ends, ends[-1:].expand(empty)])
+    offsets = torch.arange(0, length + 1, length // documents, dtype=torch.int32, device="cuda")
+    return torch.cat([offsets, offsets[-1:].expand(empty_count)])

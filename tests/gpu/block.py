@@ -1,4 +1,4 @@
-"""An item about numbers: the gradients of one large block in bf16 against float32."""
+"""An item that compares the gradients of one large block in bf16 to those in float32."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.gpu.kernels import error, local, strict_compiler
+from tests.gpu.kernels import local_part, make_strict_compiler, relative_error
 from tests.gpu.place import Place
 
-MOST = 2e-2  # relative error that bf16 may cause in the gradient of any parameter
+MAX_ERROR = 2e-2  # relative error that bf16 may cause in the gradient of any parameter
 
 
 class Setting(NamedTuple):
-    """Says how a block computes. attention: sdpa for windows, varlen for packed documents."""
+    """How a block computes. attention: sdpa for windows, varlen for packed documents."""
 
     attention: str
     precision: str
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
     @property
     def packing(self) -> str:
-        """Return the kind of batches that this attention is for."""
+        """Return the packing that this attention is for, as --packing names it."""
         return "documents" if self.attention == "varlen" else "concat"
 
 
@@ -34,27 +34,28 @@ REFERENCE = Setting("sdpa", "fp32")
 
 
 def block(place: Place) -> None:
-    """The gradients of a block of 8B's width in bf16 are those of float32, by every kernel."""
+    """In bf16 every kernel gives a block as wide as an 8B the gradients of float32."""
     directory = place.model(
         "8b-wide", num_hidden_layers=1, vocab_size=1024, **place.size({}, {"hidden_size": 256})
     )
-    fast = place.size("bf16", "fp32")
+    precision = place.size("bf16", "fp32")
     settings = [
-        Setting(attention, fast, compiled, flash_3)
+        Setting(attention, precision, compiled, flash_3)
         for attention in ("sdpa", "varlen")
         for compiled in place.size((False, True), (False,))
         for flash_3 in ((False, True) if _has_flash_3(place) else (False,))
     ]
     expected = {
-        packing: gradients(place, directory, REFERENCE, packing)
+        packing: compute_gradients(place, directory, REFERENCE, packing)
         for packing in ("concat", "documents")
     }
     for setting in settings:
-        found = gradients(place, directory, setting, setting.packing)
+        gradients = compute_gradients(place, directory, setting, setting.packing)
         errors = {
-            name: error(found[name], wanted) for name, wanted in expected[setting.packing].items()
+            name: relative_error(gradients[name], reference)
+            for name, reference in expected[setting.packing].items()
         }
-        worst = max(errors, key=errors.__getitem__)
+        worst_name = max(errors, key=errors.__getitem__)
         place.note(
             **{
                 ", ".join(
@@ -63,10 +64,10 @@ def block(place: Place) -> None:
                         "compiled" if setting.compiled else "eager",
                         *(["FlashAttention 3"] if setting.flash_3 else []),
                     )
-                ): {"worst": worst, "error": errors[worst]}
+                ): {"worst": worst_name, "error": errors[worst_name]}
             }
         )
-        assert errors[worst] < MOST, (setting, worst, errors[worst])
+        assert errors[worst_name] < MAX_ERROR, (setting, worst_name, errors[worst_name])
 
 
 def _has_flash_3(place: Place) -> bool:
@@ -77,31 +78,33 @@ def _has_flash_3(place: Place) -> bool:
     )
 
 
-def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> dict[str, Tensor]:
-    """Return the loss's gradient by parameter, for the same weights and tokens each time."""
+def compute_gradients(
+    place: Place, directory: Any, setting: Setting, packing: str
+) -> dict[str, Tensor]:
+    """Return the gradients of the loss by parameter; all calls use the same weights and tokens."""
     from lib.parallel import attention, attention_kernel, loss
 
-    with _sharded(directory, setting) as (model, device):
-        if setting != REFERENCE:  # the reference needs its mask; these changes stay
+    with _sharded_model(directory, setting) as (model, device):
+        if setting != REFERENCE:  # the reference needs its mask, and this change cannot be undone
             attention.avoid_device_reads(model, packing, 8192)
         if setting.flash_3:
-            said = attention_kernel.pick_kernel(model, packing, setting.precision, device)
-            assert "FlashAttention 3" in said, said
-        loss.token_loss_sum(model, _batch(place, packing, model.config.vocab_size)).backward()
-        found = {
-            name: local(parameter.grad).detach().clone()
+            kernel = attention_kernel.pick_kernel(model, packing, setting.precision, device)
+            assert "FlashAttention 3" in kernel, kernel
+        loss.token_loss_sum(model, _make_batch(place, packing, model.config.vocab_size)).backward()
+        gradients = {
+            name: local_part(parameter.grad).detach().clone()
             for name, parameter in model.named_parameters()
         }
     if setting.flash_3:
         from torch.nn.attention import restore_flash_attention_impl
 
         restore_flash_attention_impl()
-    return found
+    return gradients
 
 
 @contextmanager
-def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Return a model as stage 04 builds it on one rank, its weights rounded to bf16."""
+def _sharded_model(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torch.device]]:
+    """Yield a model that stage 04 would build on one rank, with weights rounded to bf16."""
     from lib.models import architecture
     from lib.models.weights import initialise
     from lib.parallel import parallelize
@@ -114,21 +117,21 @@ def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torc
             model,
             layout.fsdp,
             setting.precision,
-            compiler=strict_compiler() if setting.compiled else None,
+            compiler=make_strict_compiler() if setting.compiled else None,
         )
         parallelize.materialise(model, layout.device, offload=False)
         initialise(model, 0)
         with torch.no_grad():
             for parameter in model.parameters():
-                tensor = local(parameter)
+                tensor = local_part(parameter)
                 tensor.copy_(tensor.bfloat16().float())
         yield model, layout.device
     finally:
         layout.stop()
 
 
-def _batch(place: Place, packing: str, vocabulary: int) -> Any:
-    """Return two rows of tokens, in documents of several lengths if packed."""
+def _make_batch(place: Place, packing: str, vocabulary: int) -> Any:
+    """Return a MicroBatch of two rows of tokens, in documents of several lengths if packed."""
     from lib.parallel.trial import SingleDevice
     from lib.tokens.batches import MicroBatch
 
@@ -141,7 +144,7 @@ def _batch(place: Place, packing: str, vocabulary: int) -> Any:
     boundaries = None
     if packing == "documents":
         lengths = [length // 2, length // 8, length // 4, length // 8]
-        positions = torch.cat([torch.arange(each) for each in lengths]).expand(rows, length)
+        positions = torch.cat([torch.arange(count) for count in lengths]).expand(rows, length)
         boundaries = torch.tensor([0, *lengths * rows]).cumsum(0).int()
     return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, boundaries).to(
         SingleDevice(torch.device(place.device))

@@ -1,4 +1,4 @@
-"""An item with one rank of a group of eight; the other seven are simulated."""
+"""An item that runs one rank of eight; a fake process group simulates the other seven."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.gpu.place import Place
 
 
 def eight_ranks(place: Place) -> None:
-    """A rank of eight with a full 8B: its memory against the estimate, and the host's time.
+    """One of eight ranks that train a full 8B needs the estimated memory; notes the host's time.
 
-    The collectives move nothing, so the computed values mean nothing.
+    The collectives of the simulated group move no data, so the computed values mean nothing.
     """
     import torch
     import torch.distributed as dist
@@ -26,13 +26,15 @@ def eight_ranks(place: Place) -> None:
     from lib.tokens.batches import MicroBatch
 
     directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
-    case = trace.StepConfig(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
-    estimated = Estimates(architecture.build_on_meta(directory, "sdpa")).step(case).total
+    step_config = trace.StepConfig(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
+    estimated_bytes = (
+        Estimates(architecture.build_on_meta(directory, "sdpa")).step(step_config).total
+    )
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     device = torch.device(place.device)
     mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
     model = architecture.build_on_meta(directory, "sdpa")
-    parallelize.parallelize(model, mesh, case.precision, case.recompute)
+    parallelize.parallelize(model, mesh, step_config.precision, step_config.recompute)
     parallelize.materialise(model, device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.02)
@@ -40,21 +42,23 @@ def eight_ranks(place: Place) -> None:
     head.forward = loss.LossHead(head, loss.CHUNK_LOGITS[place.device])
     adamw = registry.build_optimizer("adamw", model, 1e-5)
     guard = StepGuard("fp32", 0.0, device)
-    ids = torch.randint(0, model.config.vocab_size, (case.batch, case.seq_length), device=device)
-    host = []
-    total = []
+    ids = torch.randint(
+        0, model.config.vocab_size, (step_config.batch, step_config.seq_length), device=device
+    )
+    host_ms = []
+    step_ms = []
     for _ in range(place.size(8, 3)):
         began = time.perf_counter()
         loss.token_loss_sum(model, MicroBatch(ids, ids)).backward()
         guard.clip(adamw, 1.0, guard.scale_for(1))
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        host.append(1000 * (time.perf_counter() - began))
+        host_ms.append(1000 * (time.perf_counter() - began))
         if place.on_gpu:
             torch.cuda.synchronize()
-        total.append(1000 * (time.perf_counter() - began))
-    place.note(estimated_gib=estimated / 2**30, host_ms=host, step_ms=total)
+        step_ms.append(1000 * (time.perf_counter() - began))
+    place.note(estimated_gib=estimated_bytes / 2**30, host_ms=host_ms, step_ms=step_ms)
     if place.on_gpu:
         peak = torch.cuda.max_memory_allocated() / 2**30
         place.note(peak_gib=peak)
-        assert abs(estimated / 2**30 / peak - 1) < 0.1, "the estimate is off by over 10 %"
+        assert abs(estimated_bytes / 2**30 / peak - 1) < 0.1, "the estimate is off by over 10 %"

@@ -1,7 +1,7 @@
-"""The items, the most important first, each with its estimated seconds on an H200.
+"""List the items, the most important first, with their estimated seconds on an H200.
 
-If GPU time is limited: `--call N` runs the items whose `call` is N in under ten minutes. Calls 6
-and 7 need two GPUs or more.
+If GPU time is limited, `--call N` runs the items whose `call` is N in less than ten minutes. Calls
+6 and 7 need two GPUs or more.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from tests.gpu import (
 )
 from tests.gpu.place import Place
 
-BESIDE = 3.0  # how much faster items run beside each other than one after the other
-CALL_S = 500.0  # estimated seconds that the items of a call may take, of its ten minutes
-SINGLE = range(1, 6)  # the calls for one GPU
+PARALLEL_SPEEDUP = 3.0  # of items that run at the same time, relative to one after the other
+CALL_S = 500.0  # limit of the estimate for a call; it must end within ten minutes
+SINGLE_GPU_CALLS = range(1, 6)  # the calls for one GPU
 
 
 class Item(NamedTuple):
     """One item of the kit.
 
-    run: raises AssertionError if something is wrong, NotHere if something is missing. command: of
-    benchmarks/gpu.py, and of the file that the result goes to. estimate: seconds. alone: it
-    measures time, or takes most of the memory or the disk. gpus: how many it needs.
+    run: raises AssertionError if something is wrong, NotHere if something is missing. command: the
+    command of benchmarks/gpu.py that runs the item, and the name of the file with its result.
+    estimate: seconds. alone: nothing may run at the same time, since the item measures time or
+    needs most of the memory or the disk. gpus: the number of GPUs that it needs.
     """
 
     name: str
@@ -49,105 +50,106 @@ class Item(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Return the seconds after which it is killed."""
+        """Return the seconds after which the item is killed."""
         return 2 * self.estimate + 30
 
 
-def _check(
+def _correctness_item(
     run: Callable[[Place], None], call: int, estimate: int, alone: bool = False, gpus: int = 1
 ) -> Item:
     return Item(run.__name__, run, "correctness", call, estimate, alone, gpus)
 
 
-def _mfu(model: str, length: int, batch: int, compiled: str, call: int, estimate: int) -> Item:
+def _mfu_item(model: str, length: int, batch: int, compiled: str, call: int, estimate: int) -> Item:
     return Item(
-        speed.mfu_name(model, length, batch, compiled),
-        speed.mfu(model, length, batch, compiled),
+        speed.name_mfu_item(model, length, batch, compiled),
+        speed.make_mfu_item(model, length, batch, compiled),
         "mfu",
         call,
         estimate,
     )
 
 
-def _cost(
+def _measurement_item(
     run: Callable[[Place], None], call: int, estimate: int, command: str = "rest", gpus: int = 1
 ) -> Item:
     return Item(run.__name__, run, command, call, estimate, True, gpus)
 
 
 ITEMS = [
-    _check(ready.ready, 1, 15, alone=True),
-    _check(runs.a_run, 1, 55),
-    _check(kernels.varlen, 1, 20),
-    _check(kernels.loss_head, 1, 45),
-    _check(block.block, 1, 80),
-    _check(experts.experts, 1, 120),
-    _check(adapters.adapters, 1, 180, alone=True),
-    _mfu("8b-wide", 8192, 2, "on", 1, 55),
-    _mfu("8b-wide", 8192, 2, "off", 1, 30),
-    _cost(speed.profile, 1, 75, "mfu"),
-    _cost(float8.fp8, 2, 115),
-    _cost(costs.packed, 2, 120),
-    _mfu("1b", 8192, 2, "on", 2, 50),
-    _mfu("8b-wide", 8192, 4, "on", 2, 65),
-    _mfu("1b", 8192, 4, "on", 2, 55),
-    _cost(speed.whole_run, 2, 85, "mfu"),
-    _check(runs.resume, 3, 150),
-    _check(memory.memory, 3, 150),
-    _check(float8.fp8_states, 3, 220),
-    _check(runs.recomputation, 3, 110),
-    _check(runs.host_syncs, 3, 80),
-    _check(runs.graphs, 3, 80),
-    _check(runs.graphs_gemma, 3, 110),
-    _check(adapters.adapters_resume, 3, 90),
-    _check(runs.save_under_load, 3, 90),
-    _check(experts.experts_wait, 3, 50),
-    _check(kernels.peaks, 3, 15, alone=True),
-    _cost(attention.attention, 3, 30),
-    _cost(attention.boundaries, 3, 30),
-    _check(runs.export, 4, 30),
-    _check(runs.chat, 4, 25),
-    _check(kernels.staging, 4, 20),
-    _check(runs.saves, 4, 25),
-    _check(memory.leak, 4, 30),
-    _check(kernels.bad_steps, 4, 20),
-    _check(kernels.gradient_scale, 4, 15),
-    _check(memory.allocator, 4, 10),
-    _check(memory.out_of_memory, 4, 15),
-    _check(float8.fp8_loss, 4, 100),
-    _check(runs.documents_in_fp32, 4, 10),
-    _check(runs.watchdog, 4, 30),
-    _check(runs.launcher, 4, 40),
-    _check(runs.half_precision, 4, 30),
-    _check(runs.offload, 4, 45),
-    _cost(adapters.adapter_speed, 4, 125),
-    _cost(costs.optimizers, 4, 85),
-    _cost(experts.experts_speed, 4, 60),
-    _cost(speed.save_stall, 5, 70),
-    _cost(costs.batch_auto, 5, 100),
-    _cost(costs.log_rows, 5, 55),
-    _cost(costs.offload_speed, 5, 50),
-    _cost(eight_ranks.eight_ranks, 5, 50),
-    _mfu("8b-wide", 4096, 4, "on", 5, 45),
-    _cost(speed.first_step, 5, 90),
-    _check(several.collectives, 6, 120, alone=True, gpus=2),
-    _check(several.saving_threads, 6, 60, alone=True, gpus=2),
-    _check(several.late_rank, 6, 60, alone=True, gpus=2),
-    _cost(several.gathering, 6, 200, gpus=2),
-    _cost(several.communication, 7, 150, gpus=2),
-    _cost(several.scaling, 7, 320, gpus=2),
+    _correctness_item(ready.ready, 1, 15, alone=True),
+    _correctness_item(runs.a_run, 1, 55),
+    _correctness_item(kernels.varlen, 1, 20),
+    _correctness_item(kernels.loss_head, 1, 45),
+    _correctness_item(block.block, 1, 80),
+    _correctness_item(experts.experts, 1, 120),
+    _correctness_item(adapters.adapters, 1, 180, alone=True),
+    _mfu_item("8b-wide", 8192, 2, "on", 1, 55),
+    _mfu_item("8b-wide", 8192, 2, "off", 1, 30),
+    _measurement_item(speed.profile, 1, 75, "mfu"),
+    _measurement_item(float8.fp8, 2, 115),
+    _measurement_item(costs.packed, 2, 120),
+    _mfu_item("1b", 8192, 2, "on", 2, 50),
+    _mfu_item("8b-wide", 8192, 4, "on", 2, 65),
+    _mfu_item("1b", 8192, 4, "on", 2, 55),
+    _measurement_item(speed.whole_run, 2, 85, "mfu"),
+    _correctness_item(runs.resume, 3, 150),
+    _correctness_item(memory.memory, 3, 150),
+    _correctness_item(float8.fp8_states, 3, 220),
+    _correctness_item(runs.recomputation, 3, 110),
+    _correctness_item(runs.host_syncs, 3, 80),
+    _correctness_item(runs.graphs, 3, 80),
+    _correctness_item(runs.graphs_gemma, 3, 110),
+    _correctness_item(adapters.adapters_resume, 3, 90),
+    _correctness_item(runs.save_under_load, 3, 90),
+    _correctness_item(experts.experts_wait, 3, 50),
+    _correctness_item(kernels.peaks, 3, 15, alone=True),
+    _measurement_item(attention.attention, 3, 30),
+    _measurement_item(attention.boundaries, 3, 30),
+    _correctness_item(runs.export, 4, 30),
+    _correctness_item(runs.chat, 4, 25),
+    _correctness_item(kernels.staging, 4, 20),
+    _correctness_item(runs.saves, 4, 25),
+    _correctness_item(memory.leak, 4, 30),
+    _correctness_item(kernels.bad_steps, 4, 20),
+    _correctness_item(kernels.gradient_scale, 4, 15),
+    _correctness_item(memory.allocator, 4, 10),
+    _correctness_item(memory.out_of_memory, 4, 15),
+    _correctness_item(float8.fp8_loss, 4, 100),
+    _correctness_item(runs.documents_in_fp32, 4, 10),
+    _correctness_item(runs.watchdog, 4, 30),
+    _correctness_item(runs.launcher, 4, 40),
+    _correctness_item(runs.half_precision, 4, 30),
+    _correctness_item(runs.offload, 4, 45),
+    _measurement_item(adapters.adapter_speed, 4, 125),
+    _measurement_item(costs.optimizers, 4, 85),
+    _measurement_item(experts.experts_speed, 4, 60),
+    _measurement_item(speed.save_stall, 5, 70),
+    _measurement_item(costs.batch_auto, 5, 100),
+    _measurement_item(costs.log_rows, 5, 55),
+    _measurement_item(costs.offload_speed, 5, 50),
+    _measurement_item(eight_ranks.eight_ranks, 5, 50),
+    _mfu_item("8b-wide", 4096, 4, "on", 5, 45),
+    _measurement_item(speed.first_step, 5, 90),
+    _correctness_item(several.collectives, 6, 120, alone=True, gpus=2),
+    _correctness_item(several.saving_threads, 6, 60, alone=True, gpus=2),
+    _correctness_item(several.late_rank, 6, 60, alone=True, gpus=2),
+    _measurement_item(several.gathering, 6, 200, gpus=2),
+    _measurement_item(several.communication, 7, 150, gpus=2),
+    _measurement_item(several.scaling, 7, 320, gpus=2),
 ]
 
 
 def find_item(name: str) -> Item:
-    """Return the item with this name; StopIteration if there is none."""
+    """Return the item with this name. Raises StopIteration if there is none."""
     return next(item for item in ITEMS if item.name == name)
 
 
-def select(commands: Sequence[str], only: str = "", call: int | None = None) -> list[Item]:
-    """Return the items of some commands in their order; only: those that it names, by commas.
+def select_items(commands: Sequence[str], only: str = "", call: int | None = None) -> list[Item]:
+    """Return the chosen items, in the order of ITEMS.
 
-    Raises ValueError for names and calls that do not exist.
+    only: names of items, separated by commas; "" for all. Raises ValueError for a name or a call
+    that does not exist.
     """
     names = set(filter(None, only.split(",")))
     if unknown := names - {item.name for item in ITEMS}:
@@ -163,20 +165,19 @@ def select(commands: Sequence[str], only: str = "", call: int | None = None) -> 
     ]
 
 
-def estimate(items: Sequence[Item]) -> float:
-    """Return the seconds that items take together, some of them beside each other."""
-    alone = sum(item.estimate for item in items if item.alone)
-    beside = [item.estimate for item in items if not item.alone]
-    return alone + max([sum(beside) / BESIDE, *beside], default=0)
+def estimate_seconds(items: Sequence[Item]) -> float:
+    """Return the seconds that all items take; those that need not run alone overlap."""
+    alone_s = sum(item.estimate for item in items if item.alone)
+    overlapping = [item.estimate for item in items if not item.alone]
+    return alone_s + max([sum(overlapping) / PARALLEL_SPEEDUP, *overlapping], default=0)
 
 
-def calls_table() -> str:
-    """Return the calls with their items and estimated seconds, as a table of Markdown."""
+def format_calls() -> str:
+    """Return a Markdown table of the calls with their items and estimated seconds."""
     lines = ["| command | items | seconds, estimated |", "|---|---|---|"]
     for call in sorted({item.call for item in ITEMS}):
         items = [item for item in ITEMS if item.call == call]
         names = ", ".join(f"`{item.name}` {item.estimate}" for item in items)
-        lines.append(
-            f"| `python benchmarks/gpu.py --call {call}` | {names} | {estimate(items):.0f} |"
-        )
+        seconds = estimate_seconds(items)
+        lines.append(f"| `python benchmarks/gpu.py --call {call}` | {names} | {seconds:.0f} |")
     return "\n".join(lines)

@@ -1,15 +1,15 @@
-"""Make gpu_kit/: all that tests/gpu and benchmarks/gpu.py need on a GPU machine without a network.
+"""Make gpu_kit/, which tests/gpu and benchmarks/gpu.py need on a GPU machine without a network.
 
   python -m tests.gpu.kit                  # or `make gpu-kit`, on any machine with a network
 
     gpu_kit/
         data/             a small dataset of stage 02: Python's own library
         data-chat/        a small dataset of conversations about Python's functions
-        .cache/tokens/    the token stores of both, of the second for two lengths
+        .cache/tokens/    the token stores of both; data-chat has one for each of two lengths
         .cache/wheelhouse/   wheels that an image with torch and transformers may lack
-        models/…          configurations (_MODELS), all with the same tokenizer of bytes
+        models/…          configurations (_MODELS), all with the same byte tokenizer
 
-Digests in it are SHA-256, so that it can be checked where xxhash is missing. About 30 MB.
+The kit takes about 30 MB. Its digests are SHA-256, so a machine without xxhash can check them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIRECTORY = ROOT / "gpu_kit"
 PYTHON = "3.12"
 PLATFORM = "manylinux_2_28_x86_64"
 _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
-_LEFT_OUT = (
+_EXCLUDED = (
     "test",
     "site-packages",
     "encodings",
@@ -41,7 +41,7 @@ _LEFT_OUT = (
     "tkinter",
     "turtledemo",
 )
-_MOST_BYTES = 40 << 20
+_MAX_BYTES = 40 << 20
 CHAT_LENGTHS = (256, 8192)  # a token store of conversations is for one --seq-length
 
 _LLAMA = {
@@ -55,10 +55,10 @@ _MOE = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
-# By name the class of the configuration and its sizes. `1b` and `8b-wide` have the shapes of Llama
-# 3.2 1B and, with 8 of its 32 blocks, of Llama 3 8B; `moe` those of Qwen3 30B-A3B, with 4 of its 48
-# blocks; `gemma` alternates sliding and full attention as Gemma 3 does. `small` and `moe-small`
-# stand in for the large ones in a rehearsal.
+# The class and the values of each model's configuration, by name. `1b` is Llama 3.2 1B. `8b-wide`
+# is Llama 3 8B with 8 of its 32 blocks, and `moe` is Qwen3 30B-A3B with 4 of its 48 blocks. `gemma`
+# alternates sliding and full attention as Gemma 3 does. In a rehearsal `small` and `moe-small`
+# replace the large ones.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": (
         "LlamaConfig",
@@ -155,101 +155,104 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-Stage = Callable[..., object]  # the name of a script and its arguments; raises where it fails
+Stage = Callable[..., object]  # runs a script with arguments; raises an error if it fails
 
 
-def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
-    """Make the kit, whole or not at all. texts: raw text for the dataset; stage: runs a script."""
-    made = kit.with_name(f"{kit.name}.partial-kit")
-    shutil.rmtree(made, ignore_errors=True)
+def make_kit(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
+    """Make the kit; its directory appears once it is complete. texts: raw text for the dataset."""
+    partial = kit.with_name(f"{kit.name}.partial-kit")
+    shutil.rmtree(partial, ignore_errors=True)
     for name, (config, sizes) in _MODELS.items():
-        _save_model(made / "models" / name, config, sizes)
-    _make_datasets(made, stage, texts)
-    for name, length in (("data", 1024), *(("data-chat", each) for each in CHAT_LENGTHS)):
+        _save_model(partial / "models" / name, config, sizes)
+    _make_datasets(partial, stage, texts)
+    for name, length in (
+        ("data", 1024),
+        *(("data-chat", seq_length) for seq_length in CHAT_LENGTHS),
+    ):
         stage(
             "04_train_fsdp.py",
             "-e",
             "kit",
             "-d",
-            made / name,
+            partial / name,
             "-m",
-            made / "models" / "small",
+            partial / "models" / "small",
             "--from-scratch",
             "--cache-dir",
-            made / ".cache",
+            partial / ".cache",
             "-s",
             length,
             "--prepare-only",
         )
     if wheels:
-        _fetch_wheels(made / ".cache")
-    size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
-    if size > _MOST_BYTES:
-        sys.exit(f"error: the kit would take {size:,} bytes, more than {_MOST_BYTES:,}")
+        _fetch_wheels(partial / ".cache")
+    size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    if size > _MAX_BYTES:
+        sys.exit(f"error: the kit would take {size:,} bytes, more than {_MAX_BYTES:,}")
     shutil.rmtree(kit, ignore_errors=True)
-    made.rename(kit)
+    partial.rename(kit)
     print(
-        f"{kit}: {size / 1e6:.0f} MB; carry it beside the code, then `make test-gpu` and "
-        "`make bench-gpu`"
+        f"{kit}: {size / 1e6:.0f} MB; copy it into the checkout on the GPU machine, then run "
+        "`make test-gpu` and `make bench-gpu` there"
     )
 
 
-def _make_datasets(made: Path, stage: Stage, texts: Path) -> None:
+def _make_datasets(kit: Path, stage: Stage, texts: Path) -> None:
     """Make one dataset of text and one of conversations."""
-    excluded = [word for name in _LEFT_OUT for word in ("--exclude", name)]
+    excluded = [word for name in _EXCLUDED for word in ("--exclude", name)]
     stage(
         "01_organize_data.py",
         "--src-dir",
         texts,
         "--dst-root",
-        made / "splits",
+        kit / "splits",
         "--num-dirs",
         1,
         "--include",
         "*.py",
         *excluded,
     )
-    stage("tests/demo/conversations.py", made / "chats")
+    stage("tests/demo/conversations.py", kit / "chats")
     stage(
         "02_build_hf_dataset.py",
         "--data-folder",
-        made / "splits",
+        kit / "splits",
         "--save-dir",
-        made / "data",
+        kit / "data",
         "--validation-percent",
         2,
     )
     stage(
         "02_build_hf_dataset.py",
         "--data-folder",
-        made / "chats",
+        kit / "chats",
         "--save-dir",
-        made / "data-chat",
+        kit / "data-chat",
         "--format",
         "chat",
         "--validation-percent",
         2,
     )
     for name in ("splits", "chats"):
-        shutil.rmtree(made / name)
+        shutil.rmtree(kit / name)
 
 
 def _save_model(directory: Path, config: str, sizes: dict[str, Any]) -> None:
     import transformers
 
-    _tokenizer().save_pretrained(directory)
-    shape = {
+    _make_tokenizer().save_pretrained(directory)
+    options = {
         "max_position_embeddings": 8192,
         "dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 0,
     } | sizes
-    getattr(transformers, config)(**shape).save_pretrained(directory)
+    getattr(transformers, config)(**options).save_pretrained(directory)
 
 
-def _tokenizer():
-    """Return a tokenizer that makes one token of each byte, with an end of text and a template."""
+def _make_tokenizer():
+    """Return a tokenizer with one token per byte, an EOS token and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -263,7 +266,7 @@ def _tokenizer():
 
 
 def _fetch_wheels(cache_dir: Path) -> None:
-    """Fetch wheels with what they need, at the versions that requirements name."""
+    """Fetch wheels and their dependencies, at the versions that the requirements pin."""
     from launch.bundles import wheelhouse
 
     pinned = {
@@ -272,28 +275,26 @@ def _fetch_wheels(cache_dir: Path) -> None:
         for line in path.read_text().splitlines()
         if re.match(r"[a-z]", line)
     }
-    wanted = "\n".join(pinned[name] for name in _WHEELS)
+    requirements = "\n".join(pinned[name] for name in _WHEELS)
     wheelhouse.prepare_wheelhouse(
         cache_dir,
-        {"requirements.txt": wanted.encode()},
+        {"requirements.txt": requirements.encode()},
         wheelhouse.parse_target(PYTHON, PLATFORM),
         [],
     )
 
 
-def _library() -> Path:
+def _find_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _run(script: str, *arguments: object) -> None:
-    """Run a stage that writes SHA-256 in place of xxh3."""
-    without = (
+def _run_stage(script: str, *arguments: object) -> None:
+    """Run a stage without xxhash, so that it writes SHA-256 digests."""
+    code = (
         "import runpy, sys; sys.modules['xxhash'] = None; sys.argv = sys.argv[1:]; "
         "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    subprocess.run(
-        [sys.executable, "-c", without, script, *map(str, arguments)], cwd=ROOT, check=True
-    )
+    subprocess.run([sys.executable, "-c", code, script, *map(str, arguments)], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
@@ -301,4 +302,4 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=DIRECTORY, help="where to make it")
-    make(parser.parse_args().out, _run, _library())
+    make_kit(parser.parse_args().out, _run_stage, _find_library())

@@ -1,8 +1,8 @@
-"""Where an item runs: the kit, its own directory, the device, and stages as child processes.
+"""The place where an item runs: the kit, a directory, the device, and stages as child processes.
 
 An item either computes in its own process or runs stages: a process that has used a GPU, or torch's
-threads, cannot fork one that does. If it needs both, the stages come first, and `with_weights`
-draws weights in a child process of its own.
+threads, cannot fork a stage that uses them. If an item needs both, it runs the stages first, and
+`with_weights` initialises weights in a child process.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from tests.gpu import hooks, machine
 from tests.process_tree import tree
 
 ROOT = hooks.ROOT
-FIGURES = "figures.json"
-_TAIL = 3000  # characters of a failed stage's output that are shown
-_UNKNOWN = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
+FIGURES_FILE = "figures.json"
+_TAIL_CHARACTERS = 3000  # of a failed stage's output, to be shown
+_UNKNOWN_OPTION = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
 _TOO_LARGE = re.compile(r"error: (this run does not fit.*)")
-_UNCOMPILED = "the model cannot be compiled here"
-# The models that stand in for larger ones in a rehearsal; `small` does for all others.
-_REHEARSED = {"moe": "moe-small", "moe-small": "moe-small", "gemma": "gemma"}
+_NOT_COMPILED = "the model cannot be compiled here"
+# The model that replaces a larger one in a rehearsal; `small` replaces all others.
+_REHEARSAL_MODELS = {"moe": "moe-small", "moe-small": "moe-small", "gemma": "gemma"}
 _POLL_S = 0.05
 _GONE_WITHIN_S = 10.0
 
 
 class NotHere(Exception):
-    """This machine, or this version of the code, lacks what an item needs; the text says what."""
+    """Raised if this machine or this version of the code lacks something; the text names it."""
 
 
 @dataclass
 class Place:
-    """device: cuda, or cpu in a rehearsal. start: how processes start, fork or spawn.
+    """The place where an item runs.
 
-    gpus: how many there are. figures: what an item has measured, written down at once.
+    kit: directory of the kit. work: the item's own directory. out: directory of the results.
+    device: cuda, or cpu in a rehearsal. gpus: number of GPUs. start: how processes start, fork or
+    spawn. figures: the measurements of the item so far; `note` also writes them to a file.
     """
 
     kit: Path
@@ -60,23 +62,23 @@ class Place:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
-    def size(self, on_gpu: Any, rehearsed: Any) -> Any:
-        """Return one thing for a GPU and another for a rehearsal."""
-        return on_gpu if self.on_gpu else rehearsed
+    def size(self, on_gpu: Any, in_rehearsal: Any) -> Any:
+        """Return the first value on a GPU, the second in a rehearsal."""
+        return on_gpu if self.on_gpu else in_rehearsal
 
     def note(self, **figures: Any) -> None:
-        """Keep what was measured, also when the item fails later."""
+        """Record measurements; they are kept if the item fails later."""
         self.figures |= figures
-        (self.work / FIGURES).write_text(json.dumps(self.figures), encoding="utf-8")
+        (self.work / FIGURES_FILE).write_text(json.dumps(self.figures), encoding="utf-8")
 
-    def need(self, there: object, what: str) -> None:
-        """Raise NotHere where something is missing."""
-        if not there:
-            raise NotHere(what)
+    def need(self, condition: object, requirement: str) -> None:
+        """Raise NotHere with the text of a requirement unless the condition holds."""
+        if not condition:
+            raise NotHere(requirement)
 
     def model(self, name: str, **changes: Any) -> Path:
-        """Return the directory of a model, a small one in a rehearsal; changes: of its config."""
-        small = _REHEARSED.get(name, "small")
+        """Return the directory of a model, a small one in a rehearsal. changes: config values."""
+        small = _REHEARSAL_MODELS.get(name, "small")
         source = self.kit / "models" / (name if self.on_gpu else small)
         if not changes:
             return source
@@ -88,42 +90,44 @@ class Place:
         return target
 
     def with_weights(self, name: str, **changes: Any) -> Path:
-        """Return the directory of a model as `model` does, a copy with random weights in bf16.
+        """Return the directory of a copy of a model with random weights in bf16.
 
-        A child process draws them: afterwards this process can still fork stages that use the GPU,
-        and their memory on it is free again.
+        A child process initialises them. So this process can still fork stages that use the GPU,
+        and the weights take no GPU memory afterwards.
         """
         target = self.work / "weights" / "-".join(map(str, (name, *changes.values())))
         if not target.exists():
             shutil.copytree(self.model(name, **changes), target)
             child = multiprocessing.get_context(self.start).Process(
-                target=_draw_weights, args=(target, self.device)
+                target=_initialise_weights, args=(target, self.device)
             )
             child.start()
             child.join()
-            assert child.exitcode == 0, f"drawing weights for {name} ended by {child.exitcode}"
+            assert child.exitcode == 0, (
+                f"initialising weights for {name} ended with {child.exitcode}"
+            )
         return target
 
-    def train(self, name: str, *options: object, expect: int = 0, **how: Any) -> Stage:
+    def train(self, name: str, *options: object, expect: int = 0, **launch_options: Any) -> Stage:
         """Run stage 04 to its end; see `begin`."""
-        return self.begin(name, *options, **how).ended(expect)
+        return self.begin(name, *options, **launch_options).ended(expect)
 
     def begin(
         self,
         name: str,
         *options: object,
         model: str | Path = "small",
-        hook: str = "nothing",
+        hook: str = "change_nothing",
         scratch: bool = True,
         data: str = "data",
-        **how: Any,
+        **launch_options: Any,
     ) -> Stage:
-        """Start stage 04; a later option wins over these.
+        """Start stage 04. If an option is given here and in `options`, the latter wins.
 
-        scratch: weights are drawn, not read. data: a dataset of the kit.
+        scratch: initialise the weights instead of reading them. data: a dataset of the kit.
         """
         directory = model if isinstance(model, Path) else self.model(model)
-        drawn = ["--from-scratch"] if scratch else []
+        scratch_option = ["--from-scratch"] if scratch else []
         return self.launch(
             "04_train_fsdp.py",
             "-e",
@@ -132,7 +136,7 @@ class Place:
             self.kit / data,
             "-m",
             directory,
-            *drawn,
+            *scratch_option,
             "--save-dir",
             self.work / "outputs",
             "--cache-dir",
@@ -148,21 +152,23 @@ class Place:
             10**6,
             *options,
             hook=hook,
-            **how,
+            **launch_options,
         )
 
     def launch(
         self,
         script: str,
         *arguments: object,
-        hook: str = "nothing",
+        hook: str = "change_nothing",
         ranks: int = 0,
         fresh: bool = False,
         command: Sequence[object] = (),
         env: dict[str, str] | None = None,
     ) -> Stage:
-        """Start a stage. ranks > 0: by torchrun. fresh: as a new interpreter. command: instead of
-        torchrun.
+        """Start a stage.
+
+        ranks: start so many with torchrun, if it is not 0. fresh: start a new interpreter instead
+        of forking this one. command: a launcher to use instead of torchrun.
         """
         if "-e" in arguments:
             name = arguments[arguments.index("-e") + 1]
@@ -183,12 +189,14 @@ class Place:
                 "this process has used the GPU: it cannot fork a stage any more"
             )
             context = multiprocessing.get_context(self.start)
-            process = context.Process(target=_become, args=(words, self.work, output, env or {}))
+            process = context.Process(
+                target=_become_stage, args=(words, self.work, output, env or {})
+            )
             process.start()
             return Stage(process, experiment, output)
         words = (
             [str(ROOT / "tests/gpu/hooks.py"), *words]
-            if hook != "nothing"
+            if hook != "change_nothing"
             else [str(ROOT / script), *words[2:]]
         )
         launcher = list(map(str, command)) or (torchrun if ranks else [sys.executable])
@@ -209,7 +217,7 @@ def _uses_gpu() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
-def _draw_weights(directory: Path, device: str) -> None:
+def _initialise_weights(directory: Path, device: str) -> None:
     """Write random weights into the directory of a model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -222,8 +230,8 @@ def _draw_weights(directory: Path, device: str) -> None:
     model.save_pretrained(directory)
 
 
-def _become(words: list[str], cwd: Path, output: Path, env: dict[str, str]) -> None:
-    """Turn a process into a stage that prints to a file."""
+def _become_stage(words: list[str], cwd: Path, output: Path, env: dict[str, str]) -> None:
+    """Turn this process into a stage that prints to a file."""
     with output.open("a") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -235,7 +243,7 @@ def _become(words: list[str], cwd: Path, output: Path, env: dict[str, str]) -> N
 
 
 class Stage:
-    """A stage that was started. experiment: where its run lies. began: seconds, monotonic."""
+    """A started stage. experiment: directory of its run. began: seconds by time.monotonic()."""
 
     def __init__(self, process: Any, experiment: Path, output: Path) -> None:
         self._process = process
@@ -247,7 +255,7 @@ class Stage:
 
     @property
     def printed(self) -> str:
-        """Return all that this and earlier launches of the run have printed."""
+        """Return the output of this launch of the run and of earlier ones."""
         return self._output.read_text(errors="replace")
 
     @property
@@ -261,29 +269,31 @@ class Stage:
         return [row["train/loss"] for row in self.rows]
 
     def wait_for(self, step: int) -> None:
-        """Return when a step has been logged; AssertionError when the run ends before."""
+        """Wait until a step is logged. Raises AssertionError if the run ends before."""
         while not self.rows or self.rows[-1]["step"] < step:
-            assert self._code() is None, f"ended before step {step}:\n{self.printed[-_TAIL:]}"
+            assert self._code() is None, (
+                f"ended before step {step}:\n{self.printed[-_TAIL_CHARACTERS:]}"
+            )
             time.sleep(_POLL_S)
 
     def ended(self, expect: int | None = 0) -> Stage:
         """Wait for the end and check the exit code.
 
-        Raises NotHere for an option that this version lacks, for a GPU that is too small, and where
-        the machine has no compiler for what was to be compiled.
+        Raises NotHere if this version lacks an option, if the GPU is too small, or if the machine
+        has no compiler that the run needs.
         """
         while (code := self._code()) is None:
             time.sleep(_POLL_S)
         printed = self.printed
         if code and code != expect:
-            if unknown := _UNKNOWN.search(printed):
-                raise NotHere(f"not in this version: {unknown[1]}")
+            if unknown_option := _UNKNOWN_OPTION.search(printed):
+                raise NotHere(f"not in this version: {unknown_option[1]}")
             if too_large := _TOO_LARGE.search(printed):
                 raise NotHere(too_large[1])
-            if _UNCOMPILED in printed and (lacking := machine.lacks_compiler()):
-                raise NotHere(lacking)
+            if _NOT_COMPILED in printed and (missing := machine.describe_missing_compiler()):
+                raise NotHere(missing)
         assert expect is None or code == expect, (
-            f"exit code {code}, expected {expect}:\n{printed[-_TAIL:]}"
+            f"exit code {code}, expected {expect}:\n{printed[-_TAIL_CHARACTERS:]}"
         )
         return self
 
@@ -298,24 +308,24 @@ class Stage:
         return self._process.exitcode
 
 
-def kill(pid: int) -> None:
-    """Kill a process, its session, and all that descend from it, and wait until they are gone.
+def kill_tree(pid: int) -> None:
+    """Kill a process, its session and all its descendants, and wait until they are gone.
 
-    Until then they hold memory of the GPU.
+    Until then they use memory of the GPU.
     """
-    found = list(tree(pid))
+    processes = list(tree(pid))
     with suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
-    for each in found:
+    for process in processes:
         with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + _GONE_WITHIN_S
-    while any(map(_lives, found)) and time.monotonic() < deadline:
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False

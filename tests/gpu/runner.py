@@ -1,7 +1,7 @@
-"""Run items, each in a process of its own with a time limit, and write down how each ended.
+"""Run items, each in its own process with a time limit, and write their results.
 
-An item that measures runs alone. The others run beside each other, several at a time: they are
-small, and mostly wait for compilers and imports.
+An item that measures runs alone. Several of the others run at the same time: they are small, and
+mostly wait for compilers and imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.gpu.items import Item, find_item
-from tests.gpu.place import FIGURES, NotHere, Place, kill
+from tests.gpu.place import FIGURES_FILE, NotHere, Place, kill_tree
 
 PASSED = "passed"
 FAILED = "failed"
@@ -27,17 +27,17 @@ TOO_SLOW = "too slow"
 NOT_HERE = "not here"
 NOT_RUN = "not run"
 OUTCOMES = (PASSED, FAILED, TOO_SLOW, NOT_HERE, NOT_RUN)
-_SHORTEST_S = 12.0  # an item is not begun with less time left, however short its estimate
-_SLOWER = 2  # times the limit, if processes import everything again, and in a rehearsal
+_MIN_TIME_LEFT_S = 12.0  # no item is started later, however short its estimate
+_SLOW_FACTOR = 2  # for the limit, in a rehearsal or if each process imports everything again
 _ERROR_LINES = 25
 _LOG_CHARACTERS = 20_000
 
 
 class Session(NamedTuple):
-    """Holds what all items of an invocation share.
+    """Values that all items of an invocation share.
 
-    place: of which each item gets a copy with a directory of its own. facts: of the machine.
-    deadline: by time.monotonic(). jobs: the most items beside each other.
+    place: each item gets a copy of it with its own directory. facts: of `describe_machine`.
+    deadline: by time.monotonic(). jobs: how many items may run at the same time.
     """
 
     place: Place
@@ -47,7 +47,7 @@ class Session(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Holds an item that runs. until: when it is killed. limit: seconds that it may take itself."""
+    """A running item. until: when to kill it, monotonic. limit: the seconds it may take itself."""
 
     item: Item
     place: Place
@@ -59,31 +59,33 @@ class _Running(NamedTuple):
 
 
 def run_items(items: Sequence[Item], session: Session) -> Counter[str]:
-    """Run items in their order and return how many ended in which way.
+    """Run items in their order and return the number of items by outcome.
 
-    Each result is on the disk before another item begins.
+    Each result is on the disk before another item starts.
     """
     waiting = deque(items)
     running = list[_Running]()
     counts = Counter[str]()
     while waiting or running:
-        while waiting and _may_begin(waiting[0], running, session.jobs):
+        while waiting and _can_begin(waiting[0], running, session.jobs):
             item = waiting.popleft()
-            if refusal := _refusal(item, session):
+            if refusal := _find_refusal(item, session):
                 counts[refusal[0]] += 1
-                _write(session, item, refusal, 0.0, _make_work(session, item))
+                _write_result(session, item, refusal, 0.0, _make_work(session, item))
             else:
-                running.append(_begin(item, session))
-        for done, result in _ended(running) if running else ():
-            running.remove(done)
+                running.append(_start_item(item, session))
+        for ended, result in _collect_ended(running) if running else ():
+            running.remove(ended)
             counts[result[0]] += 1
-            _write(session, done.item, result, time.monotonic() - done.began, done.place.work)
-            shutil.rmtree(done.place.work, ignore_errors=True)
+            _write_result(
+                session, ended.item, result, time.monotonic() - ended.began, ended.place.work
+            )
+            shutil.rmtree(ended.place.work, ignore_errors=True)
     return counts
 
 
-def summary(counts: Counter[str]) -> str:
-    """Return the counts of outcomes in one line; passed and failed even if they are 0."""
+def format_counts(counts: Counter[str]) -> str:
+    """Return the counts by outcome in one line; passed, failed and not run even if 0."""
     return ", ".join(
         f"{counts[outcome]} {outcome}"
         for outcome in OUTCOMES
@@ -91,28 +93,29 @@ def summary(counts: Counter[str]) -> str:
     )
 
 
-def exit_code(counts: Counter[str]) -> int:
+def choose_exit_code(counts: Counter[str]) -> int:
     """Return 1 if an item failed or was too slow, else 3 if one was not run, else 0."""
     if counts[FAILED] or counts[TOO_SLOW]:
         return 1
     return 3 if counts[NOT_RUN] else 0
 
 
-def _may_begin(item: Item, running: list[_Running], jobs: int) -> bool:
+def _can_begin(item: Item, running: list[_Running], jobs: int) -> bool:
     if not running:
         return True
     return not item.alone and not running[0].item.alone and len(running) < jobs
 
 
-def _refusal(item: Item, session: Session) -> tuple[str, str] | None:
-    """Return the outcome of an item that cannot run, and why."""
+def _find_refusal(item: Item, session: Session) -> tuple[str, str] | None:
+    """Return the outcome of an item that cannot run, with the reason; None if it can."""
     place = session.place
-    left = session.deadline - time.monotonic()
+    seconds_left = session.deadline - time.monotonic()
     if place.on_gpu and place.gpus < item.gpus:
         return NOT_HERE, f"it needs {item.gpus} GPUs"
-    needed = max(_SHORTEST_S, item.estimate if place.on_gpu else 0)
-    if left < needed:
-        return NOT_RUN, f"no time: {max(0, left):.0f} s were left, and it takes about {needed:.0f}"
+    seconds_needed = max(_MIN_TIME_LEFT_S, item.estimate if place.on_gpu else 0)
+    if seconds_left < seconds_needed:
+        time_left = f"{max(0, seconds_left):.0f} s were left"
+        return NOT_RUN, f"no time: {time_left}, and the item takes about {seconds_needed:.0f} s"
     return None
 
 
@@ -122,7 +125,7 @@ def _make_work(session: Session, item: Item) -> Path:
     return work
 
 
-def _begin(item: Item, session: Session) -> _Running:
+def _start_item(item: Item, session: Session) -> _Running:
     """Start the process of an item."""
     shared = session.place
     place = Place(
@@ -136,38 +139,51 @@ def _begin(item: Item, session: Session) -> _Running:
     theirs.close()
     is_fast = place.start == "fork" and place.on_gpu
     began = time.monotonic()
-    limit = float(item.limit * (1 if is_fast else _SLOWER))
+    limit = float(item.limit * (1 if is_fast else _SLOW_FACTOR))
     return _Running(item, place, process, ours, began, min(began + limit, session.deadline), limit)
 
 
-def _ended(running: list[_Running]) -> list[tuple[_Running, tuple[str, str]]]:
-    """Wait until an item has ended or used up its time; return each, its outcome and its error."""
-    until = min(each.until for each in running)
-    answered = wait([each.answer for each in running], max(0.0, until - time.monotonic()))
-    ended = [each for each in running if each.answer in answered or time.monotonic() >= each.until]
-    results = [(each, _result(each, each.answer in answered)) for each in ended]
-    for each in ended:
-        kill(each.process.pid)
-        each.process.join()
-        each.answer.close()
+def _collect_ended(running: list[_Running]) -> list[tuple[_Running, tuple[str, str]]]:
+    """Wait until an item ends or uses up its time; return (item, (outcome, error)) of each."""
+    until = min(item_process.until for item_process in running)
+    answered = wait(
+        [item_process.answer for item_process in running], max(0.0, until - time.monotonic())
+    )
+    ended = [
+        item_process
+        for item_process in running
+        if item_process.answer in answered or time.monotonic() >= item_process.until
+    ]
+    results = [
+        (item_process, _read_result(item_process, item_process.answer in answered))
+        for item_process in ended
+    ]
+    for item_process in ended:
+        kill_tree(item_process.process.pid)
+        item_process.process.join()
+        item_process.answer.close()
     return results
 
 
-def _result(ended: _Running, has_answered: bool) -> tuple[str, str]:
+def _read_result(ended: _Running, has_answered: bool) -> tuple[str, str]:
     seconds = time.monotonic() - ended.began
     if not has_answered and seconds < ended.limit:
         return NOT_RUN, f"no time: the deadline came after {seconds:.0f} s of it"
     if not has_answered:
-        return TOO_SLOW, f"it was killed after {seconds:.0f} s\n{_tail(ended.place.work)}"
+        return TOO_SLOW, f"it was killed after {seconds:.0f} s\n{_read_log_tail(ended.place.work)}"
     try:
         return ended.answer.recv()
     except EOFError:
         ended.process.join(5)
-        return FAILED, f"its process ended by {ended.process.exitcode}\n{_tail(ended.place.work)}"
+        code = ended.process.exitcode
+        return (
+            FAILED,
+            f"its process ended with {code}\n{_read_log_tail(ended.place.work)}",
+        )
 
 
 def _run_item(name: str, place: Place, answer: Connection) -> None:
-    """Run an item in this process and send how it ended."""
+    """Run an item in this process and send its outcome and error."""
     os.setsid()
     with (place.work / "log").open("a") as file:
         for stream in (1, 2):
@@ -184,20 +200,20 @@ def _run_item(name: str, place: Place, answer: Connection) -> None:
     time.sleep(3600)  # the parent process kills this one and all its children
 
 
-def _tail(work: Path) -> str:
-    """Return the last lines of what an item and its stages have printed."""
+def _read_log_tail(work: Path) -> str:
+    """Return the last lines that an item or one of its stages has printed."""
     logs = sorted(work.glob("*log"), key=lambda path: path.stat().st_mtime)
     return (
         "\n".join(logs[-1].read_text(errors="replace").splitlines()[-_ERROR_LINES:]) if logs else ""
     )
 
 
-def _write(
+def _write_result(
     session: Session, item: Item, result: tuple[str, str], seconds: float, work: Path
 ) -> None:
-    """Append a result to its file, which is on the disk afterwards, and print it in a line."""
+    """Append a result to its file and sync it to the disk; print it in one line."""
     outcome, error = result
-    figures = work / FIGURES
+    figures = work / FIGURES_FILE
     out = session.place.out
     row = {
         "item": item.name,
@@ -216,15 +232,15 @@ def _write(
         os.fsync(file.fileno())
     if outcome in (FAILED, TOO_SLOW):
         with (out / f"{item.command}.log").open("a", encoding="utf-8") as file:
-            for part in sorted(work.glob("*log")):
-                text = part.read_text(errors="replace")[-_LOG_CHARACTERS:]
-                file.write(f"=== {item.name} {part.name}\n{text}\n")
-    said = (
+            for log in sorted(work.glob("*log")):
+                text = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+                file.write(f"=== {item.name} {log.name}\n{text}\n")
+    lines = (
         [row["figures"].get("in_one_line", "")]
         if outcome == PASSED
         else error.strip().splitlines()[-1:]
     )
     print(
-        f"{outcome:<9} {seconds:>6.1f} s  {item.name}{': ' + said[0][:200] if any(said) else ''}",
+        f"{outcome:<9} {seconds:>6.1f} s  {item.name}{': ' + lines[0][:200] if any(lines) else ''}",
         flush=True,
     )

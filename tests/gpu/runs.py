@@ -1,4 +1,4 @@
-"""Items that run whole stages on one GPU: what a run does, keeps and prints."""
+"""Items that run whole stages on one GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any
 from tests.gpu import hooks
 from tests.gpu.place import ROOT, Place, Stage
 
-SAME = 1e-4  # relative; float32 on one device, in another order
-_OTHER_DEVICE = 1e-3  # AdamW's first steps are large even if gradients are mostly rounding
-_OPEN_SIZES = 3  # the number of boundaries, and the longest document of queries and of keys
+FP32_TOLERANCE = 1e-4  # relative; for float32 sums in another order on the same device
+_CPU_TOLERANCE = (
+    1e-3  # AdamW's first steps are large even where gradients are mostly rounding errors
+)
+_MAX_SYMBOLIC_SIZES = 3  # the number of boundaries, and the longest document of queries and of keys
 
 
-def shape(place: Place, *options: object) -> tuple[object, ...]:
-    """Return the options that all small runs have; compiled only where that is the question."""
+def small_run_options(place: Place, *options: object) -> tuple[object, ...]:
+    """Return the options of all small runs; `options` come last, so they win."""
     return (
         "-s",
         place.size(1024, 64),
@@ -35,22 +37,24 @@ def shape(place: Place, *options: object) -> tuple[object, ...]:
 
 
 def a_run(place: Place) -> None:
-    """A run as it stands: the loss falls, and the same command again does nothing."""
-    options = shape(place, "--max-steps", place.size(40, 6), "--compile", place.size("auto", "off"))
+    """In a run with default options the loss falls, and the same command again does nothing."""
+    options = small_run_options(
+        place, "--max-steps", place.size(40, 6), "--compile", place.size("auto", "off")
+    )
     run = place.train("plain", *options)
-    said = ("attention", "sharded", "loss", "peak for MFU", "  memory")
+    prefixes = ("attention", "sharded", "loss", "peak for MFU", "  memory")
     place.note(
         first_loss=run.losses[0],
         last_loss=run.losses[-1],
-        **speed(run),
-        said=[line for line in run.printed.splitlines() if line.startswith(said)],
+        **median_figures(run),
+        said=[line for line in run.printed.splitlines() if line.startswith(prefixes)],
     )
     assert run.losses[-1] < run.losses[0]
     assert "already done" in place.train("plain", *options).printed
 
 
-def speed(run: Stage) -> dict[str, float]:
-    """Return the medians of a run's figures after its first steps."""
+def median_figures(run: Stage) -> dict[str, float]:
+    """Return the medians of a run's figures, without the first third of its rows."""
     rows = run.rows[len(run.rows) // 3 :]
     return {
         key: statistics.median(row[key] for row in rows)
@@ -59,9 +63,9 @@ def speed(run: Stage) -> dict[str, float]:
 
 
 def resume(place: Place) -> None:
-    """With --deterministic on, a run that SIGTERM stopped goes on bit for bit."""
+    """With --deterministic on, a run resumes after SIGTERM to the same bits."""
     for packing in ("concat", "documents"):
-        options = shape(
+        options = small_run_options(
             place,
             "--max-steps",
             place.size(24, 8),
@@ -72,42 +76,46 @@ def resume(place: Place) -> None:
             "--compile",
             place.size("on", "off"),
         )
-        whole = place.train(f"{packing}-whole", *options)
+        uninterrupted = place.train(f"{packing}-whole", *options)
         stopped = place.begin(f"{packing}-stopped", *options, hook="slow_steps")
         stopped.wait_for(3)
         stopped.signal(signal.SIGTERM).ended(75)
-        at = stopped.rows[-1]["step"]
-        again = place.train(f"{packing}-stopped", *options)
+        last_step = stopped.rows[-1]["step"]
+        resumed = place.train(f"{packing}-stopped", *options)
         place.note(
             **{
-                f"{packing}, stopped after step": at,
-                f"{packing}, ms per step": speed(whole)["time/total"],
+                f"{packing}, stopped after step": last_step,
+                f"{packing}, ms per step": median_figures(uninterrupted)["time/total"],
             }
         )
-        assert at < whole.rows[-1]["step"], "it was over before it was stopped"
-        assert losses_by_step(again) == losses_by_step(whole), "the losses differ after a resume"
-        assert digests(again) == digests(whole), "weights or moments differ after a resume"
-    if place.on_gpu:
-        plain = place.train(
-            "not-deterministic",
-            *shape(place, "--max-steps", 24, "--compile", "on"),
-            hook="save_nothing",
+        assert last_step < uninterrupted.rows[-1]["step"], "the run ended before it was stopped"
+        assert index_losses(resumed) == index_losses(uninterrupted), (
+            "the losses differ after a resume"
         )
-        place.note(not_deterministic_ms_per_step=speed(plain)["time/total"])
+        assert read_digests(resumed) == read_digests(uninterrupted), (
+            "weights or moments differ after a resume"
+        )
+    if place.on_gpu:
+        not_deterministic = place.train(
+            "not-deterministic",
+            *small_run_options(place, "--max-steps", 24, "--compile", "on"),
+            hook="skip_saves",
+        )
+        place.note(not_deterministic_ms_per_step=median_figures(not_deterministic)["time/total"])
 
 
-def losses_by_step(run: Stage) -> dict[int, tuple[float, float]]:
-    """Return the loss and the gradient norm of each step."""
+def index_losses(run: Stage) -> dict[int, tuple[float, float]]:
+    """Return (loss, gradient norm) by step."""
     return {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in run.rows}
 
 
-def digests(run: Stage) -> dict[str, str]:
-    """Return the digests of the tensors in a run's last checkpoint."""
-    return tensor_digests(max((run.experiment / "checkpoints").glob("step_*")))
+def read_digests(run: Stage) -> dict[str, str]:
+    """Return the digests of the tensor files in a run's last checkpoint, by name."""
+    return read_tensor_digests(max((run.experiment / "checkpoints").glob("step_*")))
 
 
-def tensor_digests(checkpoint: Path) -> dict[str, str]:
-    """Return the digests of the files with tensors in a checkpoint, by name."""
+def read_tensor_digests(checkpoint: Path) -> dict[str, str]:
+    """Return the digests of the tensor files in a checkpoint, by name."""
     return {
         entry["path"]: entry["digest"]
         for entry in json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -116,10 +124,10 @@ def tensor_digests(checkpoint: Path) -> dict[str, str]:
 
 
 def saves(place: Place) -> None:
-    """What is saved beside training is, byte for byte, what is saved before the next step."""
-    found = []
+    """Asynchronous saves write the same bytes as synchronous ones."""
+    digests = []
     for asynchronous in ("on", "off"):
-        options = shape(
+        options = small_run_options(
             place,
             "--max-steps",
             9,
@@ -135,19 +143,19 @@ def saves(place: Place) -> None:
         run = place.train(f"async-{asynchronous}", *options)
         checkpoints = sorted((run.experiment / "checkpoints").glob("step_*"))
         assert len(checkpoints) == 5
-        found.append([tensor_digests(path) for path in checkpoints])
-    assert found[0] == found[1] and all(found[0])
-    place.note(checkpoints=len(found[0]))
+        digests.append([read_tensor_digests(path) for path in checkpoints])
+    assert digests[0] == digests[1] and all(digests[0])
+    place.note(checkpoints=len(digests[0]))
 
 
 def save_under_load(place: Place) -> None:
-    """A save of 8 GB holds the bytes of its step, though the next step begins at once."""
+    """A save of 8 GB contains the bytes of its step, though the next step begins at once."""
     model = place.model("1b", num_hidden_layers=place.size(6, 4))
-    found = []
+    digests = []
     for asynchronous in ("on", "off"):
         run = place.train(
             f"async-{asynchronous}",
-            *shape(
+            *small_run_options(
                 place,
                 "-b",
                 1,
@@ -164,25 +172,25 @@ def save_under_load(place: Place) -> None:
             ),
             model=model,
         )
-        found.append(
+        digests.append(
             {
-                path.name: tensor_digests(path)
+                path.name: read_tensor_digests(path)
                 for path in (run.experiment / "checkpoints").glob("step_*")
             }
         )
         place.note(**{f"async {asynchronous}": re.findall(r"(step \d+: sav.*)", run.printed)})
-        shutil.rmtree(run.experiment / "checkpoints")  # the disk has room for two of them
-    assert found[0] == found[1] and len(found[0]) == 2 and all(found[0].values()), found
-    place.note(checkpoints=sorted(found[0]))
+        shutil.rmtree(run.experiment / "checkpoints")  # the disk has room for two checkpoints
+    assert digests[0] == digests[1] and len(digests[0]) == 2 and all(digests[0].values()), digests
+    place.note(checkpoints=sorted(digests[0]))
 
 
 def host_syncs(place: Place) -> None:
-    """The host does not wait for the GPU between two log steps, with windows and documents."""
+    """The host does not wait for the GPU between two log rows, with windows or documents."""
     for packing in ("concat", "documents"):
         for compiled in place.size(("on", "off"), ("off",)):
             run = place.train(
                 f"{packing}-{compiled}",
-                *shape(
+                *small_run_options(
                     place,
                     "--max-steps",
                     9,
@@ -195,24 +203,25 @@ def host_syncs(place: Place) -> None:
                 ),
                 hook="forbid_host_syncs",
             )
-            assert hooks.NO_SYNC in run.printed
+            assert hooks.NO_SYNC_LINE in run.printed
     place.note(steps=3, waits=0)
 
 
 def graphs(place: Place) -> None:
-    """Blocks run one graph of fixed sizes, in evaluation one more, and the output layer one.
+    """Three graphs are enough: blocks in training, blocks in evaluation, the output layer.
 
-    With packed documents the number of their boundaries and the longest document may be symbolic.
+    Their sizes are fixed, but with packed documents the number of boundaries and the longest
+    document may be symbolic.
     """
     for packing in place.size(("concat", "documents"), ("concat",)):
         run = place.train(
             packing,
-            *shape(
+            *small_run_options(
                 place, "--max-steps", 6, "--eval-freq", 3, "--packing", packing, "--compile", "on"
             ),
-            hook="tell_graphs",
+            hook="print_graphs",
         )
-        symbolic = [int(n) for n in re.findall(rf"{hooks.GRAPH} (\d+)", run.printed)]
+        symbolic = [int(n) for n in re.findall(rf"{hooks.GRAPH_LINE} (\d+)", run.printed)]
         place.note(
             **{
                 f"graphs, {packing}": len(symbolic),
@@ -221,8 +230,8 @@ def graphs(place: Place) -> None:
             }
         )
         assert 1 <= len(symbolic) <= 3, f"{len(symbolic)} graphs"
-        most = {"concat": 0, "documents": _OPEN_SIZES}[packing]
-        assert max(symbolic) <= most, f"symbolic sizes by graph: {symbolic}"
+        limit = {"concat": 0, "documents": _MAX_SYMBOLIC_SIZES}[packing]
+        assert max(symbolic) <= limit, f"symbolic sizes by graph: {symbolic}"
 
 
 def graphs_gemma(place: Place) -> None:
@@ -230,20 +239,20 @@ def graphs_gemma(place: Place) -> None:
     for packing in place.size(("concat", "documents"), ("concat",)):
         run = place.train(
             packing,
-            *shape(
+            *small_run_options(
                 place, "--max-steps", 4, "--eval-freq", 2, "--packing", packing, "--compile", "on"
             ),
             model="gemma",
-            hook="tell_graphs",
+            hook="print_graphs",
         )
-        found = len(re.findall(hooks.GRAPH, run.printed))
-        place.note(**{f"graphs, {packing}": found})
-        # Two kinds of blocks, each in training and evaluation, and the output layer.
-        assert 1 <= found <= 5, f"{found} graphs"
+        count = len(re.findall(hooks.GRAPH_LINE, run.printed))
+        place.note(**{f"graphs, {packing}": count})
+        # One for each of two kinds of blocks in training and in evaluation, and the output layer.
+        assert 1 <= count <= 5, f"{count} graphs"
 
 
 def recomputation(place: Place) -> None:
-    """Every kind of activation checkpointing, compiled or not, gives the same losses."""
+    """All kinds of activation checkpointing, compiled or not, give the same losses."""
     settings = [
         ("none", "off"),
         ("selective", "off"),
@@ -254,7 +263,7 @@ def recomputation(place: Place) -> None:
     for kind, compiled in settings:
         run = place.train(
             f"{kind}-{compiled}",
-            *shape(
+            *small_run_options(
                 place,
                 "--max-steps",
                 4,
@@ -265,18 +274,18 @@ def recomputation(place: Place) -> None:
                 "--compile",
                 compiled,
             ),
-            hook="save_nothing",
+            hook="skip_saves",
         )
         expected = expected or run.losses
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         place.note(**{f"{kind}, compile {compiled}": worst})
-        assert worst < SAME, (kind, compiled, run.losses, expected)
+        assert worst < FP32_TOLERANCE, (kind, compiled, run.losses, expected)
 
 
 def export(place: Place) -> None:
-    """What stage 05 writes loads with from_pretrained and has the loss that the run reported."""
-    run = place.train("exported", *shape(place, "--max-steps", place.size(30, 6)))
-    told = run.rows[-1]["eval/loss"]
+    """An exported model loads with from_pretrained and has the loss that the run reported."""
+    run = place.train("exported", *small_run_options(place, "--max-steps", place.size(30, 6)))
+    reported_loss = run.rows[-1]["eval/loss"]
     target = place.work / "exported"
     place.launch(
         "05_export_checkpoint.py",
@@ -294,15 +303,15 @@ def export(place: Place) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).to(place.device)
-    tokens = _validation(place, *place.size((4, 1024), (2, 64))).to(place.device)
+    tokens = _read_validation(place, *place.size((4, 1024), (2, 64))).to(place.device)
     with torch.no_grad():
         logits = model(input_ids=tokens[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    place.note(told=told, of_the_export=loss)
-    assert abs(loss / told - 1) < place.size(0.01, 1e-3)
+    place.note(told=reported_loss, of_the_export=loss)
+    assert abs(loss / reported_loss - 1) < place.size(0.01, 1e-3)
 
 
-def _validation(place: Place, rows: int, length: int) -> Any:
+def _read_validation(place: Place, rows: int, length: int) -> Any:
     """Return the first windows of the validation split, int64 [rows, length + 1]."""
     import numpy as np
     import torch
@@ -315,62 +324,69 @@ def _validation(place: Place, rows: int, length: int) -> Any:
         for path in (place.kit / ".cache/tokens").glob("data-*")
         if ".packs-" not in path.name and "chat" not in path.name
     )
-    found = store.open_store(path)
-    windows = Windows(found.splits["validation"].tokens, length)
+    token_store = store.open_store(path)
+    windows = Windows(token_store.splits["validation"].tokens, length)
     return torch.from_numpy(windows.read_windows(np.arange(rows)).astype(np.int64))
 
 
 def chat(place: Place) -> None:
-    """Conversations, of which the answers alone are trained, give the losses that a CPU gives."""
+    """Conversations with trained answers give the losses that a CPU gives."""
     options = ("-s", 256, "-b", 2, "--max-steps", 5, "--lr", 1e-3, "--compile", "off")
-    how = {
+    launch_options = {
         "data": "data-chat",
-        "hook": "save_nothing",
+        "hook": "skip_saves",
         "scratch": False,
         "model": place.with_weights("small"),
-    }  # a GPU draws other weights from a seed
-    expected = place.train("cpu", *options, "--device", "cpu", "--precision", "fp32", **how).losses
-    for precision, most in {"fp32": _OTHER_DEVICE, **place.size({"bf16": 0.02}, {})}.items():
-        run = place.train(precision, *options, "--precision", precision, **how)
+    }  # read, since a GPU initialises other weights from a seed
+    expected = place.train(
+        "cpu", *options, "--device", "cpu", "--precision", "fp32", **launch_options
+    ).losses
+    for precision, tolerance in {"fp32": _CPU_TOLERANCE, **place.size({"bf16": 0.02}, {})}.items():
+        run = place.train(precision, *options, "--precision", precision, **launch_options)
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         labels, tokens = (
             run.rows[-1][f"perf/{kind}_per_sec"] for kind in ("label_tokens", "tokens")
         )
         place.note(**{precision: {"losses differ by": worst, "trained share": labels / tokens}})
-        assert worst < most, (precision, run.losses, expected)
-        assert labels < 0.8 * tokens, "all tokens are trained, not the answers alone"
+        assert worst < tolerance, (precision, run.losses, expected)
+        assert labels < 0.8 * tokens, "all tokens are trained, not only the answers"
 
 
 def documents_in_fp32(place: Place) -> None:
-    """Packed documents in float32, for which there is no kernel, train by a mask and say so."""
+    """Packed documents in float32, which no kernel supports, train with a mask; the log says so."""
     run = place.train(
-        "fp32", *shape(place, "--packing", "documents", "--precision", "fp32", "--max-steps", 3)
+        "fp32",
+        *small_run_options(
+            place, "--packing", "documents", "--precision", "fp32", "--max-steps", 3
+        ),
     )
     assert not place.on_gpu or "sdpa with a mask" in run.printed
     place.note(said=[line for line in run.printed.splitlines() if "with a mask" in line])
 
 
 def offload(place: Place) -> None:
-    """With --cpu-offload on under torchrun all cores take the optimizer's steps."""
+    """--cpu-offload on gives the same losses; notes the time of the update on the CPU."""
     runs = [
         place.train(
             f"offload-{state}",
-            *shape(place, "--max-steps", 5, "--cpu-offload", state),
-            hook="save_nothing",
+            *small_run_options(place, "--max-steps", 5, "--cpu-offload", state),
+            hook="skip_saves",
             ranks=place.size(1, 0),
         )
         for state in ("off", "on")
     ]
     worst = max(abs(a / b - 1) for a, b in zip(*(run.losses for run in runs), strict=True))
-    place.note(update_ms=[speed(run)["time/update"] for run in runs], losses_differ_by=worst)
+    place.note(
+        update_ms=[median_figures(run)["time/update"] for run in runs], losses_differ_by=worst
+    )
     assert worst < 1e-2
 
 
 def launcher(place: Place) -> None:
-    """launch/single_node.sh starts a run, and SIGTERM to it saves and ends with 75."""
+    """launch/single_node.sh starts a run; after SIGTERM it saves and exits with 75."""
     run = place.begin(
         "launched",
-        *shape(place, "--max-steps", 100_000),
+        *small_run_options(place, "--max-steps", 100_000),
         command=[ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
         env={"PYTHON": sys.executable},
     )
@@ -381,11 +397,11 @@ def launcher(place: Place) -> None:
 
 
 def watchdog(place: Place) -> None:
-    """A step that hangs ends the run, with the stacks of all threads in logs/."""
+    """If a step hangs, the run ends and writes the stacks of all threads to logs/."""
     run = place.train(
         "hung",
-        *shape(place, "--max-steps", 9, "--watchdog-minutes", place.size(0.2, 0.05)),
-        hook="hang",
+        *small_run_options(place, "--max-steps", 9, "--watchdog-minutes", place.size(0.2, 0.05)),
+        hook="hang_last_rank",
         expect=1,
     )
     logs = run.experiment / "logs"
@@ -395,15 +411,15 @@ def watchdog(place: Place) -> None:
 
 
 def half_precision(place: Place) -> None:
-    """fp16 learns as bf16 does: its small gradients do not vanish."""
+    """The losses in fp16 are those in bf16: small gradients do not vanish."""
     place.need(place.on_gpu, "a CPU emulates these dtypes")
-    last = {}
+    final_losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         run = place.train(
             precision,
-            *shape(place, "--max-steps", 30, "--precision", precision),
-            hook="save_nothing",
+            *small_run_options(place, "--max-steps", 30, "--precision", precision),
+            hook="skip_saves",
         )
-        last[precision] = statistics.mean(run.losses[-5:])
-    place.note(**last)
-    assert max(last.values()) / min(last.values()) < 1.02, last
+        final_losses[precision] = statistics.mean(run.losses[-5:])
+    place.note(**final_losses)
+    assert max(final_losses.values()) / min(final_losses.values()) < 1.02, final_losses

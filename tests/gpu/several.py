@@ -1,6 +1,6 @@
-"""Items for two GPUs or more: NCCL, replicas, the device of saving threads, a rank that is late.
+"""Items for two GPUs or more: NCCL, replicas, the device of saving threads, a rank that hangs.
 
-In a rehearsal two ranks of gloo stand in.
+A rehearsal uses two gloo ranks.
 """
 
 from __future__ import annotations
@@ -9,75 +9,78 @@ import re
 
 from tests.gpu import traces
 from tests.gpu.place import Place
-from tests.gpu.runs import SAME, digests, shape
-from tests.gpu.speed import figures, measured
+from tests.gpu.runs import FP32_TOLERANCE, read_digests, small_run_options
+from tests.gpu.speed import run_measured, summarise_run
 
-_EXPOSED = 0.3  # at most, of NCCL's kernel time without another kernel running beside it
-_SCALING = 0.8  # tokens per second of a GPU among all, relative to one alone
+_MAX_EXPOSED_SHARE = 0.3  # of NCCL's kernel time, without another kernel running at the same time
+_MIN_SCALING = 0.8  # tokens per second of each of all GPUs, relative to a run on one
 
 
-def ranks(place: Place) -> int:
-    """Return how many ranks there are to be; an even number."""
+def count_ranks(place: Place) -> int:
+    """Return the number of ranks to start, an even number."""
     return place.gpus // 2 * 2 if place.on_gpu else 2
 
 
-def sharding(count: int) -> dict[str, tuple[object, ...]]:
-    """Return the options for each way to shard over so many ranks."""
-    found: dict[str, tuple[object, ...]] = {"sharded": (), "replicas": ("--shard-size", 1)}
+def sharding_options(count: int) -> dict[str, tuple[object, ...]]:
+    """Return the options for each way to shard over `count` ranks, by name."""
+    ways: dict[str, tuple[object, ...]] = {"sharded": (), "replicas": ("--shard-size", 1)}
     if count >= 4:
-        found["replicas of two"] = ("--shard-size", 2)
-    return found
+        ways["replicas of two"] = ("--shard-size", 2)
+    return ways
 
 
 def collectives(place: Place) -> None:
-    """Any number of ranks, sharded or in replicas, learns what one rank does, with accumulation."""
-    count = ranks(place)
-    options = shape(
+    """All ranks together, sharded or replicated, give the losses of one rank that accumulates."""
+    count = count_ranks(place)
+    options = small_run_options(
         place, "--max-steps", 5, "-b", 1, "--global-batch-size", 4 * count, "--precision", "fp32"
     )
-    expected = place.train("one", *options, ranks=1, hook="save_nothing").losses
-    for name, more in sharding(count).items():
-        run = place.train(name.replace(" ", "-"), *options, *more, ranks=count, hook="save_nothing")
+    expected = place.train("one", *options, ranks=1, hook="skip_saves").losses
+    for name, way in sharding_options(count).items():
+        run = place.train(name.replace(" ", "-"), *options, *way, ranks=count, hook="skip_saves")
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         place.note(**{f"{name}, {count} ranks": worst})
-        assert worst < SAME, (name, run.losses, expected)
+        assert worst < FP32_TOLERANCE, (name, run.losses, expected)
 
 
 def scaling(place: Place) -> None:
-    """Tokens per second of each GPU among all beside one alone, by ways to shard.
+    """Compare tokens per second of each of all GPUs with a run on one, for each way to shard.
 
-    The memory plan is not skipped here, since it decides what stays gathered.
+    The memory check is not skipped here, since it decides which blocks stay gathered.
     """
-    count = ranks(place)
+    count = count_ranks(place)
     compiled = ("--compile", place.size("on", "off"))
     for model in place.size(("1b", "8b-wide"), ("small",)):
-        alone = figures(measured(place, f"{model}, one rank", model, 8192, 2, *compiled, ranks=1))
-        for name, more in sharding(count).items():
-            reached = figures(
-                measured(
+        one_rank = summarise_run(
+            run_measured(place, f"{model}, one rank", model, 8192, 2, *compiled, ranks=1)
+        )
+        for name, way in sharding_options(count).items():
+            all_ranks = summarise_run(
+                run_measured(
                     place,
                     f"{model}, {name}".replace(" ", "-"),
                     model,
                     8192,
                     2,
                     *compiled,
-                    *more,
+                    *way,
                     ranks=count,
-                    hook="save_nothing",
+                    hook="skip_saves",
                 )
             )
-            share = (
-                reached["perf/tokens_per_sec_per_device"] / alone["perf/tokens_per_sec_per_device"]
+            ratio = (
+                all_ranks["perf/tokens_per_sec_per_device"]
+                / one_rank["perf/tokens_per_sec_per_device"]
             )
-            place.note(**{f"{model}, {name}, {count} ranks ÷ one": share})
-            assert not place.on_gpu or name != "sharded" or share > _SCALING, (model, share)
+            place.note(**{f"{model}, {name}, {count} ranks ÷ one": ratio})
+            assert not place.on_gpu or name != "sharded" or ratio > _MIN_SCALING, (model, ratio)
 
 
 def communication(place: Place) -> None:
-    """The share of NCCL's time that nothing hides, from the trace of two steps."""
-    count = ranks(place)
+    """Other kernels hide all but 30 % of NCCL's time, in the trace of two steps."""
+    count = count_ranks(place)
     for model in place.size(("8b-wide", "1b"), ("small",)):
-        run = measured(
+        run = run_measured(
             place,
             model,
             model,
@@ -89,48 +92,48 @@ def communication(place: Place) -> None:
             "7:8",
             steps=9,
             ranks=count,
-            hook="save_nothing",
+            hook="skip_saves",
         )
-        nccl, exposed = traces.communication(traces.load(run))
+        nccl, exposed = traces.measure_communication(traces.load_trace(run))
         place.note(**{model: {"nccl ms of two steps": nccl, "exposed ms": exposed}})
         if place.on_gpu:
             assert nccl, "the trace has no kernel of NCCL"
             place.note(**{f"{model}, exposed share": exposed / nccl})
-            assert exposed < _EXPOSED * nccl, f"{model}: {exposed:.0f} of {nccl:.0f} ms"
+            assert exposed < _MAX_EXPOSED_SHARE * nccl, f"{model}: {exposed:.0f} of {nccl:.0f} ms"
 
 
 def gathering(place: Place) -> None:
-    """Speed with blocks that stay gathered through a step, relative to gathering them again."""
-    count = ranks(place)
-    for passes in place.size((1, 4), (2,)):
+    """Compare the speed of blocks that stay gathered through a step with gathering them again."""
+    count = count_ranks(place)
+    for accumulation in place.size((1, 4), (2,)):
         rates = {}
-        for kept in ("off", "on"):
-            run = measured(
+        for keep_gathered in ("off", "on"):
+            run = run_measured(
                 place,
-                f"kept-{kept}-{passes}",
+                f"kept-{keep_gathered}-{accumulation}",
                 "8b-wide",
                 8192,
                 1,
                 "--compile",
                 place.size("on", "off"),
                 "--grad-accum-steps",
-                passes,
+                accumulation,
                 "--keep-gathered",
-                kept,
+                keep_gathered,
                 ranks=count,
                 steps=10,
             )
-            rates[kept] = figures(run)["perf/tokens_per_sec_per_device"]
-        place.note(**{f"once ÷ twice, {passes} passes a step": rates["on"] / rates["off"]})
+            rates[keep_gathered] = summarise_run(run)["perf/tokens_per_sec_per_device"]
+        place.note(**{f"once ÷ twice, {accumulation} passes a step": rates["on"] / rates["off"]})
 
 
 def saving_threads(place: Place) -> None:
-    """Saves beside training are those of before the next step, and no rank uses another's GPU."""
-    found = []
+    """Asynchronous saves write the bytes of synchronous ones; no rank uses another rank's GPU."""
+    digests = []
     for asynchronous in ("on", "off"):
         run = place.train(
             f"async-{asynchronous}",
-            *shape(
+            *small_run_options(
                 place,
                 "--max-steps",
                 8,
@@ -143,26 +146,28 @@ def saving_threads(place: Place) -> None:
                 "--ckpt-async",
                 asynchronous,
             ),
-            ranks=ranks(place),
-            hook="tell_memory",
+            ranks=count_ranks(place),
+            hook="print_gpu_processes",
         )
-        found.append(digests(run))
+        digests.append(read_digests(run))
         contexts = re.findall(r"\('([^']+)', '(\d+)'\)", run.printed)
         assert len({process for _, process in contexts}) == len(contexts), (
             f"a process has a context on two GPUs: {contexts}"
         )
         place.note(**{f"contexts, async {asynchronous}": len(contexts)})
-    assert found[0] == found[1]
-    place.need(contexts or not place.on_gpu, "the driver does not tell who uses which GPU")
+    assert digests[0] == digests[1]
+    place.need(
+        contexts or not place.on_gpu, "the driver does not report which process uses which GPU"
+    )
 
 
 def late_rank(place: Place) -> None:
-    """A rank that stands still ends all, with stacks and the flight recorder's dump."""
+    """If a rank hangs, all end; logs/ contains stacks and the flight recorder's dump."""
     run = place.train(
         "late",
-        *shape(place, "--max-steps", 9, "--watchdog-minutes", place.size(0.3, 0.05)),
-        ranks=ranks(place),
-        hook="hang",
+        *small_run_options(place, "--max-steps", 9, "--watchdog-minutes", place.size(0.3, 0.05)),
+        ranks=count_ranks(place),
+        hook="hang_last_rank",
         expect=1,
     )
     files = sorted(path.name for path in (run.experiment / "logs").iterdir())

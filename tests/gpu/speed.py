@@ -1,4 +1,4 @@
-"""Items that measure whole runs: MFU by model, length and compile, saves, the first step."""
+"""Items that measure whole runs: MFU by model, length and --compile; saves; the first step."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Any
 from tests.gpu import traces
 from tests.gpu.place import ROOT, Place, Stage
 
-STEPS = 20  # of a measured run
-WARM = 5  # first steps that are not measured
-# Of model FLOPs at 989 TFLOP/s, attention by its causal half: what an H200 should reach.
-AIMS = {
+MEASURED_STEPS = 20  # of a measured run, by default
+WARMUP_STEPS = 5  # not measured
+# The MFU that an H200 should reach, at 989 TFLOP/s, counting the causal half of attention.
+MFU_TARGETS = {
     "8b-wide_2x8192_compile_on": 0.52,
     "8b-wide_4x8192_compile_on": 0.55,
     "1b_2x8192_compile_on": 0.45,
     "1b_4x8192_compile_on": 0.45,
     "lora-8b": 0.49,
 }
-_SAVED_BYTES = 40e9  # of the disk, for the one checkpoint of the 8B-wide model
-_WORDS = (
+_CHECKPOINT_BYTES = 40e9  # of the one checkpoint of the 8B-wide model
+_PEAK_LINE = (
     r"([\d.]+) TFLOP/s per rank .*?([\d.]+) GFLOP per token with the whole square of "
     r"attention, ([\d.]+) with its causal half"
 )
 
 
-def measured(
+def run_measured(
     place: Place,
     name: str,
     model: str | Path,
     length: int,
     batch: int,
     *options: object,
-    steps: int = STEPS,
-    hook: str = "measure",
-    **how: Any,
+    steps: int = MEASURED_STEPS,
+    hook: str = "skip_saves_and_memory_check",
+    **launch_options: Any,
 ) -> Stage:
-    """Run stage 04 and note its speed. length: tokens per sample; batch: samples per pass.
+    """Run stage 04 and note its speed. length: tokens per sample; batch: samples per micro-batch.
 
-    Nothing is recomputed unless an option says so: the hook skips the memory plan, which would
-    decide it.
+    Nothing is recomputed unless an option says so: the hook skips the memory check, which would
+    choose the activation checkpointing.
     """
     length, batch, steps = place.size((length, batch, steps), (64, 2, 8))
     run = place.train(
@@ -59,22 +59,22 @@ def measured(
         "--lr",
         1e-4,
         "--log-freq",
-        WARM,
+        WARMUP_STEPS,
         "--activation-checkpointing",
         "none",
         *options,
         model=model,
         hook=hook,
-        **how,
+        **launch_options,
     )
-    place.note(**{name: figures(run)})
+    place.note(**{name: summarise_run(run)})
     return run
 
 
-def figures(run: Stage) -> dict[str, Any]:
-    """Return the medians of a run's steps after the first ones, MFU by both counts of attention."""
-    rows = [row for row in run.rows if row["step"] > WARM] or run.rows[-1:]
-    middle = {
+def summarise_run(run: Stage) -> dict[str, Any]:
+    """Return the medians of a run's figures after the warm-up, and MFU by both FLOP counts."""
+    rows = [row for row in run.rows if row["step"] > WARMUP_STEPS] or run.rows[-1:]
+    medians = {
         key: statistics.median(row[key] for row in rows)
         for key in (
             "perf/tokens_per_sec_per_device",
@@ -86,11 +86,11 @@ def figures(run: Stage) -> dict[str, Any]:
             "time/total",
         )
     }
-    rate = middle["perf/tokens_per_sec_per_device"]
-    peak, whole, causal = map(float, re.search(_WORDS, run.printed).groups())
-    return middle | {
-        "mfu_causal": rate * causal * 1e9 / (peak * 1e12),
-        "mfu_whole_square": rate * whole * 1e9 / (peak * 1e12),
+    tokens_per_s = medians["perf/tokens_per_sec_per_device"]
+    peak, square, causal = map(float, re.search(_PEAK_LINE, run.printed).groups())
+    return medians | {
+        "mfu_causal": tokens_per_s * causal * 1e9 / (peak * 1e12),
+        "mfu_whole_square": tokens_per_s * square * 1e9 / (peak * 1e12),
         "peak_gib": max(row["memory/peak_gib"] for row in run.rows),
         "first_step_ms": run.rows[0]["time/total"],
         "said": [
@@ -101,52 +101,54 @@ def figures(run: Stage) -> dict[str, Any]:
     }
 
 
-def in_words(reached: dict[str, Any], aim: float | None = None) -> str:
-    """Return the figures of a run in one line, with the aim."""
-    aimed = f" (aim {100 * aim:.0f} %)" if aim else ""
+def describe_figures(figures: dict[str, Any], target: float | None = None) -> str:
+    """Return the figures of a run in one line. target: the MFU that it should reach."""
+    target_note = f" (aim {100 * target:.0f} %)" if target else ""
     return (
-        f"{reached['perf/tokens_per_sec_per_device']:,.0f} tokens/s, "
-        f"{100 * reached['mfu_causal']:.1f} % MFU by the causal half{aimed}, "
-        f"{reached['peak_gib']:.1f} GiB"
+        f"{figures['perf/tokens_per_sec_per_device']:,.0f} tokens/s, "
+        f"{100 * figures['mfu_causal']:.1f} % MFU by the causal half{target_note}, "
+        f"{figures['peak_gib']:.1f} GiB"
     )
 
 
-def mfu_name(model: str, length: int, batch: int, compiled: str) -> str:
-    """Return the name of an item that measures one setting."""
+def name_mfu_item(model: str, length: int, batch: int, compiled: str) -> str:
+    """Return the name of the item that measures one setting."""
     return f"{model}_{batch}x{length}_compile_{compiled}"
 
 
-def mfu(model: str, length: int, batch: int, compiled: str):
+def make_mfu_item(model: str, length: int, batch: int, compiled: str):
     """Return an item that measures one setting."""
 
     def item(place: Place) -> None:
-        run = measured(place, "run", model, length, batch, "--compile", place.size(compiled, "off"))
-        aim = AIMS.get(mfu_name(model, length, batch, compiled))
-        place.note(aim_mfu_causal=aim, in_one_line=in_words(figures(run), aim))
+        run = run_measured(
+            place, "run", model, length, batch, "--compile", place.size(compiled, "off")
+        )
+        aim = MFU_TARGETS.get(name_mfu_item(model, length, batch, compiled))
+        place.note(aim_mfu_causal=aim, in_one_line=describe_figures(summarise_run(run), aim))
 
     item.__doc__ = f"{model}, {batch} × {length:,} tokens a pass, compile {compiled}."
     return item
 
 
 def whole_run(place: Place) -> None:
-    """The best setting found so far through the whole stage, as it is typed, with a save."""
-    model = "8b-wide" if shutil.disk_usage(place.work).free > _SAVED_BYTES else "1b"
+    """Measure the best setting so far without hooks: with the memory check and a save."""
+    model = "8b-wide" if shutil.disk_usage(place.work).free > _CHECKPOINT_BYTES else "1b"
     best = {"length": 8192, "batch": 2, "compile": place.size("on", "off"), "mfu": 0.0}
     results = place.out / "mfu.jsonl"
     for line in results.read_text().splitlines() if results.exists() else ():
         result = json.loads(line)
-        found = re.match(rf"{model}_(\d+)x(\d+)_compile_(\w+)", result["item"])
-        reached = result["figures"].get("run", {}).get("mfu_causal", 0.0)
-        if found and reached > best["mfu"]:
+        match = re.match(rf"{model}_(\d+)x(\d+)_compile_(\w+)", result["item"])
+        mfu = result["figures"].get("run", {}).get("mfu_causal", 0.0)
+        if match and mfu > best["mfu"]:
             best = {
-                "length": int(found[2]),
-                "batch": int(found[1]),
-                "compile": found[3],
-                "mfu": reached,
+                "length": int(match[2]),
+                "batch": int(match[1]),
+                "compile": match[3],
+                "mfu": mfu,
             }
     place.note(setting=best | {"model": model})
     began = time.monotonic()
-    run = measured(
+    run = run_measured(
         place,
         "whole",
         model,
@@ -155,7 +157,7 @@ def whole_run(place: Place) -> None:
         "--compile",
         best["compile"],
         steps=40,
-        hook="nothing",
+        hook="change_nothing",
         fresh=True,
     )
     place.note(
@@ -164,16 +166,16 @@ def whole_run(place: Place) -> None:
 
 
 def save_stall(place: Place) -> None:
-    """How long the steps wait for the first save in the background and for the second."""
-    every = place.size(20, 3)
-    run = measured(
+    """Note how long steps wait for the first and the second asynchronous save."""
+    ckpt_freq = place.size(20, 3)
+    run = run_measured(
         place,
         "saves",
-        part_of_1b(place),
+        find_part_of_1b(place),
         4096,
         4,
         "--ckpt-freq",
-        every,
+        ckpt_freq,
         "--ckpt-keep",
         2,
         "--compile",
@@ -181,7 +183,7 @@ def save_stall(place: Place) -> None:
         "--log-freq",
         1,
         steps=50,
-        hook="nothing",
+        hook="change_nothing",
     )
     lines = re.findall(r"(step \d+: sav.*)", run.printed)
     slowest = sorted(((row["time/total"], row["step"]) for row in run.rows), reverse=True)[:6]
@@ -189,13 +191,13 @@ def save_stall(place: Place) -> None:
     assert sum("training waited" in line for line in lines) >= 1, lines
 
 
-def part_of_1b(place: Place) -> Path:
-    """Return a model whose checkpoint takes 8 GB: three of them fit on a small disk."""
+def find_part_of_1b(place: Place) -> Path:
+    """Return the directory of a model whose checkpoint takes 8 GB; three fit on a small disk."""
     return place.model("1b", num_hidden_layers=place.size(6, 4))
 
 
 def first_step(place: Place) -> None:
-    """The seconds from Python alone and from the launcher to the line of the first step."""
+    """Note the seconds until the log line of the first step, with plain Python and the launcher."""
     python = {"fresh": True}
     launcher = {
         "command": [ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
@@ -203,11 +205,11 @@ def first_step(place: Place) -> None:
     }
     settings = [
         ("python", python, "off"),
-        *place.size(  # the item `launcher` rehearses the other
+        *place.size(  # the item `launcher` rehearses single_node.sh
             [("python", python, "on"), ("single_node.sh", launcher, "on")], []
         ),
     ]
-    for name, how, compiled in settings:
+    for name, launch_options, compiled in settings:
         began = time.monotonic()
         run = place.begin(
             f"{name}-{compiled}",
@@ -219,9 +221,9 @@ def first_step(place: Place) -> None:
             2,
             "--compile",
             compiled,
-            model=part_of_1b(place),
-            hook="nothing" if "command" in how else "save_nothing",
-            **how,
+            model=find_part_of_1b(place),
+            hook="change_nothing" if "command" in launch_options else "skip_saves",
+            **launch_options,
         )
         run.wait_for(1)
         place.note(**{f"{name}, compile {compiled}": time.monotonic() - began})
@@ -229,9 +231,9 @@ def first_step(place: Place) -> None:
 
 
 def profile(place: Place) -> None:
-    """A table of the dearest operations of two steps, kept beside the results."""
+    """Profile two steps; append the table of the slowest operations to profiles.txt."""
     for model in place.size(("8b-wide", "1b"), ("small",)):
-        run = measured(
+        run = run_measured(
             place,
             model,
             model,
@@ -243,12 +245,14 @@ def profile(place: Place) -> None:
             "7:8",
             steps=9,
         )
-        keep_table(place, model, run)
-        place.note(**{f"{model}, kernels by milliseconds": traces.dearest(traces.load(run))})
+        append_profile(place, model, run)
+        place.note(
+            **{f"{model}, kernels by milliseconds": traces.find_slowest(traces.load_trace(run))}
+        )
 
 
-def keep_table(place: Place, title: str, run: Stage) -> None:
-    """Append the profiler's table of a run to profiles.txt, beside the results."""
+def append_profile(place: Place, title: str, run: Stage) -> None:
+    """Append the profiler's table of a run to profiles.txt, in the directory of the results."""
     table = next((run.experiment / "profile").glob("*.txt")).read_text(encoding="utf-8")
     with (place.out / "profiles.txt").open("a", encoding="utf-8") as file:
         file.write(f"=== {title}\n{table}\n")

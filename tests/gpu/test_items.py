@@ -1,4 +1,4 @@
-"""The items of benchmarks/gpu.py: on the CPU with tiny sizes, and on a GPU as they are."""
+"""Run the items of benchmarks/gpu.py: in tiny sizes on the CPU, in full on a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.gpu import items, kit, machine
 from tests.gpu.items import ITEMS, Item
 from tests.gpu.place import Place
 
-# The settings of speed.mfu differ on a GPU alone.
-REHEARSED = [
+# The items of make_mfu_item differ only on a GPU, so one of them is enough.
+REHEARSED_ITEMS = [
     item.name
     for item in ITEMS
     if "_compile_" not in item.name or item.name == "8b-wide_2x8192_compile_off"
@@ -26,23 +26,23 @@ REHEARSED = [
 
 @pytest.fixture(scope="session")
 def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a kit of little text, without wheels."""
+    """Return a kit with little text and no wheels."""
     root = tmp_path_factory.mktemp("kit")
     texts = root / "texts"
     texts.mkdir()
     for number, path in enumerate(sorted((ROOT / "lib").glob("*/*.py"))):
         (texts / f"{number:03d}.py").write_bytes(path.read_bytes())
-    kit.make(
+    kit.make_kit(
         root / "gpu_kit",
-        lambda script, *given: run_stage(script, *given, cwd=root),
+        lambda script, *arguments: run_stage(script, *arguments, cwd=root),
         texts,
         wheels=False,
     )
     return root / "gpu_kit"
 
 
-def results(out: Path) -> dict[str, dict]:
-    """Return the results that were written, by item."""
+def read_results(out: Path) -> dict[str, dict]:
+    """Return the written results, by item."""
     return {
         result["item"]: result
         for path in out.glob("*.jsonl")
@@ -51,8 +51,8 @@ def results(out: Path) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REHEARSED)
-def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", REHEARSED_ITEMS)
+def test_each_item_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
     run_stage(
         "benchmarks/gpu.py",
         "--rehearse",
@@ -65,7 +65,7 @@ def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
         cwd=tmp_path,
         expect=None,
     )
-    result = results(tmp_path)[name]
+    result = read_results(tmp_path)[name]
     assert result["rehearsed"] and result["machine"]["torch"]
     if result["outcome"] == "not here":
         pytest.skip(result["error"])
@@ -74,7 +74,7 @@ def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [item.name for item in ITEMS if item.command == "correctness"])
-def test_each_holds_on_a_gpu(tmp_path: Path, name: str) -> None:
+def test_each_item_passes_on_a_gpu(tmp_path: Path, name: str) -> None:
     if not machine.has_gpu():
         pytest.skip("There is no GPU here.")
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
@@ -83,7 +83,7 @@ def test_each_holds_on_a_gpu(tmp_path: Path, name: str) -> None:
         env=environment,
         cwd=ROOT,
     )
-    result = results(tmp_path)[name]
+    result = read_results(tmp_path)[name]
     if result["outcome"] == "not here":
         pytest.skip(result["error"])
     assert result["outcome"] == "passed", result["error"]
@@ -92,45 +92,50 @@ def test_each_holds_on_a_gpu(tmp_path: Path, name: str) -> None:
 def test_names_are_unique_and_every_item_has_a_call() -> None:
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert {item.command for item in ITEMS} == {"correctness", "mfu", "rest"}
-    assert {item.call for item in ITEMS if item.gpus == 1} == set(items.SINGLE)
-    assert not [item.name for item in ITEMS if item.gpus > 1 and item.call in items.SINGLE]
+    assert {item.call for item in ITEMS if item.gpus == 1} == set(items.SINGLE_GPU_CALLS)
+    assert not [
+        item.name for item in ITEMS if item.gpus > 1 and item.call in items.SINGLE_GPU_CALLS
+    ]
     assert ITEMS[0].name == "ready" and ITEMS[0].alone
 
 
-def test_each_call_fits_ten_minutes_and_those_for_one_gpu_forty() -> None:
+def test_each_call_takes_ten_minutes_at_most_and_all_for_one_gpu_forty() -> None:
     estimates = {
-        call: items.estimate(items.select(("correctness", "mfu", "rest"), call=call))
+        call: items.estimate_seconds(items.select_items(("correctness", "mfu", "rest"), call=call))
         for call in sorted({item.call for item in ITEMS})
     }
     assert max(estimates.values()) <= items.CALL_S
-    assert sum(estimates[call] for call in items.SINGLE) <= 40 * 60
-    assert items.estimate(items.select(("correctness", "mfu", "rest"), "adapters,fp8")) == 295
+    assert sum(estimates[call] for call in items.SINGLE_GPU_CALLS) <= 40 * 60
+    assert (
+        items.estimate_seconds(items.select_items(("correctness", "mfu", "rest"), "adapters,fp8"))
+        == 295
+    )
 
 
-def test_the_calls_in_the_results_are_those_of_the_kit() -> None:
+def test_the_page_of_results_lists_all_calls_and_items() -> None:
     text = (ROOT / "benchmarks/results/gpu.md").read_text(encoding="utf-8")
-    assert items.calls_table() in text, "python benchmarks/gpu.py --list-calls prints the table"
+    assert items.format_calls() in text, "python benchmarks/gpu.py --list-calls prints the table"
     tables = text.split("## Correctness")[1]
     assert not [item.name for item in ITEMS if f"`{item.name}`" not in tables]
 
 
 def test_names_and_calls_that_do_not_exist_are_errors() -> None:
     with pytest.raises(ValueError, match="no item is called b, c"):
-        items.select(("rest",), "c,b,fp8")
+        items.select_items(("rest",), "c,b,fp8")
     with pytest.raises(ValueError, match="there is no call 99"):
-        items.select(("rest",), call=99)
+        items.select_items(("rest",), call=99)
 
 
-WITH_ODD_ITEMS = f"""
+ODD_ITEMS_SCRIPT = f"""
 import runpy, sys
 sys.path.insert(0, "{ROOT}")
-from tests.gpu.test_items import odd_items
-odd_items(sys.argv.pop(1))
+from tests.gpu.test_items import use_odd_items
+use_odd_items(sys.argv.pop(1))
 runpy.run_path("{ROOT}/benchmarks/gpu.py", run_name="__main__")
 """
 
 
-WITHOUT = """
+HIDE_PACKAGES = """
 from importlib.machinery import PathFinder
 LACKING = {"datasets", "pyarrow", "orjson", "gigatoken", "tensorboard", "matplotlib"}
 found = PathFinder.find_spec
@@ -139,8 +144,8 @@ PathFinder.find_spec = staticmethod(lambda name, *where:
 """
 
 
-def odd_items(kind: str) -> None:
-    """Replace the real items by items with every outcome, or by items that wait."""
+def use_odd_items(kind: str) -> None:
+    """Replace the items: by one for each outcome, by some that wait, or by one that passes."""
 
     def fails(place: Place) -> None:
         place.note(seen=1)
@@ -167,20 +172,24 @@ def odd_items(kind: str) -> None:
         time.sleep(1.5)
         place.note(ended=time.monotonic())
 
-    ends = [
-        Item(run.__name__, run, "rest", 1, -14 if run is hangs else 15)  # a limit of 2 s for it
+    outcome_items = [
+        Item(run.__name__, run, "rest", 1, -14 if run is hangs else 15)  # which limits it to 2 s
         for run in (fails, dies, hangs, lacks, refuses, passes)
     ]
-    together = [
+    waiting_items = [
         Item(f"{name}", waits, "rest", 1, 15, alone=name == "alone")
         for name in ("one", "two", "three", "alone", "last")
     ]
-    items.ITEMS[:] = {"ends": ends, "together": together, "passes": ends[-1:]}[kind]
+    items.ITEMS[:] = {
+        "ends": outcome_items,
+        "together": waiting_items,
+        "passes": outcome_items[-1:],
+    }[kind]
 
 
-def run_odd(kind: str, out: Path, *options: object, expect: int) -> str:
-    """Run odd items, which need nothing of a kit, and return what was printed."""
-    (out / "odd.py").write_text(WITH_ODD_ITEMS)
+def run_odd_items(kind: str, out: Path, *options: object, expect: int) -> str:
+    """Run items of `use_odd_items`, which need no kit, and return the output."""
+    (out / "odd.py").write_text(ODD_ITEMS_SCRIPT)
     (out / "kit/models").mkdir(parents=True)
     return run_stage(
         str(out / "odd.py"),
@@ -197,10 +206,10 @@ def run_odd(kind: str, out: Path, *options: object, expect: int) -> str:
     ).stdout
 
 
-def test_one_that_ends_badly_stops_no_other(tmp_path: Path) -> None:
-    printed = run_odd("ends", tmp_path, expect=1)
-    found = results(tmp_path)
-    assert {name: result["outcome"] for name, result in found.items()} == {
+def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    printed = run_odd_items("ends", tmp_path, expect=1)
+    by_item = read_results(tmp_path)
+    assert {name: result["outcome"] for name, result in by_item.items()} == {
         "fails": "failed",
         "dies": "failed",
         "hangs": "too slow",
@@ -209,9 +218,11 @@ def test_one_that_ends_badly_stops_no_other(tmp_path: Path) -> None:
         "passes": "passed",
     }
     assert "1 passed, 2 failed, 1 too slow, 2 not here, 0 not run; " in printed.splitlines()[-1]
-    assert found["fails"]["figures"] == {"seen": 1} and "as it should" in found["fails"]["error"]
-    assert "7" in found["dies"]["error"] and found["lacks"]["error"] == "a second GPU"
-    assert "not in this version: unknown option --no-such-option" in found["refuses"]["error"]
+    assert (
+        by_item["fails"]["figures"] == {"seen": 1} and "as it should" in by_item["fails"]["error"]
+    )
+    assert "7" in by_item["dies"]["error"] and by_item["lacks"]["error"] == "a second GPU"
+    assert "not in this version: unknown option --no-such-option" in by_item["refuses"]["error"]
     assert "as it should" in (tmp_path / "rest.log").read_text()
     assert not [
         path
@@ -220,11 +231,11 @@ def test_one_that_ends_badly_stops_no_other(tmp_path: Path) -> None:
     ]
 
 
-def test_items_run_beside_each_other_but_for_those_that_measure(tmp_path: Path) -> None:
-    run_odd("together", tmp_path, "--jobs", 2, expect=0)
+def test_items_run_at_the_same_time_unless_they_must_run_alone(tmp_path: Path) -> None:
+    run_odd_items("together", tmp_path, "--jobs", 2, expect=0)
     spans = {
         name: (result["figures"]["began"], result["figures"]["ended"])
-        for name, result in results(tmp_path).items()
+        for name, result in read_results(tmp_path).items()
     }
 
     def overlap(one: str, other: str) -> bool:
@@ -236,11 +247,11 @@ def test_items_run_beside_each_other_but_for_those_that_measure(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("seconds", "expect"), [(5, 3), (60, 0)])
-def test_what_there_is_no_time_for_is_not_run_and_the_exit_code_says_so(
+def test_an_item_without_enough_time_is_not_run_and_the_exit_code_says_so(
     tmp_path: Path, seconds: int, expect: int
 ) -> None:
-    printed = run_odd("passes", tmp_path, "--deadline", seconds, expect=expect)
-    (result,) = results(tmp_path).values()
+    printed = run_odd_items("passes", tmp_path, "--deadline", seconds, expect=expect)
+    (result,) = read_results(tmp_path).values()
     assert result["outcome"] == ("not run" if expect else "passed")
     assert not expect or result["error"].startswith("no time: ")
     passed = int(not expect)
@@ -248,11 +259,9 @@ def test_what_there_is_no_time_for_is_not_run_and_the_exit_code_says_so(
 
 
 @pytest.mark.slow
-def test_a_prepared_store_is_enough_for_an_image_without_these_packages(
-    small_kit: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
-    done = subprocess.run(
+def test_the_kit_works_in_an_image_without_some_packages(small_kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE_PACKAGES)
+    result = subprocess.run(
         [
             sys.executable,
             ROOT / "benchmarks/gpu.py",
@@ -269,10 +278,10 @@ def test_a_prepared_store_is_enough_for_an_image_without_these_packages(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed, 0 failed, 0 not run" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "3 passed, 0 failed, 0 not run" in result.stdout
 
 
 def test_without_a_kit_the_error_says_how_to_make_one(tmp_path: Path) -> None:
-    done = run_stage("benchmarks/gpu.py", "--kit", tmp_path, cwd=tmp_path, expect=2)
-    assert "make gpu-kit" in done.stderr
+    result = run_stage("benchmarks/gpu.py", "--kit", tmp_path, cwd=tmp_path, expect=2)
+    assert "make gpu-kit" in result.stderr

@@ -1,4 +1,4 @@
-"""Parts of the kit whose errors a rehearsal on a CPU would not show."""
+"""Test the parts of the kit whose errors a rehearsal on a CPU would not show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.place import NotHere, Place, Stage
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Return a place on the CPU with the configurations of a kit and nothing else."""
+    """Return a place on the CPU whose kit contains only the models' configurations."""
     for name in ("small", "8b-wide"):
         kit._save_model(tmp_path / "kit/models" / name, *kit._MODELS[name])
     for name in ("work", "out"):
@@ -27,10 +27,10 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "kit", tmp_path / "work", tmp_path / "out", "cpu")
 
 
-def test_weights_are_drawn_without_this_process_using_the_gpu(
+def test_weights_are_initialised_without_this_process_using_the_gpu(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has used the GPU cannot fork stages that use it."""
+    """A process that has used the GPU cannot fork stages that use the GPU."""
     log = tmp_path / "initialised"
 
     def record() -> None:
@@ -40,13 +40,13 @@ def test_weights_are_drawn_without_this_process_using_the_gpu(
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", record)
     place.device = "cuda"
-    with pytest.raises(AssertionError, match="drawing weights for small ended by 1"):
+    with pytest.raises(AssertionError, match="initialising weights for small ended with 1"):
         place.with_weights("small")
     pids = set(map(int, log.read_text().split()))
     assert pids and os.getpid() not in pids
 
 
-def test_weights_are_those_of_a_seed_and_can_be_loaded(place: Place) -> None:
+def test_weights_depend_on_the_seed_alone_and_can_be_loaded(place: Place) -> None:
     from transformers import AutoModelForCausalLM
 
     first = AutoModelForCausalLM.from_pretrained(place.with_weights("small"))
@@ -68,23 +68,23 @@ def test_a_process_that_has_used_the_gpu_forks_no_stage(
 def test_the_kit_asks_pip_for_pinned_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what pip does with a network is left out."""
+    """A stand-in replaces the download by pip."""
     from launch.bundles import wheelhouse
 
-    asked = []
+    requested = []
 
-    def download(place: Path, lists: list[str], *_: object, **__: object) -> None:
-        asked.extend((place / name).read_text() for name in lists)
-        with zipfile.ZipFile(place / "xxhash-1-py3-none-any.whl", "w") as wheel:
+    def download(directory: Path, lists: list[str], *_: object, **__: object) -> None:
+        requested.extend((directory / name).read_text() for name in lists)
+        with zipfile.ZipFile(directory / "xxhash-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr("xxhash-1.dist-info/METADATA", "Name: xxhash\nVersion: 1\n")
 
     monkeypatch.setattr(wheelhouse, "_download", download)
     kit._fetch_wheels(tmp_path)
-    assert [line.partition("==")[0] for line in asked[0].splitlines()] == list(kit._WHEELS)
+    assert [line.partition("==")[0] for line in requested[0].splitlines()] == list(kit._WHEELS)
     assert len([*tmp_path.glob("wheelhouse/*/*.whl")]) == 1
 
 
-SPIED = f"""
+SPYING_HOOKS = f"""
 import multiprocessing.process as process, sys
 sys.path.insert(0, "{ROOT}")
 from tests.gpu import hooks
@@ -92,11 +92,11 @@ from tests.gpu import hooks
 def spy():
     from lib.planning import memory_check
     start = process.BaseProcess.start
-    def told(self):
+    def start_and_print(self):
         print("started", self._target.__module__, self._target.__name__, flush=True)
         start(self)
-    process.BaseProcess.start = told
-    memory_check._DOUBT = 10**6  # no run is clear without a trace
+    process.BaseProcess.start = start_and_print
+    memory_check._DOUBT = 10**6  # no run fits so clearly that nothing is traced
 
 hooks.spy = spy
 hooks.main(*sys.argv[1:])
@@ -105,8 +105,8 @@ hooks.main(*sys.argv[1:])
 
 @pytest.mark.slow
 def test_speed_items_start_no_process_that_traces_memory(place: Place, tmp_path: Path) -> None:
-    """Without the hook two processes trace: one whether a run fits, one what it takes."""
-    (tmp_path / "spied.py").write_text(SPIED)
+    """Without the hook two processes trace: one for the check of memory, one for the estimate."""
+    (tmp_path / "spied.py").write_text(SPYING_HOOKS)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("A few words, again and again. " * 200)
     run_stage(
@@ -117,9 +117,9 @@ def test_speed_items_start_no_process_that_traces_memory(place: Place, tmp_path:
         tmp_path / "data",
         cwd=tmp_path,
     )
-    model = place.model("small", vocab_size=80_000)  # of more than 20 million parameters
+    model = place.model("small", vocab_size=80_000)  # more than 20 million parameters
     started = {}
-    for hook in ("save_nothing", "measure"):
+    for hook in ("skip_saves", "skip_saves_and_memory_check"):
         printed = run_stage(
             str(tmp_path / "spied.py"),
             f"{hook}+spy",
@@ -140,14 +140,14 @@ def test_speed_items_start_no_process_that_traces_memory(place: Place, tmp_path:
             cwd=tmp_path,
         ).stdout
         started[hook] = [line for line in printed.splitlines() if line.startswith("started")]
-    assert {line.split()[1] for line in started["save_nothing"]} == {
+    assert {line.split()[1] for line in started["skip_saves"]} == {
         "lib.planning.child_process",
         "lib.planning.memory",
     }
-    assert not started["measure"]
+    assert not started["skip_saves_and_memory_check"]
 
 
-def test_a_hook_for_what_is_no_longer_there_is_an_error() -> None:
+def test_a_hook_that_replaces_a_missing_name_is_an_error() -> None:
     from tests.gpu import hooks
 
     with pytest.raises(AttributeError):
@@ -159,16 +159,16 @@ def test_no_compiler_and_no_header_are_reported(
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no C compiler" in machine.lacks_compiler()
+    assert "there is no C compiler" in machine.describe_missing_compiler()
     monkeypatch.setenv("CC", "gcc")
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert f"there is no {tmp_path}/Python.h" in machine.lacks_compiler()
+    assert f"there is no {tmp_path}/Python.h" in machine.describe_missing_compiler()
 
 
 def test_the_first_item_says_in_one_line_what_is_missing(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Here it finds no driver and nothing to compile for."""
+    """This machine has no driver, no compiler, and no GPU to compile for."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     place.device = "cuda"
@@ -186,26 +186,28 @@ def test_the_first_item_says_in_one_line_what_is_missing(
 
 
 @pytest.mark.parametrize("lacks", [True, False])
-def test_what_cannot_be_compiled_without_a_compiler_is_not_here(
+def test_a_run_that_fails_without_a_compiler_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool
 ) -> None:
-    """With one it is a failure."""
+    """With a compiler the same error is a failure."""
 
     class Ended:
         pid = 0
         exitcode = 2
 
-    monkeypatch.setattr(machine, "lacks_compiler", lambda: "no Python.h" if lacks else "")
+    monkeypatch.setattr(
+        machine, "describe_missing_compiler", lambda: "no Python.h" if lacks else ""
+    )
     (tmp_path / "log").write_text("error: the model cannot be compiled here\n  found: …")
     with pytest.raises(NotHere if lacks else AssertionError, match=r"no Python\.h|exit code 2"):
         Stage(Ended(), tmp_path, tmp_path / "log").ended()
 
 
-def test_an_item_that_the_deadline_ends_is_not_run(
+def test_an_item_ended_by_the_deadline_counts_as_not_run(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not used up its own limit, so it is not too slow either."""
-    monkeypatch.setattr(runner, "_SHORTEST_S", 0.0)
+    """The item has not used up its own limit, so it is not too slow."""
+    monkeypatch.setattr(runner, "_MIN_TIME_LEFT_S", 0.0)
     monkeypatch.setattr(items, "ITEMS", [Item("waits", lambda place: time.sleep(60), "rest", 1, 9)])
     session = runner.Session(place, {}, time.monotonic() + 1)
     assert runner.run_items(items.ITEMS, session) == {"not run": 1}
@@ -223,10 +225,10 @@ def test_an_item_that_the_deadline_ends_is_not_run(
     ],
 )
 def test_the_exit_code_is_that_of_the_worst_outcome(outcomes: dict[str, int], code: int) -> None:
-    assert runner.exit_code(Counter(outcomes)) == code
+    assert runner.choose_exit_code(Counter(outcomes)) == code
 
 
-def kernel(name: str, begin: float, end: float, correlation: int = 0) -> traces.Event:
+def make_kernel(name: str, begin: float, end: float, correlation: int = 0) -> traces.Event:
     return {
         "cat": "kernel",
         "name": name,
@@ -238,18 +240,18 @@ def kernel(name: str, begin: float, end: float, correlation: int = 0) -> traces.
 
 def test_communication_is_exposed_where_no_other_kernel_runs() -> None:
     events = [
-        kernel("ncclDevKernel_AllGather", 0, 1000),
-        kernel("ncclDevKernel_Reduce", 900, 2000),
-        kernel("gemm", 500, 800),
-        kernel("triton_add", 700, 1500),
-        kernel("gemm", 3000, 4000),
+        make_kernel("ncclDevKernel_AllGather", 0, 1000),
+        make_kernel("ncclDevKernel_Reduce", 900, 2000),
+        make_kernel("gemm", 500, 800),
+        make_kernel("triton_add", 700, 1500),
+        make_kernel("gemm", 3000, 4000),
         {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 9000},
     ]
-    assert traces.communication(events) == (2.0, 1.0)
-    assert traces.communication([kernel("gemm", 0, 10)]) == (0.0, 0.0)
+    assert traces.measure_communication(events) == (2.0, 1.0)
+    assert traces.measure_communication([make_kernel("gemm", 0, 10)]) == (0.0, 0.0)
 
 
-def test_kernels_are_those_that_were_launched_within_a_range() -> None:
+def test_only_kernels_launched_within_a_range_are_found() -> None:
     def launch(at: float, correlation: int) -> traces.Event:
         return {
             "cat": "cuda_runtime",
@@ -264,13 +266,13 @@ def test_kernels_are_those_that_were_launched_within_a_range() -> None:
         launch(5, 1),
         launch(12, 2),
         launch(25, 3),
-        kernel("before", 6, 7, 1),
-        kernel("within", 30, 31, 2),
-        kernel("after", 40, 41, 3),
+        make_kernel("before", 6, 7, 1),
+        make_kernel("within", 30, 31, 2),
+        make_kernel("after", 40, 41, 3),
     ]
-    found = traces.launched_within(events, "Optimizer.step")
-    assert [event["name"] for event in found] == ["within"]
-    assert traces.dearest(events, 1) == {"before": 0.001}
+    kernels = traces.find_launched_kernels(events, "Optimizer.step")
+    assert [event["name"] for event in kernels] == ["within"]
+    assert traces.find_slowest(events, 1) == {"before": 0.001}
 
 
 @pytest.mark.parametrize(
@@ -289,9 +291,9 @@ def test_the_estimate_of_a_compiled_run_is_bounded_too(
     place: Place, ratio: float, compiled: bool, near: bool
 ) -> None:
     place.device = "cuda"
-    assert memory.is_near(place, ratio, compiled) == near
+    assert memory.is_estimate_near(place, ratio, compiled) == near
 
 
 def test_four_ranks_are_also_sharded_in_pairs() -> None:
-    assert [*several.sharding(2).values()] == [(), ("--shard-size", 1)]
-    assert ("--shard-size", 2) in several.sharding(4).values()
+    assert [*several.sharding_options(2).values()] == [(), ("--shard-size", 1)]
+    assert ("--shard-size", 2) in several.sharding_options(4).values()

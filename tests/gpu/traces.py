@@ -1,6 +1,6 @@
-"""Read a trace of the profiler: kernels, who launched them, and exposed communication.
+"""Read a profiler trace: kernels, the ranges that launched them, and exposed communication.
 
-Times are microseconds, as in the trace.
+Times in events are microseconds.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 Event = dict[str, Any]
 
 
-def load(run: Stage) -> list[Event]:
-    """Return the events that rank 0 recorded."""
+def load_trace(run: Stage) -> list[Event]:
+    """Return the events in the trace of rank 0."""
     path = next((run.experiment / "profile").glob("rank_00000*.json.gz"))
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 
 
-def kernels(events: Iterable[Event]) -> list[Event]:
+def find_kernels(events: Iterable[Event]) -> list[Event]:
     """Return the kernels that ran on a GPU."""
     return [event for event in events if event.get("cat") == "kernel"]
 
 
-def milliseconds(events: Iterable[Event]) -> float:
-    """Return how long events took together."""
+def sum_milliseconds(events: Iterable[Event]) -> float:
+    """Return the sum of the durations of events."""
     return sum(event["dur"] for event in events) / 1000
 
 
-def dearest(events: Iterable[Event], count: int = 15) -> dict[str, float]:
-    """Return the milliseconds of the kernels that took longest, by name."""
-    spent = Counter[str]()
-    for event in kernels(events):
-        spent[event["name"][:100]] += event["dur"]
-    return {name: round(taken / 1000, 3) for name, taken in spent.most_common(count)}
+def find_slowest(events: Iterable[Event], count: int = 15) -> dict[str, float]:
+    """Return the milliseconds of the kernels that took longest in total, by name."""
+    microseconds = Counter[str]()
+    for event in find_kernels(events):
+        microseconds[event["name"][:100]] += event["dur"]
+    return {name: round(total / 1000, 3) for name, total in microseconds.most_common(count)}
 
 
-def launched_within(events: list[Event], annotation: str) -> list[Event]:
-    """Return the kernels that the host launched within ranges whose name begins with `name`."""
+def find_launched_kernels(events: list[Event], annotation: str) -> list[Event]:
+    """Return the kernels launched within the ranges whose name begins with `annotation`."""
     ranges = [
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -58,38 +58,40 @@ def launched_within(events: list[Event], annotation: str) -> list[Event]:
         and any(begin <= event["ts"] <= end for begin, end in ranges)
     }
     return [
-        event for event in kernels(events) if event.get("args", {}).get("correlation") in launched
+        event
+        for event in find_kernels(events)
+        if event.get("args", {}).get("correlation") in launched
     ]
 
 
-def communication(events: Iterable[Event]) -> tuple[float, float]:
-    """Return the milliseconds of NCCL's kernels, and those in which no other kernel runs.
+def measure_communication(events: Iterable[Event]) -> tuple[float, float]:
+    """Return the milliseconds of NCCL's kernels, and the exposed part of them.
 
-    The second are exposed: the GPU waits for other ranks.
+    Exposed is the time in which no other kernel runs: the GPU waits for other ranks.
     """
     nccl = []
     others = []
-    for event in kernels(events):
+    for event in find_kernels(events):
         spans = nccl if "nccl" in event["name"].lower() else others
         spans.append((event["ts"], event["ts"] + event["dur"]))
-    busy = _union(nccl)
-    beside = _union(others)
-    both = sum(
-        max(0.0, min(end, other_end) - max(begin, other))
-        for begin, end in busy
-        for other, other_end in beside
-        if other < end and other_end > begin
+    nccl_spans = _merge_spans(nccl)
+    other_spans = _merge_spans(others)
+    overlap = sum(
+        max(0.0, min(nccl_end, other_end) - max(nccl_begin, other_begin))
+        for nccl_begin, nccl_end in nccl_spans
+        for other_begin, other_end in other_spans
+        if other_begin < nccl_end and other_end > nccl_begin
     )
-    total = sum(end - begin for begin, end in busy)
-    return total / 1000, (total - both) / 1000
+    total = sum(nccl_end - nccl_begin for nccl_begin, nccl_end in nccl_spans)
+    return total / 1000, (total - overlap) / 1000
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans without overlaps, in order."""
-    joined: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            joined.append((begin, end))
-    return joined
+            merged.append((begin, end))
+    return merged

@@ -21,10 +21,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     for layers in (2, 8):
         root = tmp_path_factory.mktemp(f"layers{layers}")
         model = root / "model"
-        benchmark.measured("make", model, layers=layers)
-        load = benchmark.measured("ours", model, benchmark.RANKS)
-        benchmark.measured("checkpoint", model, benchmark.RANKS)
-        export = benchmark.measured("export", model, out=root / "out", dtype="bfloat16")
+        benchmark.run_role("make", model, layers=layers)
+        load = benchmark.run_role("ours", model, benchmark.RANKS)
+        benchmark.run_role("checkpoint", model, benchmark.RANKS)
+        export = benchmark.run_role("export", model, out=root / "out", dtype="bfloat16")
         found[layers] = {
             "bytes": benchmark.weight_bytes(model),
             "load": load,
