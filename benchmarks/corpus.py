@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.parts import limits, processes
 from benchmarks.parts.processes import ROOT
-from tests.process_tree import resident, tree
+from tests.process_tree import list_descendants, resident_bytes
 
 _MB = 1_000_000
 _DATASETS_SCRIPT = """
@@ -105,8 +105,8 @@ class ProcessWatch(threading.Thread):
     def run(self) -> None:
         """Measure every 20 ms until `stop`."""
         while not self._ended.wait(0.02):
-            processes = list(tree(self._pid))
-            self._peak = max(self._peak, sum(map(resident, processes)))
+            processes = list(list_descendants(self._pid))
+            self._peak = max(self._peak, sum(map(resident_bytes, processes)))
             self._cpu |= {pid: cpu for pid in processes if (cpu := _read_cpu_seconds(pid))}
 
     def stop(self) -> tuple[int, float]:
@@ -278,9 +278,9 @@ def measure_stage_01(source: Path, work: Path, repeat: int) -> None:
     print(
         f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
         f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "
-        f"mkdir takes {mkdir_seconds * 1e6:.0f} µs and link {link_seconds * 1e6:.0f} µs here, so the "
-        f"{20 * directories:,} directories alone take {20 * directories * mkdir_seconds:.2f} s and "
-        f"the links {files * link_seconds:.2f} s of one core"
+        f"mkdir takes {mkdir_seconds * 1e6:.0f} µs and link {link_seconds * 1e6:.0f} µs here, so "
+        f"the {20 * directories:,} directories alone take {20 * directories * mkdir_seconds:.2f} s "
+        f"and the links {files * link_seconds:.2f} s of one core"
     )
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading alone, mostly of one small tensor, with all that is saved set by the step."""
+"""Save and load checkpoints without a trainer, mostly of one tensor whose values are the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lib.optim import registry
 _CPU = torch.device("cpu")
 
 
-def _group() -> dist.ProcessGroup:
+def _start_group() -> dist.ProcessGroup:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -30,34 +30,34 @@ def _group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and its optimizer, all of whose tensors hold a value."""
+def _make_model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer; all elements of their tensors have one value."""
     model = nn.Linear(4, 3, bias=False)
     optimizer = registry.build_optimizer(
         "adamw", model, 1e-3, registry.AdamWOptions(weight_decay=0.0)
     )
     with torch.no_grad():
-        for tensor in _tensors(model, optimizer).values():
+        for tensor in _name_tensors(model, optimizer).values():
             tensor.fill_(value)
     return model, optimizer
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return contents.name_tensors(model, registry.named_states(model, optimizer))
 
 
-def save(directory: str, first: str, last: str) -> None:
-    """Save the steps from `first` to `last`, and keep two after each."""
+def save_steps(directory: str, first: str, last: str) -> None:
+    """Save the steps from `first` to `last`, keeping the two newest."""
     checkpoints = Path(directory)
-    group = _group()
+    group = _start_group()
     for step in range(int(first), int(last) + 1):
-        model, optimizer = _model(step)
+        model, optimizer = _make_model(step)
         torch.manual_seed(step)
         write_snapshot(
             checkpoints,
             Snapshot(
                 step,
-                _tensors(model, optimizer),
+                _name_tensors(model, optimizer),
                 get_random_states(_CPU),
                 {"step": step, "seed": 0},
                 {"options": {}},
@@ -69,26 +69,29 @@ def save(directory: str, first: str, last: str) -> None:
 
 
 def load_each(parent: str) -> None:
-    """Print `<name> <step>` per directory in another; fail if a tensor is of a different step."""
-    group = _group()
+    """Load the newest checkpoint of each directory in `parent`; print `loaded <name> <step>`.
+
+    Raises AssertionError if a tensor is from another step.
+    """
+    group = _start_group()
     for checkpoints in sorted(Path(parent).iterdir()):
         commit.delete_leftovers(checkpoints)
         checkpoint = search.find_newest_valid(checkpoints, group, lambda step, why: None)
-        model, optimizer = _model(-1)
+        model, optimizer = _make_model(-1)
         torch.manual_seed(0)
-        tensors = _tensors(model, optimizer)
+        tensors = _name_tensors(model, optimizer)
         record = checkpoint.record()
         load_snapshot(checkpoint, tensors, record, _CPU, group)
-        drawn = torch.rand(3)
+        random_values = torch.rand(3)
         torch.manual_seed(checkpoint.step)
         values = torch.cat([tensor.flatten() for tensor in tensors.values()]).unique().tolist()
         assert values == [checkpoint.step] and record["step"] == checkpoint.step
-        assert torch.equal(drawn, torch.rand(3))
+        assert torch.equal(random_values, torch.rand(3))
         print(f"loaded {checkpoints.name} {checkpoint.step}")
 
 
 def load_and_save(model_dir: str, source: str, target: str) -> None:
-    """Load a checkpoint into a model sharded over these ranks, and save what is there."""
+    """Load a checkpoint into a model sharded over these ranks, and save it again."""
     from lib.core.paths import step_of
     from lib.models import architecture
     from lib.optim import registry
@@ -101,7 +104,7 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     parallelize.materialise(model, layout.device, False)
     adamw = registry.build_optimizer("adamw", model, 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
-    tensors = _tensors(model, adamw)
+    tensors = _name_tensors(model, adamw)
     record = checkpoint.record()
     load_snapshot(checkpoint, tensors, record, layout.device, layout.control)
     write_snapshot(

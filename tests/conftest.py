@@ -1,4 +1,4 @@
-"""What every test may use: stages as subprocesses, and a guard against real network traffic."""
+"""Fixtures and functions for all tests: stages as processes, and a guard against the network."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests import forks
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
 os.environ["PYTHONPATH"] = str(_GUARD)
-_AT_FIRST = dict(os.environ)
+_INITIAL_ENVIRONMENT = dict(os.environ)
 
-# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C.
+# If a shell starts the tests in the background, they and their child processes ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One core for each process of pytest -n, and for all it starts: as many threads as cores in each of
-# several processes wait for each other most of the time.
+# Under pytest -n each worker and its child processes use one core: if each of several processes had
+# as many threads as cores, the threads would mostly wait for each other.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
@@ -49,26 +49,26 @@ pytest_plugins = [
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
-    """Undo what lib/ puts into the environment of this process when a test calls it.
+def restore_environment():
+    """Restore the environment variables that lib/ has set in this process during a test.
 
-    In another environment than at first, run_stage cannot fork, and takes seconds for each stage.
+    In a changed environment run_stage cannot fork, and each stage takes seconds longer.
     """
     yield
-    for name in os.environ.keys() | _AT_FIRST.keys():
+    for name in os.environ.keys() | _INITIAL_ENVIRONMENT.keys():
         if not name.startswith("PYTEST_"):
-            if name not in _AT_FIRST:
+            if name not in _INITIAL_ENVIRONMENT:
                 del os.environ[name]
-            elif os.environ.get(name) != _AT_FIRST[name]:
-                os.environ[name] = _AT_FIRST[name]
+            elif os.environ.get(name) != _INITIAL_ENVIRONMENT[name]:
+                os.environ[name] = _INITIAL_ENVIRONMENT[name]
 
 
 @pytest.fixture(autouse=True)
-def unchanged_masks() -> Iterator[None]:
-    """Restore the function by which transformers finds packed documents after each test.
+def restore_masks() -> Iterator[None]:
+    """After each test, restore the function by which transformers finds packed documents.
 
-    `attention.avoid_device_reads` replaces it for the whole process, which in stage 04 trains one
-    model. Later tests compare with plain models of transformers.
+    `attention.avoid_device_reads` replaces it for the whole process. Stage 04 trains one model per
+    process, but here later tests compare with plain models of transformers.
     """
     masking = sys.modules.get("transformers.masking_utils")
     original = masking and masking.find_packed_sequence_indices
@@ -79,32 +79,34 @@ def unchanged_masks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return an iterator over files that do not exist: a directory per test would be slow."""
+    """Return an iterator over paths of new files; a directory per test would be slow."""
     folder = tmp_path_factory.mktemp("network")
     return (folder / f"connections_{number}.txt" for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def no_foreign_sockets(as_it_was: None, reports: Iterator[Path], monkeypatch: pytest.MonkeyPatch):
-    """Fail a test when one of its Python processes connects beyond this machine."""
+def forbid_foreign_connections(
+    restore_environment: None, reports: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Fail a test if one of its Python processes connects to another machine."""
     report = next(reports)
     monkeypatch.setenv("NETWORK_GUARD_REPORT", str(report))
     yield
     if report.exists():
-        pytest.fail(f"connected beyond this machine:\n{report.read_text()}")
+        pytest.fail(f"connected to another machine:\n{report.read_text()}")
 
 
 @pytest.fixture
 def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that has the disk fail so many of the next reads of raw text."""
-    left = [0]
+    """Return a function that makes the next N reads of raw text fail."""
+    failures_left = [0]
 
-    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def read(file: io.FileIO, *more: Any) -> Any:
-            if left[0]:
-                left[0] -= 1
+    def fail_or_call(read_method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(file: io.FileIO, *arguments: Any) -> Any:
+            if failures_left[0]:
+                failures_left[0] -= 1
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(file, *more)
+            return read_method(file, *arguments)
 
         return read
 
@@ -115,16 +117,16 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         SimpleNamespace(
             FileIO=SimpleNamespace(
                 __init__=io.FileIO.__init__,
-                readinto=failing(io.FileIO.readinto),
-                readall=failing(io.FileIO.readall),
+                readinto=fail_or_call(io.FileIO.readinto),
+                readall=fail_or_call(io.FileIO.readall),
             )
         ),
     )
-    return lambda times: left.__setitem__(0, times)
+    return lambda times: failures_left.__setitem__(0, times)
 
 
 def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
-    """Return the command line of a stage; ranks > 0 starts it through torchrun."""
+    """Return the command line of a stage. ranks: start so many with torchrun, if not 0."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *(torchrun if ranks else []), str(ROOT / script), *map(str, arguments)]
 
@@ -140,30 +142,30 @@ def run_stage(
     fresh: bool = False,
     before: str = "",
 ) -> subprocess.CompletedProcess:
-    """Run a stage in a directory, assert its exit code (None: any) and return what it printed.
+    """Run a stage in a directory, assert its exit code (None: any) and return its result.
 
-    ranks > 0: that many ranks; returns 1 for any failure, as torchrun does. fresh: start an
-    interpreter, and torchrun, of its own, as a person does, instead of a fork of one that has
-    everything imported, and draws no pictures; so does an environment that matters at import.
-    before: `module:function` that a fork calls first.
+    By default the stage is a fork of a process that has imported everything, and draws no plots.
+    fresh: start a new interpreter, and torchrun, as a user does. An environment that matters for
+    imports has the same effect. ranks: number of ranks, if not 0; the exit code is then 1 for any
+    failure, as with torchrun. before: `module:function` that a fork calls first.
     """
     command = stage_command(script, *arguments, ranks=ranks)
-    environment = {**os.environ, **forks.CPU, **(env or {})}
-    server = None if fresh else forks.server(forks.kind_for(script, arguments))
+    environment = {**os.environ, **forks.CPU_VARIABLES, **(env or {})}
+    server = None if fresh else forks.get_server(forks.choose_kind(script, arguments))
     if server is None or not server.serves(environment):
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment
         )
     else:
-        done = _run_forked(
+        result = _run_forked(
             server, command, script, arguments, cwd, environment, ranks, timeout, before
         )
     if expect is not None:
-        assert done.returncode == expect, (
-            f"{command}\nexit {done.returncode}, expected "
-            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert result.returncode == expect, (
+            f"{command}\nexit {result.returncode}, expected "
+            f"{expect}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         )
-    return done
+    return result
 
 
 def _run_forked(
@@ -177,7 +179,7 @@ def _run_forked(
     timeout: float,
     before: str,
 ) -> subprocess.CompletedProcess:
-    how = {"before": before, "given": {}} if before else {}
+    options = {"before": before, "given": {}} if before else {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launch = forks.Launch(
             server.start(
@@ -188,7 +190,7 @@ def _run_forked(
                 out.fileno(),
                 err.fileno(),
                 forks.rank_variables(ranks, free_port()) if ranks else [{}],
-                **how,
+                **options,
             )
         )
         code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
@@ -205,14 +207,15 @@ def start_stage(
     env: dict[str, str] | None = None,
     ranks: int = 0,
 ) -> forks.Launch:
-    """Start a stage by fork, to be disturbed while it runs. output: file, or its number, for what
-    it prints.
+    """Start a stage by fork and return at once, for a test that disturbs it.
+
+    output: a path or file descriptor for the output of the stage.
     """
-    environment = {**os.environ, **forks.CPU, **(env or {})}
-    server = forks.server(forks.kind_for(script, arguments))
-    assert server.serves(environment), "only a new interpreter is like one in this environment"
+    environment = {**os.environ, **forks.CPU_VARIABLES, **(env or {})}
+    server = forks.get_server(forks.choose_kind(script, arguments))
+    assert server.serves(environment), "in this environment a stage needs a new interpreter"
     if isinstance(output, int):
-        output = os.dup(output)  # which is closed with the file
+        output = os.dup(output)  # `with` closes the copy
     with open(output or os.devnull, "ab") as file:  # noqa: PTH123 (a device is no Path)
         return forks.Launch(
             server.start(
@@ -228,24 +231,24 @@ def start_stage(
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def kill_all(process: subprocess.Popen, directory: Path) -> None:
-    """Kill a launch with all its ranks: torchrun gives each a session of its own."""
+    """Kill a launch with all its ranks, which torchrun starts in their own sessions."""
 
     def is_ours(entry: Path) -> bool:
         try:
             command = (entry / "cmdline").read_bytes()
             return b"04_train_fsdp.py" in command and (entry / "cwd").readlink() == directory
         except OSError:
-            return False  # it has just ended
+            return False  # the process has just ended
 
-    while ours := [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_ours(entry)]:
-        for pid in ours:
+    while pids := [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_ours(entry)]:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.poll()
@@ -255,11 +258,11 @@ def kill_all(process: subprocess.Popen, directory: Path) -> None:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> StageRunner:
-    """Return `run_stage` with the test's own directory as the default one to run in."""
+    """Return `run_stage`, which by default runs in the test's own directory."""
 
     def run(
-        script: str, *arguments: object, cwd: Path | None = None, **how: object
+        script: str, *arguments: object, cwd: Path | None = None, **options: object
     ) -> subprocess.CompletedProcess:
-        return run_stage(script, *arguments, cwd=cwd or tmp_path, **how)
+        return run_stage(script, *arguments, cwd=cwd or tmp_path, **options)
 
     return run

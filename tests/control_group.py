@@ -1,4 +1,4 @@
-"""A control group that limits the memory of the processes in it, where this machine allows one."""
+"""Limit the memory of processes with a control group, if this machine allows one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _ROOTS = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "m
 
 
 @contextmanager
-def of_memory(size: int) -> Iterator[tuple[str, ...]]:
-    """Yield the words before a command that let it and all its children have so many bytes.
+def limit_memory(size: int) -> Iterator[tuple[str, ...]]:
+    """Yield a command prefix that limits the memory of a command and its children to `size` bytes.
 
-    What is left of them is killed at the end. Skips the test where no memory control group may be
-    written.
+    At the end, kills the processes that still run. Skips the test if this process may not create
+    a memory control group.
     """
-    if not (group := _made(size)):
+    if not (group := _make_group(size)):
         pytest.skip("needs a memory control group that may be written")
     try:
         yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
     finally:
-        while left := (group / "cgroup.procs").read_text().split():
-            for pid in left:
+        while pids := (group / "cgroup.procs").read_text().split():
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.02)
         group.rmdir()
 
 
-def _made(size: int) -> Path | None:
+def _make_group(size: int) -> Path | None:
     for root, limit in _ROOTS.items():
         group = Path(root) / f"test-{os.getpid()}"
         with suppress(OSError):

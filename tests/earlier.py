@@ -1,9 +1,9 @@
-"""Artifacts as an earlier version made them, which every later one opens and goes on from.
+"""Artifacts of an earlier version, which all later versions must open and continue from.
 
-  python -m tests.earlier        makes tests/earlier.tar.xz anew; only when a format is given up
+  python -m tests.earlier        makes tests/earlier.tar.xz again; only if support for a format ends
 
-Kept are a corpus of stages 01 and 02, a model, the token stores and packs, two runs that stand at
-step 4 of 6, an export of one, and `losses.json`: of both runs' six steps, by experiment.
+The archive contains a corpus of stages 01 and 02, a model, the token stores and packs, two runs at
+step 4 of 6, an export of one, and `losses.json` with the losses of all six steps of both runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.conftest import ROOT, run_stage
 
 ARCHIVE = Path(__file__).with_suffix(".tar.xz")
-_COMMON = (
+_COMMON_OPTIONS = (
     "-d",
     "corpus",
     "-m",
@@ -36,13 +36,13 @@ _COMMON = (
     "--ckpt-freq",
     4,
 )
-# Experiment → ranks and options but for --max-steps.
+# Experiment → ranks, and options without --max-steps.
 RUNS = {
-    "windows": (2, (*_COMMON, "-e", "windows", "-s", 64, "-b", 2)),
+    "windows": (2, (*_COMMON_OPTIONS, "-e", "windows", "-s", 64, "-b", 2)),
     "documents": (
         1,
         (
-            *_COMMON,
+            *_COMMON_OPTIONS,
             "-e",
             "documents",
             "-s",
@@ -56,15 +56,15 @@ RUNS = {
         ),
     ),
 }
-BEFORE = {
+DATA_STAGES = {
     "01_organize_data.py": ("--num-dirs", 2),
     "02_build_hf_dataset.py": ("--validation-percent", 15),
 }
-EXPORT = ("-e", "windows", "--step", 4, "--dtype", "float32")
+EXPORT_OPTIONS = ("-e", "windows", "--step", 4, "--dtype", "float32")
 
 
 def main() -> None:
-    """Make all of it in a temporary project, and pack it."""
+    """Make the artifacts in a temporary project, and pack the archive."""
     from transformers import LlamaConfig
 
     from tests.training import VOCABULARY, losses, save_model, save_tokenizer, write_corpus
@@ -74,7 +74,7 @@ def main() -> None:
         write_corpus(project / "raw_text", documents=12)
         for path in (project / "raw_text").iterdir():
             os.utime(path, (1.7e9, 1.7e9))  # archives keep no nanoseconds
-        for script, options in BEFORE.items():
+        for script, options in DATA_STAGES.items():
             run_stage(script, *options, cwd=project, fresh=True)
         save_tokenizer(project / "model", project / "raw_text")
         save_model(
@@ -89,7 +89,7 @@ def main() -> None:
                 max_position_embeddings=128,
             ),
         )
-        found = {}
+        losses_of = {}
         for name, (ranks, options) in RUNS.items():
             run_stage(
                 "04_train_fsdp.py", *options, "--max-steps", 4, cwd=project, ranks=ranks, fresh=True
@@ -98,14 +98,16 @@ def main() -> None:
             run_stage(
                 "04_train_fsdp.py", *options, "--max-steps", 6, cwd=project, ranks=ranks, fresh=True
             )
-            found[name] = losses(project, name)
+            losses_of[name] = losses(project, name)
         shutil.rmtree(project / "outputs")
         (project / "kept").rename(project / "outputs")
-        run_stage("05_export_checkpoint.py", *EXPORT, "--out", "export", cwd=project, fresh=True)
-        (project / "losses.json").write_text(json.dumps(found))
+        run_stage(
+            "05_export_checkpoint.py", *EXPORT_OPTIONS, "--out", "export", cwd=project, fresh=True
+        )
+        (project / "losses.json").write_text(json.dumps(losses_of))
         for run in (project / "outputs").iterdir():
-            for left_out in ("logs", "tb"):
-                shutil.rmtree(run / left_out)
+            for unneeded in ("logs", "tb"):
+                shutil.rmtree(run / unneeded)
             (run / "loss.png").unlink(missing_ok=True)
             config = (run / "config.yaml").read_text().replace(f"{ROOT}/", "")
             (run / "config.yaml").write_text(config)

@@ -1,4 +1,4 @@
-"""Launches of a tiny run that are disturbed, and the one that was not, to compare them with."""
+"""Start launches of a tiny run with faults, and compare them with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.fault_points import Fault
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
 STEPS = 12
-# A model with dropout, so that random states matter; nothing depends on the number of steps.
-COMMON = (
+# With these options no step depends on the total number of steps.
+COMMON_OPTIONS = (
     "-d",
     "corpus",
     "-s",
@@ -45,9 +45,15 @@ COMMON = (
     "--eval-batches",
     1,
 )
-DROPOUT = ("-m", "dropout")
-PLAIN = ("-m", "model")
-EXACT = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
+DROPOUT_MODEL = ("-m", "dropout")
+PLAIN_MODEL = ("-m", "model")
+EXACT_FIGURES = (
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/tokens_seen",
+)
 
 
 class Launch(forks.Launch):
@@ -59,12 +65,12 @@ class Launch(forks.Launch):
 
     @property
     def output(self) -> str:
-        """Return what all ranks have printed."""
+        """Return the output of all ranks."""
         return self.output_file.read_text(errors="replace")
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that happens while the launch is at work."""
-        deadline = time.monotonic() + forks.PATIENCE_S
+        """Wait for a condition; the launch must run until then."""
+        deadline = time.monotonic() + forks.TIMEOUT_S
         while not condition():
             assert not self.poll(), f"ended before: {self.output[-3000:]}"
             assert time.monotonic() < deadline, self.output[-3000:]
@@ -72,7 +78,7 @@ class Launch(forks.Launch):
 
 
 class Server:
-    """Launches stage 04 in a project, disturbed as a test wants it."""
+    """Starts launches of stage 04 in a project, with the faults that a test asks for."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -86,21 +92,26 @@ class Server:
         faults: dict[int, Fault] | None = None,
         clock: int = 0,
         call: str = "",
-        before: str = "tests.fault_points:disturb",
+        before: str = "tests.fault_points:install_fault",
     ) -> Launch:
-        """Start stage 04. faults: by rank. clock: seconds by which it is wrong.
+        """Start stage 04. faults: by rank. clock: seconds by which the clock is wrong.
 
-        call: a function to call instead. before: what prepares a rank for its fault.
+        call: `module:function` to call instead of the stage. before: `module:function` that each
+        rank calls first, which installs its fault.
         """
         output = self.root / f"output_{len(self._launches):05d}.txt"
-        environment = {**os.environ, **forks.CPU, "NETWORK_GUARD_REPORT": str(self._connections)}
+        environment = {
+            **os.environ,
+            **forks.CPU_VARIABLES,
+            "NETWORK_GUARD_REPORT": str(self._connections),
+        }
         given = {
             "clock": clock,
             "faults": {rank: asdict(fault) for rank, fault in (faults or {}).items()},
         }
         with output.open("ab") as file:
             launch = Launch(
-                forks.server("stages").start(
+                forks.get_server("stages").start(
                     str(ROOT / "04_train_fsdp.py"),
                     argv,
                     self.root,
@@ -117,15 +128,15 @@ class Server:
         self._launches.append(launch)
         return launch
 
-    def run(self, *argv: object, expect: int | None = 0, **how: Any) -> Launch:
+    def run(self, *argv: object, expect: int | None = 0, **options: Any) -> Launch:
         """Run stage 04 to its end; assert the exit code of rank 0 (None: any)."""
-        launch = self.start(*argv, **how)
+        launch = self.start(*argv, **options)
         codes = launch.wait()
         assert expect is None or codes[0] == expect, f"{codes}\n{launch.output[-4000:]}"
         return launch
 
     def close(self) -> None:
-        """End all that is still at work."""
+        """Kill the launches that still run."""
         for launch in self._launches:
             launch.kill()
         assert not self._connections.exists(), self._connections.read_text()
@@ -133,30 +144,34 @@ class Server:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that nothing disturbed, which saved every step. content: digests of each step."""
+    """A run without faults that saved every step. content: digests by step and file."""
 
     rows: list[dict[str, Any]]
     content: dict[int, dict[str, str]]
 
     def require_same(self, outputs: Path, experiment: str = "run", since: int = 0) -> None:
-        """Assert that a disturbed run has learned the same, bit for bit, step by step.
+        """Assert that a disturbed run has the same figures and checkpoints, bit for bit.
 
-        since: figures of steps up to this one may be lost; what a power cut leaves of them.
+        since: rows of steps up to this one may be missing, since a power cut may lose them.
         """
-        rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, experiment)]
-        kept = {row["step"] for row in rows if row["step"] <= since}
-        assert rows == [row for row in self.rows if row["step"] in kept or row["step"] > since]
+        rows = [
+            {key: row[key] for key in EXACT_FIGURES} for row in metrics(outputs.parent, experiment)
+        ]
+        early_steps = {row["step"] for row in rows if row["step"] <= since}
+        assert rows == [
+            row for row in self.rows if row["step"] in early_steps or row["step"] > since
+        ]
         self.require_sound(outputs, experiment)
 
     def require_sound(self, outputs: Path, experiment: str = "run") -> None:
-        """Assert that each checkpoint that passes for one holds what it should."""
+        """Assert that each checkpoint that verifies has the content of the undisturbed run."""
         for checkpoint in commit.list_checkpoints(outputs / experiment / "checkpoints"):
             if not checkpoint.problems() + checkpoint.content_problems(0, 1):
                 assert content(checkpoint) == self.content[checkpoint.step], checkpoint.path
 
 
 def content(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the digests of a checkpoint's files; `.metadata` differs with each save."""
+    """Return the digests of a checkpoint's files without `.metadata`, which differs per save."""
     return {
         entry["path"]: entry["digest"]
         for entry in checkpoint.manifest()["files"]
@@ -164,37 +179,39 @@ def content(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
-    """Return the steps of which every byte is as it was written, newest first."""
+def find_valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
+    """Return the steps of the checkpoints without damage, newest first."""
     return [
-        c.step
-        for c in commit.list_checkpoints(outputs / experiment / "checkpoints")
-        if not c.problems() and not c.content_problems(0, 1)
+        checkpoint.step
+        for checkpoint in commit.list_checkpoints(outputs / experiment / "checkpoints")
+        if not checkpoint.problems() and not checkpoint.content_problems(0, 1)
     ]
 
 
-def events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
-    """Return the rows of events.jsonl, without those that a kill has torn."""
+def read_events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl, without rows that a kill has cut."""
     return JsonLines(outputs / experiment / "events.jsonl").update()
 
 
-def pinned(core: int = 0) -> Callable[[], None]:
-    """Return a preexec_fn that keeps a command to one core, as the server does: see there."""
+def pin_to_core(core: int = 0) -> Callable[[], None]:
+    """Return a preexec_fn that keeps a command on one core, as `install_fault` does."""
     return lambda: os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
 
 
-def begun_at(outputs: Path) -> int:
-    """Return the step from which the last launch went on, 0 when it began anew."""
-    return [e["step"] for e in events(outputs) if e["event"] in ("start", "resume")][-1]
+def find_start_step(outputs: Path) -> int:
+    """Return the step from which the last launch continued, 0 if it began anew."""
+    return [
+        event["step"] for event in read_events(outputs) if event["event"] in ("start", "resume")
+    ][-1]
 
 
 def run_options(
-    outputs: Path, *more: object, experiment: str = "run", steps: int = STEPS
+    outputs: Path, *options: object, experiment: str = "run", steps: int = STEPS
 ) -> tuple[object, ...]:
-    """Return the options of a run under `outputs`, with dropout, saving every second step."""
+    """Return the options of a run of the dropout model that saves every second step."""
     return (
-        *COMMON,
-        *DROPOUT,
+        *COMMON_OPTIONS,
+        *DROPOUT_MODEL,
         "-e",
         experiment,
         "--save-dir",
@@ -203,20 +220,20 @@ def run_options(
         steps,
         "--ckpt-freq",
         2,
-        *more,
+        *options,
     )
 
 
 @pytest.fixture(scope="session")
 def server(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return what starts launches, in a project with the models `model` and `dropout`."""
+    """Return a Server for a project with the models `model` and `dropout`."""
     server = make_server(prepared_once, tmp_path_factory.mktemp("faults"))
     yield server
     server.close()
 
 
 def make_server(prepared: Path, root: Path) -> Server:
-    """Return what starts launches in `root`, an empty directory. prepared: see prepared_once."""
+    """Return a Server for `root`, an empty directory. prepared: of `prepared_once`."""
     from transformers import GPT2Config
 
     shutil.copytree(prepared, root, dirs_exist_ok=True)
@@ -237,8 +254,10 @@ def make_server(prepared: Path, root: Path) -> Server:
             eos_token_id=1,
         ),
     )
-    # Both models have the same tokenizer, and so the same tokens.
-    run_stage("04_train_fsdp.py", *COMMON, *DROPOUT, "-e", "x", "--prepare-only", cwd=root)
+    # Both models have the same tokenizer, so they share the token store.
+    run_stage(
+        "04_train_fsdp.py", *COMMON_OPTIONS, *DROPOUT_MODEL, "-e", "x", "--prepare-only", cwd=root
+    )
     return Server(root)
 
 
@@ -246,7 +265,7 @@ def make_server(prepared: Path, root: Path) -> Server:
 def undisturbed(
     server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Undisturbed]:
-    """Return a function that returns the undisturbed run of so many ranks and steps."""
+    """Return a function that runs without faults, once per number of ranks and steps."""
 
     @functools.cache
     def get(ranks: int = 1, steps: int = STEPS) -> Undisturbed:
@@ -259,9 +278,9 @@ def undisturbed(
 def run_undisturbed(
     server: Server, options: tuple[object, ...], outputs: Path, steps: int, ranks: int = 1
 ) -> Undisturbed:
-    """Run with these options, saving every step; return what came out."""
+    """Run without faults, saving every step; return the rows and digests."""
     server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", ranks=ranks)
-    rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]
+    rows = [{key: row[key] for key in EXACT_FIGURES} for row in metrics(outputs.parent, "run")]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    found = commit.list_checkpoints(outputs / "run" / "checkpoints")
-    return Undisturbed(rows, {c.step: content(c) for c in found})
+    checkpoints = commit.list_checkpoints(outputs / "run" / "checkpoints")
+    return Undisturbed(rows, {checkpoint.step: content(checkpoint) for checkpoint in checkpoints})

@@ -1,15 +1,17 @@
-"""Starts scripts in processes that have everything imported: by fork, in milliseconds.
+"""Start scripts by fork, in milliseconds, from a process that has imported everything.
 
-Reads JSON requests from the socket that is its standard input. `{"script": …, "argv": […], "cwd":
-…, "env": {…}, "ranks": [{…}, …]}` starts the script once for each entry of `ranks`, which holds
-the variables that this rank has besides. With a request come three files: standard output, standard
-error, and one that gets a line `{"pids": […]}` and then `{"ended": pid, "code": …}` for each, the
-code negative for a signal. "call" starts a function `module:name` with `argv` as its arguments
-instead of a script; "before" is a function that each rank calls first, with its number and "given".
+The server reads JSON requests from a socket, its standard input. A request `{"script": …, "argv":
+[…], "cwd": …, "env": {…}, "ranks": [{…}, …]}` starts the script once for each entry of `ranks`,
+which contains additional environment variables. Three file descriptors come with a request:
+standard output, standard error, and a file for reports. The server writes a line `{"pids": […]}` to
+the latter and, for each process that ends, `{"ended": pid, "code": …}`; the code is negative for a
+signal. If a request contains "call", the processes call this function (`module:name`) with `argv`
+as arguments, instead of the script. "before" is a function that each rank calls first, with its
+rank and the keyword arguments in "given".
 
-Arguments: `stages` has imported lib/ and the Hugging Face packages, whose settings are then read
-again from the environment of each process; `bare` has imported neither, for what runs a model's own
-code on its way here; `launch` has imported launch/ alone, without torch.
+The argument names the kind of server. `stages` imports lib/ and the Hugging Face packages; each
+process reads the settings of huggingface_hub again from its environment. `bare` imports neither,
+for stages that run a model's own code. `launch` imports only launch/ and lib/core, without torch.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ def _modules(pattern: str) -> list[str]:
     ]
 
 
-_FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
+_MODEL_MODULES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
 _IMPORTS = {
     "stages": [
         *_modules("lib/*/*.py"),
-        *_FAMILIES,
+        *_MODEL_MODULES,
         "datasets",
         "matplotlib.backends.backend_agg",
         "tensorboard.compat.proto.event_pb2",
@@ -80,18 +82,18 @@ _IMPORTS = {
 
 
 class Server:
-    """Forks, and tells of each process when it ends."""
+    """Forks processes, and reports when each of them ends."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
-        self._running: dict[int, tuple[int, int]] = {}  # pid: its pidfd, and the file that is told
+        self._running: dict[int, tuple[int, int]] = {}  # by pid: pidfd, file for reports
 
     def serve(self) -> tuple[dict[str, Any], int, list[int]] | None:
-        """Answer until there are no more requests.
+        """Serve requests until the socket is closed, then return None.
 
-        In a process that it has started: return the request, the rank, and the files.
+        In a forked process, returns the request, the rank, and the files.
         """
         while True:
             for key, _ in self._selector.select():
@@ -105,7 +107,7 @@ class Server:
                 for rank in range(len(request["ranks"])):
                     if not self._fork(files[2]):
                         return request, rank, files
-                _tell(files[2], {"pids": list(self._running)[-len(request["ranks"]) :]})
+                _send_report(files[2], {"pids": list(self._running)[-len(request["ranks"]) :]})
                 for file in files:
                     os.close(file)
 
@@ -123,7 +125,7 @@ class Server:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         pidfd, report = self._running.pop(pid)
         self._selector.unregister(pidfd)
-        _tell(report, {"ended": pid, "code": code})
+        _send_report(report, {"ended": pid, "code": code})
         os.close(pidfd)
         os.close(report)
 
@@ -133,13 +135,13 @@ class Server:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _tell(file: int, message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+def _send_report(file: int, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the reader is gone
         os.write(file, json.dumps(message).encode() + b"\n")
 
 
-def become(request: dict[str, Any], rank: int, files: list[int]) -> None:
-    """Turn a process that was just forked into what a command line would have started."""
+def become_script(request: dict[str, Any], rank: int, files: list[int]) -> None:
+    """Turn a fork into a process like one that a command line starts."""
     os.setsid()
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *files[:2])):
         os.dup2(file, number)
@@ -151,43 +153,45 @@ def become(request: dict[str, Any], rank: int, files: list[int]) -> None:
     if "call" not in request:
         sys.path[0] = str(Path(request["script"]).parent)
     if "before" in request:
-        _function(request["before"])(rank, **request["given"])
+        _import_function(request["before"])(rank, **request["given"])
 
 
-def _save_work() -> None:
-    """Do once what each stage would do again, and leave out what few tests look at."""
+def _speed_up_stages() -> None:
+    """Do work of all stages once, before the forks, and skip plots, which few tests need."""
     from transformers import conversion_mapping
 
     from lib.core import offline
     from lib.train import metrics
 
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # a thousand regular expressions
+    conversion_mapping.get_checkpoint_conversion_mapping(
+        "llama"
+    )  # compiles a thousand regular expressions
 
     def enable() -> None:
-        """Do the same, but do not complain that it does not come before the imports."""
+        """Enable offline mode without the error that the imports came first."""
         os.environ.update(offline.OFFLINE_ENVIRONMENT)
         _read_settings()
 
     offline.enable = enable
-    # Pictures are half of the work of a tiny run.
-    metrics.Curve.draw = lambda *where: None
+    # Plots take half of the time of a tiny run.
+    metrics.Curve.draw = lambda *arguments: None
 
 
 def _read_settings() -> None:
-    """Let huggingface_hub see this process's environment, which it reads once, at its import."""
+    """Let huggingface_hub read this process's environment again, as at its import."""
     from huggingface_hub import constants
 
     importlib.reload(constants)
-    constants.HF_HUB_DISABLE_TELEMETRY = True  # which stage 03 sets before it imports it
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # stage 03 sets this before the import
 
 
-def _function(name: str) -> Any:
+def _import_function(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def main(kind: str) -> None:
-    """Import, serve, and in each process that was started do what was asked for."""
+    """Import the modules of a kind and serve; in a fork, run what the request asks for."""
     from lib.core import offline
 
     if kind == "stages":
@@ -195,18 +199,18 @@ def main(kind: str) -> None:
     for name in _IMPORTS[kind]:
         importlib.import_module(name)
     if kind == "stages":
-        _save_work()
+        _speed_up_stages()
     gc.collect()
     gc.freeze()
-    part = Server(socket.socket(fileno=os.dup(0))).serve()
-    if part is None:
+    request_parts = Server(socket.socket(fileno=os.dup(0))).serve()
+    if request_parts is None:
         return
-    become(*part)
+    become_script(*request_parts)
     if kind == "stages":
         _read_settings()
-    request = part[0]
+    request = request_parts[0]
     if "call" in request:
-        _function(request["call"])(*request["argv"])
+        _import_function(request["call"])(*request["argv"])
         sys.stdout.flush()
         os._exit(0)
     runpy.run_path(request["script"], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Starts stages by fork from a process that has everything imported; see fork_server.py."""
+"""Start stages as forks of a process that has imported everything; see fork_server.py."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = str(ROOT / "tests" / "network_guard")
-# The tests mean the CPU also on a machine with GPUs, which may have fewer than ranks.
-CPU = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
-_AT_FIRST = {**os.environ, **CPU}
+# The tests use the CPU also on a machine with GPUs, which may have fewer GPUs than ranks.
+CPU_VARIABLES = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
+_INITIAL_ENVIRONMENT = {**os.environ, **CPU_VARIABLES}
 
-# Variables that no package reads while it is imported. Where another one differs from what the
-# server was started with, only a new interpreter gives what a user would see.
-_READ_LATE = re.compile(
+# Variables that no package reads while it is imported. If another variable differs from the
+# server's environment, only a new interpreter behaves as it would for a user.
+_LATE_VARIABLES = re.compile(
     "NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
     "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS"
     "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK"
 )
-_SETTING = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
-_HUB = re.compile("HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SSL_.*|(?i:no_proxy|https?_proxy)")
-# What torchrun gives the others before it kills them is half a minute.
+_LAUNCH_VARIABLES = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
+_HUB_VARIABLES = re.compile(
+    "HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SSL_.*|(?i:no_proxy|https?_proxy)"
+)
+# torchrun waits 30 seconds for the other ranks before it kills them; this is enough here.
 _GRACE_S = 5.0
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 class Launch:
@@ -51,18 +53,21 @@ class Launch:
         return [self._codes.get(pid) for pid in self.pids]
 
     def poll(self, patience: float = 0.0) -> bool:
-        """Tell whether all ranks have ended. patience: seconds to wait for the next one to end."""
+        """Return whether all ranks have ended. patience: seconds to wait for the next end."""
         while (
             len(self._codes) < len(self.pids)
             and select.select([self._reports], [], [], patience)[0]
         ):
-            ended = json.loads(self._reports.readline())
-            self._codes[ended["ended"]] = ended["code"]
+            report = json.loads(self._reports.readline())
+            self._codes[report["ended"]] = report["code"]
             patience = 0.0
         return len(self._codes) == len(self.pids)
 
-    def wait(self, timeout: float = PATIENCE_S) -> list[int]:
-        """Return the exit codes; kill all and raise TimeoutError after so many seconds."""
+    def wait(self, timeout: float = TIMEOUT_S) -> list[int]:
+        """Wait for all ranks and return the exit codes.
+
+        After `timeout` seconds, kills all ranks and raises TimeoutError.
+        """
         deadline = time.monotonic() + timeout
         while not self.poll(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
@@ -71,7 +76,7 @@ class Launch:
         return self.codes
 
     def supervise(self, timeout: float) -> int:
-        """Return what torchrun would: 0, or 1 after a rank has failed and the others are ended."""
+        """Wait as torchrun does: return 0, or 1 after a rank failed and the others were ended."""
         deadline = time.monotonic() + timeout
         while not self.poll(max(0.0, deadline - time.monotonic())):
             if any(self._codes.values()):
@@ -83,7 +88,7 @@ class Launch:
         return int(any(self._codes.values()))
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank or all that still run."""
+        """Send a signal to one rank, or to all ranks that still run."""
         self.poll()
         for pid in self.pids if rank is None else [self.pids[rank]]:
             if pid not in self._codes:
@@ -97,33 +102,35 @@ class Launch:
 
 
 class ForkServer:
-    """A process that has imported what fork_server.py has for a kind, and forks launches."""
+    """A process of fork_server.py that has imported the modules of a kind and forks launches."""
 
     def __init__(self, kind: str) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests = ours
+        our_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = our_socket
         self._kind = kind
-        self._environment = {**_AT_FIRST, "PYTHONPATH": _GUARD}
+        self._environment = {**_INITIAL_ENVIRONMENT, "PYTHONPATH": _GUARD}
         command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), kind]
         self._process = subprocess.Popen(
             command,
-            stdin=its,
+            stdin=server_socket,
             stdout=subprocess.DEVNULL,
             cwd=ROOT,
             start_new_session=True,
             env={**self._environment, "NETWORK_GUARD_REPORT": os.devnull},
         )
-        its.close()
+        server_socket.close()
         atexit.register(self.close)
 
     def serves(self, environment: dict[str, str]) -> bool:
-        """Tell whether a process forked is like one started in this environment."""
-        late = {"launch": [_SETTING]}.get(self._kind, [_READ_LATE, _HUB])
-        differ = {
+        """Return whether a fork behaves like a new process in this environment."""
+        patterns = {"launch": [_LAUNCH_VARIABLES]}.get(
+            self._kind, [_LATE_VARIABLES, _HUB_VARIABLES]
+        )
+        changed = {
             name
             for name, _ in {"PYTHONPATH": _GUARD, **environment}.items() ^ self._environment.items()
         }
-        return all(any(names.fullmatch(name) for names in late) for name in differ)
+        return all(any(pattern.fullmatch(name) for pattern in patterns) for name in changed)
 
     def start(
         self,
@@ -134,12 +141,12 @@ class ForkServer:
         out: int,
         err: int,
         ranks: Sequence[dict[str, str]] = ({},),
-        **how: Any,
+        **options: Any,
     ) -> IO[bytes]:
-        """Start a script; return what a Launch reads its processes from.
+        """Start a script; return the file from which a Launch reads its processes' reports.
 
-        out, err: open files. ranks: the variables of each. how: "call", "before" and "given" of
-        a request.
+        out, err: file descriptors. ranks: environment variables of each rank. options: "call",
+        "before" and "given" of a request.
         """
         readable, writable = os.pipe()
         request = {
@@ -148,21 +155,21 @@ class ForkServer:
             "cwd": str(cwd),
             "env": environment,
             "ranks": ranks,
-            **how,
+            **options,
         }
         socket.send_fds(self._requests, [json.dumps(request).encode()], [out, err, writable])
         os.close(writable)
         return os.fdopen(readable, "rb", buffering=0)
 
     def close(self) -> None:
-        """End it, and all that it has started."""
+        """End the server and all processes that it has started."""
         atexit.unregister(self.close)
         self._requests.close()
         self._process.wait()
 
 
 def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:
-    """Return what torchrun sets in the environment of each rank of one machine."""
+    """Return the environment variables that torchrun sets for each rank on one machine."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -174,14 +181,14 @@ def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def kind_for(script: str, arguments: Sequence[object]) -> str:
-    """Return the kind of server that has imported what a command needs and may have."""
+def choose_kind(script: str, arguments: Sequence[object]) -> str:
+    """Return the kind of server for a command: which modules it may find imported."""
     if script in ("launch/build_image.py", "launch/kubernetes.py", "launch/monitor.py"):
         return "launch"
     return "bare" if script.startswith("03") and "--trust-remote-code" in arguments else "stages"
 
 
 @functools.cache
-def server(kind: str) -> ForkServer:
-    """Return the server of this test process, started when it is first asked for."""
+def get_server(kind: str) -> ForkServer:
+    """Return the server of a kind; this test process starts it at the first call."""
     return ForkServer(kind)

@@ -1,4 +1,4 @@
-"""The rules of form that the formatter leaves open, each as a search in the syntax of a module."""
+"""Find violations of the rules of form that the formatter does not check, in a module's syntax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 
-# What a text or a list may be multiplied by, besides numbers and arithmetic.
+# Functions and names by which a text or a list may be multiplied, besides numbers and arithmetic.
 _COUNTING = {"dim", "get_world_size", "len", "max", "randint", "randrange"}
 _COUNTS = {
     "count",
@@ -21,14 +21,14 @@ _COUNTS = {
     "size",
     "st_size",
 }
-_CHANGING = {"add", "append", "clear", "extend", "pop", "print", "remove", "rmtree", "sleep"}
+_EFFECTS = {"add", "append", "clear", "extend", "pop", "print", "remove", "rmtree", "sleep"}
 
 
 def unrelated_assignments(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Yield the lines that assign several values to several names, or one constant to several.
 
-    A swap is allowed, as is any tuple of which one value needs the old value of another target,
-    and so is a tuple that has a name of its own: `RED, BLUE = COLOURS = ("red", "blue")`.
+    Three cases are allowed: a swap, a tuple in which a value needs the old value of another target,
+    and a tuple that gets a name: `RED, BLUE = COLOURS = ("red", "blue")`.
     """
     for node in nodes:
         if not isinstance(node, ast.Assign):
@@ -40,11 +40,11 @@ def unrelated_assignments(nodes: Sequence[ast.AST]) -> Iterator[int]:
         elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(node.value, ast.Tuple):
             parts = [*target.elts, *node.value.elts]
             is_unpacking = any(isinstance(part, ast.Starred) for part in parts)
-            if not is_unpacking and not _depend(target.elts, node.value.elts):
+            if not is_unpacking and not _depends_on_targets(target.elts, node.value.elts):
                 yield node.lineno
 
 
-def _depend(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+def _depends_on_targets(targets: list[ast.expr], values: list[ast.expr]) -> bool:
     """Return whether a value contains one of the other targets."""
     names = [ast.unparse(target) for target in targets]
     return any(
@@ -63,7 +63,7 @@ def nested_conditions(nodes: Sequence[ast.AST]) -> Iterator[int]:
 
 
 def indexed_literals(nodes: Sequence[ast.AST]) -> Iterator[int]:
-    """Yield the lines that choose from a literal by its index, or cut at a condition."""
+    """Yield the lines that index a literal, or slice with a condition as a bound."""
     for node in nodes:
         if isinstance(node, ast.Subscript) and _is_sequence(node.value):
             is_unpacked = any(
@@ -81,7 +81,7 @@ def indexed_literals(nodes: Sequence[ast.AST]) -> Iterator[int]:
 
 
 def products_with_flags(nodes: Sequence[ast.AST]) -> Iterator[int]:
-    """Yield the lines that multiply by a truth value, or a text or list by what is no count."""
+    """Yield the lines that multiply by a truth value, or a text or list by anything but a count."""
     for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for one, other in ((node.left, node.right), (node.right, node.left)):
@@ -98,7 +98,7 @@ def _is_sequence(node: ast.expr) -> bool:
 def _is_flag(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not)
-    name = _name(node.func) if isinstance(node, ast.Call) else _name(node)
+    name = _last_name(node.func) if isinstance(node, ast.Call) else _last_name(node)
     return isinstance(node, ast.Compare) or name == "bool" or name.startswith(("is_", "has_"))
 
 
@@ -106,12 +106,12 @@ def _is_count(node: ast.expr) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) is int
     if isinstance(node, ast.Call):
-        return _name(node.func) in _COUNTING
-    return isinstance(node, ast.BinOp) or _name(node) in _COUNTS
+        return _last_name(node.func) in _COUNTING
+    return isinstance(node, ast.BinOp) or _last_name(node) in _COUNTS
 
 
-def _name(node: ast.expr) -> str:
-    """Return the last part of a dotted name, "" of anything else."""
+def _last_name(node: ast.expr) -> str:
+    """Return the last part of a dotted name, "" for other expressions."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
@@ -122,18 +122,18 @@ def lambdas_with_effects(nodes: Sequence[ast.AST]) -> Iterator[int]:
     for node in nodes:
         if isinstance(node, ast.Lambda):
             parts: list[ast.expr] = []
-            for inner in ast.walk(node.body):
-                if isinstance(inner, ast.Tuple):
-                    parts += inner.elts
-                elif isinstance(inner, ast.BoolOp):
-                    parts += inner.values
+            for part_of_body in ast.walk(node.body):
+                if isinstance(part_of_body, ast.Tuple):
+                    parts += part_of_body.elts
+                elif isinstance(part_of_body, ast.BoolOp):
+                    parts += part_of_body.values
             calls = [part for part in parts if isinstance(part, ast.Call)]
-            if any(_name(call.func) in _CHANGING for call in calls):
+            if any(_last_name(call.func) in _EFFECTS for call in calls):
                 yield node.lineno
 
 
 def continued_lines(text: str) -> Iterator[int]:
-    """Yield the lines of code that end with a backslash; texts of several lines do not count."""
+    """Yield the lines of code that end with a backslash, without those in multi-line texts."""
     if "\\\n" not in text:
         return
     in_texts: set[int] = set()
@@ -153,7 +153,7 @@ def continued_lines(text: str) -> Iterator[int]:
             yield number
 
 
-# By what each forbids.
+# The searches by the name of their rule.
 RULES: dict[str, Callable[[Sequence[ast.AST]], Iterator[int]]] = {
     "assignments of unrelated values": unrelated_assignments,
     "nested conditional expressions": nested_conditions,
@@ -165,7 +165,7 @@ BACKSLASHES = "backslashes"
 
 
 def violations(text: str) -> Iterator[tuple[str, int]]:
-    """Yield each rule that a module breaks, and in which line."""
+    """Yield (rule, line) for each violation in the text of a module."""
     nodes = [*ast.walk(ast.parse(text))]
     for rule, search in RULES.items():
         yield from ((rule, line) for line in search(nodes))

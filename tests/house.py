@@ -1,9 +1,9 @@
 """Measure the form of the code: python -m tests.house --help.
 
-Reads the code and runs none of it, in a few seconds. It stands beside the tests since it shares
-their rules (tests/form.py); `make bench` runs what is in benchmarks/. A peer is measured like
-lib/, so the same figure means the same for all. How many modules one has to open to follow a flow
-is not measured: a traced run executes whatever an import brings along, and says nothing of that.
+This takes a few seconds, since it reads the code without running it. It is among the tests since it
+shares their rules (tests/form.py). Other packages are measured like lib/, so their figures can be
+compared. It does not measure how many modules one must open to follow a flow: a trace of a run also
+contains all modules that are only imported.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _LONGEST_FUNCTION = 75
 
 @dataclass
 class Measure:
-    """What is counted of the modules of one tree."""
+    """Counts of the modules of one tree."""
 
     modules: list[int] = field(default_factory=list)  # lines of each
-    functions: list[int] = field(default_factory=list)  # lines of each, nested ones too
-    public: int = 0  # functions and methods of which a docstring is expected
+    functions: list[int] = field(default_factory=list)  # lines of each, also of nested ones
+    public: int = 0  # functions and methods that should have a docstring
     documented: int = 0
     comments: int = 0
-    code_lines: int = 0  # that are not blank
-    broken: Counter[str] = field(default_factory=Counter)  # by the rule of form
+    code_lines: int = 0  # lines that are not blank
+    broken: Counter[str] = field(default_factory=Counter)  # violations by rule of form
 
     def add(self, path: Path) -> None:
-        """Count a module; a package's __init__.py of nothing but a docstring is none."""
+        """Count a module, unless it is an __init__.py with only a docstring."""
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         if path.name == "__init__.py" and len(tree.body) <= 1:
@@ -70,7 +70,7 @@ def _public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunc
             yield node
 
 
-def measure(paths: Sequence[Path]) -> Measure:
+def measure_modules(paths: Sequence[Path]) -> Measure:
     """Return the counts of some modules."""
     result = Measure()
     for path in paths:
@@ -78,79 +78,80 @@ def measure(paths: Sequence[Path]) -> Measure:
     return result
 
 
-def describe(root: Path, package: Path) -> dict[str, str]:
-    """Return the rows of a tree. root: where README.md and tests/ are; package: what is measured.
+def describe_tree(root: Path, package: Path) -> dict[str, str]:
+    """Return the rows of a tree. root: directory of README.md and tests/. package: to be measured.
 
-    Of this project the package is lib/, and the rules of form are counted in all of its code.
+    For this project, the violations of form are counted in all of its code, not only in lib/.
     """
-    inside = sorted(package.rglob("*.py"))
-    found = measure(inside)
+    paths = sorted(package.rglob("*.py"))
+    counts = measure_modules(paths)
     is_ours = (root / "04_train_fsdp.py").is_file()
-    code = measure(_all_code(root)) if is_ours else found
-    train = measure(sorted((package / "train").rglob("*.py"))) if is_ours else Measure()
+    code = measure_modules(_list_code(root)) if is_ours else counts
+    train = measure_modules(sorted((package / "train").rglob("*.py"))) if is_ours else Measure()
     readme = root / "README.md"
     rows = {
-        "modules": f"{len(found.modules):,}",
+        "modules": f"{len(counts.modules):,}",
         "… in lib/train": str(len(train.modules)) if is_ours else "",
-        "lines": f"{sum(found.modules):,}",
-        "lines of a module: median, 90 %": _spread(found.modules),
-        f"modules under {_SHORT_MODULE}, over {_LONG_MODULE} lines": f"{_below(found.modules)}, "
-        f"{_above(found.modules, _LONG_MODULE)}",
-        "lines of a function: median, 90 %": _spread(found.functions),
-        f"functions over {_LONG_FUNCTION}, over {_LONGEST_FUNCTION} lines": (
-            f"{_above(found.functions, _LONG_FUNCTION)}, "
-            f"{_above(found.functions, _LONGEST_FUNCTION)}"
+        "lines": f"{sum(counts.modules):,}",
+        "lines of a module: median, 90 %": _format_spread(counts.modules),
+        f"modules under {_SHORT_MODULE}, over {_LONG_MODULE} lines": (
+            f"{_count_below(counts.modules)}, {_count_above(counts.modules, _LONG_MODULE)}"
         ),
-        "public functions with a docstring": f"{found.documented / max(1, found.public):.0%}",
-        "comments per 100 lines": f"{100 * found.comments / max(1, found.code_lines):.1f}",
+        "lines of a function: median, 90 %": _format_spread(counts.functions),
+        f"functions over {_LONG_FUNCTION}, over {_LONGEST_FUNCTION} lines": (
+            f"{_count_above(counts.functions, _LONG_FUNCTION)}, "
+            f"{_count_above(counts.functions, _LONGEST_FUNCTION)}"
+        ),
+        "public functions with a docstring": f"{counts.documented / max(1, counts.public):.0%}",
+        "comments per 100 lines": f"{100 * counts.comments / max(1, counts.code_lines):.1f}",
     }
     for rule in (*form.RULES, form.BACKSLASHES):
         rows[rule] = f"{code.broken[rule]:,}"
-    rows["modules that no test names"] = str(len(list(_untested(root)))) if is_ours else ""
+    rows["modules that no test names"] = str(len(list(_find_untested(root)))) if is_ours else ""
     rows["lines of README.md"] = (
         str(len(readme.read_text(encoding="utf-8").splitlines())) if readme.is_file() else ""
     )
     return rows
 
 
-def _all_code(root: Path) -> list[Path]:
+def _list_code(root: Path) -> list[Path]:
     folders = ("lib", "launch", "benchmarks", "tests")
-    inside = (path for name in folders for path in (root / name).rglob("*.py"))
-    return sorted([*root.glob("0[1-5]_*.py"), *inside])
+    paths = (path for name in folders for path in (root / name).rglob("*.py"))
+    return sorted([*root.glob("0[1-5]_*.py"), *paths])
 
 
-def _below(lines: Sequence[int]) -> int:
+def _count_below(lines: Sequence[int]) -> int:
     return sum(count < _SHORT_MODULE for count in lines)
 
 
-def _above(lines: Sequence[int], most: int) -> int:
-    return sum(count > most for count in lines)
+def _count_above(lines: Sequence[int], limit: int) -> int:
+    return sum(count > limit for count in lines)
 
 
-def _spread(lines: Sequence[int]) -> str:
+def _format_spread(lines: Sequence[int]) -> str:
     if len(lines) < 2:
         return ""
     return f"{statistics.median(lines):.0f}, {statistics.quantiles(lines, n=10)[-1]:.0f}"
 
 
-def _untested(root: Path) -> Iterator[str]:
-    """Yield the modules of lib/ that no file of tests/ imports or names by path."""
-    named = {name for path in (root / "tests").rglob("*.py") for name in _named(path)}
+def _find_untested(root: Path) -> Iterator[str]:
+    """Yield the modules of lib/ that no file in tests/ imports or names by its path."""
+    named = {name for path in (root / "tests").rglob("*.py") for name in _find_module_names(path)}
     for path in sorted((root / "lib").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         if path.name != "__init__.py" and module not in named:
             yield module
 
 
-def tests_of(root: Path, module: Path) -> list[Path]:
-    """Return the files of tests that import a module or name it by its path below the root."""
+def find_tests(root: Path, module: Path) -> list[Path]:
+    """Return the test files that import a module or name it by its path."""
     name = ".".join(module.with_suffix("").parts)
     files = sorted((root / "tests").rglob("test_*.py"))
-    return [path.relative_to(root) for path in files if name in _named(path)]
+    return [path.relative_to(root) for path in files if name in _find_module_names(path)]
 
 
-def _named(path: Path) -> set[str]:
-    """Return the dotted names below lib and launch in a file, and all that they begin with."""
+def _find_module_names(path: Path) -> set[str]:
+    """Return the dotted names below lib and launch in a file, with their packages."""
     text = path.read_text(encoding="utf-8")
     named = {
         name.removesuffix(".py").replace("/", ".")
@@ -198,18 +199,21 @@ def main() -> None:
     if args.tests_of:
         if not (ROOT / args.tests_of).is_file():
             parser.error(f"there is no {args.tests_of}")
-        files = tests_of(ROOT, args.tests_of)
+        files = find_tests(ROOT, args.tests_of)
         print("\n".join(map(str, files)))
         if not files:
-            print("no file names it: its tests run the stages that use it", file=sys.stderr)
+            print(
+                "no test file names this module; tests of the stages that use it cover it",
+                file=sys.stderr,
+            )
         return
     if args.untested:
-        print("\n".join(_untested(ROOT)))
+        print("\n".join(_find_untested(ROOT)))
         return
     columns = {
-        **{root.name: describe(root, root / "lib") for root in args.at},
-        "here": describe(ROOT, ROOT / "lib"),
-        **{package.name: describe(package.parent, package) for package in args.package},
+        **{root.name: describe_tree(root, root / "lib") for root in args.at},
+        "here": describe_tree(ROOT, ROOT / "lib"),
+        **{package.name: describe_tree(package.parent, package) for package in args.package},
     }
     print(f"| | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")

@@ -1,7 +1,7 @@
-"""A local HTTP server that stands for the Hub: the requests that stage 03 makes, and its failures.
+"""A local stand-in for the Hub: an HTTP server for the requests of stage 03, with failures.
 
-Large files are answered with a redirect to a second server, as the real Hub redirects to its
-storage; the token must not follow there.
+Requests for large files are redirected to a second server, as the Hub redirects to its storage,
+which must not receive the token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PAGE = 3  # entries of a directory listing per answer
 
 @dataclass
 class Repo:
-    """A repository: content by path at one commit, known as `main` and by its hash.
+    """A repository: content by path at one commit, whose names are `main` and its hash.
 
-    kind: model or dataset. served: what comes over the wire instead of the true content of a path.
-    cut: path → bytes after which the connection breaks, once. sizes: declared bytes that are not
-    true. slow: seconds before each 64 KiB of a large file. busy: answers to give first, once each,
-    as (status, headers), by path of a file, or "" for the API. no_ranges: Range is ignored.
-    undeclared: paths of which no digest is told.
+    kind: model or dataset. served: content to send instead of the true one, by path. cut: bytes
+    after which the connection breaks, once, by path. sizes: wrong sizes to declare, by path. slow:
+    seconds before each 64 KiB of a large file. busy: answers to give first, once each, as (status,
+    headers), by path of a file, or "" for the API. no_ranges: ignore Range. undeclared: paths
+    without a declared digest.
     """
 
     files: dict[str, bytes]
@@ -64,12 +64,17 @@ class Repo:
             for path in sorted(folders)
         ]
         for path in sorted(self.files):
-            known = self._sibling(path)
-            entry = {"type": "file", "path": path, "size": known["size"], "oid": known["blobId"]}
-            if "lfs" in known:
+            sibling = self._sibling(path)
+            entry = {
+                "type": "file",
+                "path": path,
+                "size": sibling["size"],
+                "oid": sibling["blobId"],
+            }
+            if "lfs" in sibling:
                 entry["lfs"] = {
-                    "oid": known["lfs"]["sha256"],
-                    "size": known["size"],
+                    "oid": sibling["lfs"]["sha256"],
+                    "size": sibling["size"],
                     "pointerSize": 134,
                 }
             entries.append(entry)
@@ -97,7 +102,7 @@ class Request:
 
 
 class HubServer:
-    """Serves `repos` by name and keeps every request; use as a context manager.
+    """Serves `repos` by name and records all requests; a context manager.
 
     certificate: a PEM file with key and certificate, to serve over TLS.
     """
@@ -106,8 +111,8 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self._servers = [
-            ThreadingHTTPServer(("127.0.0.1", 0), self._handler(storage))
-            for storage in (False, True)
+            ThreadingHTTPServer(("127.0.0.1", 0), self._handler(is_storage))
+            for is_storage in (False, True)
         ]
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -130,7 +135,7 @@ class HubServer:
             server.server_close()
 
     def paths(self, containing: str = "") -> list[str]:
-        """Return the paths asked for since the last call of `requests.clear()`."""
+        """Return the requested paths that contain a text, since the last `requests.clear()`."""
         return [request.path for request in self.requests if containing in request.path]
 
     def _handler(self, storage: bool) -> type[BaseHTTPRequestHandler]:
@@ -155,27 +160,27 @@ class HubServer:
         return Handler
 
     def answer(self, http: BaseHTTPRequestHandler, request: Request) -> None:
-        kind, name, revision, file = _split(request.path)
+        kind, name, revision, file = _split_path(request.path)
         repo = self.repos.get(name)
         if repo is not None and repo.kind != kind:
             repo = None
         is_hidden = repo and repo.token and not repo.gated and request.token != repo.token
         if repo is None or (is_hidden and not request.from_storage):
-            # The Hub says 401 to anonymous users whether or not a repository exists.
-            return _refuse(http, 404 if request.token else 401, "RepoNotFound")
+            # The Hub answers 401 to anonymous users whether or not a repository exists.
+            return _send_error(http, 404 if request.token else 401, "RepoNotFound")
         if revision not in ("main", repo.commit):
-            return _refuse(http, 404, "RevisionNotFound")
+            return _send_error(http, 404, "RevisionNotFound")
         if not request.from_storage and repo.busy.get(file):
             status, headers = repo.busy[file].pop(0)
-            return _refuse(http, status, "", headers)
+            return _send_error(http, status, "", headers)
         if not file:
             if "/tree/" in request.path:
                 return self._send_tree(http, request, repo)
-            return _send(http, json.dumps(repo.info(name)).encode())
+            return _send_json(http, json.dumps(repo.info(name)).encode())
         if repo.gated and request.token != repo.token and not request.from_storage:
-            return _refuse(http, 403 if request.token else 401, "GatedRepo")
+            return _send_error(http, 403 if request.token else 401, "GatedRepo")
         if file not in repo.files:
-            return _refuse(http, 404, "EntryNotFound")
+            return _send_error(http, 404, "EntryNotFound")
         if file.endswith(LFS_SUFFIXES) and not request.from_storage:
             http.send_response(302)
             http.send_header("Location", f"{self.storage_url}{request.path}")
@@ -191,18 +196,18 @@ class HubServer:
         link = {}
         if end < len(entries):
             link["Link"] = f'<{self.url}{request.path}?recursive=true&cursor={end}>; rel="next"'
-        _send(http, json.dumps(entries[start:end]).encode(), link)
+        _send_json(http, json.dumps(entries[start:end]).encode(), link)
 
     def _begin_file(
         self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, size: int, tag: str
     ) -> tuple[int, int]:
-        """Send the head of an answer with a file; return from where to where its content goes."""
+        """Send the headers of an answer with a file; return the range of bytes to send."""
         first, _, last = request.range.removeprefix("bytes=").partition("-")
-        ranged = bool(request.range) and not repo.no_ranges
-        start, stop = (int(first), int(last or size - 1) + 1) if ranged else (0, size)
-        http.send_response(206 if ranged else 200)
+        is_range = bool(request.range) and not repo.no_ranges
+        start, stop = (int(first), int(last or size - 1) + 1) if is_range else (0, size)
+        http.send_response(206 if is_range else 200)
         http.send_header("Content-Length", str(stop - start))
-        if ranged:
+        if is_range:
             http.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
         http.send_header("ETag", f'"{tag}"')
         http.send_header("X-Repo-Commit", repo.commit)
@@ -217,14 +222,14 @@ class HubServer:
             http, request, repo, len(content), hashlib.sha256(content).hexdigest()
         )
         end = repo.cut.pop(file, stop)
-        for at in range(start, end, 1 << 16):
+        for offset in range(start, end, 1 << 16):
             if file.endswith(LFS_SUFFIXES):
                 time.sleep(repo.slow)
-            http.wfile.write(content[at : min(at + (1 << 16), end)])
+            http.wfile.write(content[offset : min(offset + (1 << 16), end)])
         http.close_connection = True
 
 
-def _split(path: str) -> tuple[str, str, str, str]:
+def _split_path(path: str) -> tuple[str, str, str, str]:
     """Return kind, repository, revision and file of a request path; file "" for the API."""
     for kind in ("model", "dataset"):
         if path.startswith(f"/api/{kind}s/"):
@@ -237,7 +242,7 @@ def _split(path: str) -> tuple[str, str, str, str]:
     return kind, name, revision, file
 
 
-def _send(
+def _send_json(
     http: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None
 ) -> None:
     http.send_response(200)
@@ -249,7 +254,7 @@ def _send(
     http.wfile.write(content)
 
 
-def _refuse(
+def _send_error(
     http: BaseHTTPRequestHandler, status: int, code: str, headers: dict[str, str] | None = None
 ) -> None:
     http.send_response(status)

@@ -1,8 +1,8 @@
-"""What a HyperPod cluster keeps checkpoints in: that service's API, served on this machine.
+"""Serve the API of a HyperPod cluster's store for checkpoints, on this machine.
 
-A stand-in, unless SAGEMAKER_CHECKPOINTING_SOURCES names the unpacked source package of
-amzn-sagemaker-checkpointing (and, after a `:`, where fastapi and uvicorn are if they are not
-installed): then it is the server that those sources have for their own tests.
+By default this is a stand-in. If SAGEMAKER_CHECKPOINTING_SOURCES is the directory of the unpacked
+source package of amzn-sagemaker-checkpointing, it is the server of that package's own tests; after
+a `:` the variable may name a directory with fastapi and uvicorn.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Store:
         self.slots: dict[tuple[str, int, int], tuple[bytes, str]] = {}  # namespace, rank, step
 
     def put(self, namespace: str, rank: int, step: int, content: tuple[bytes, str]) -> None:
-        """Store a part, and drop the rank's oldest when there are more than are to be kept."""
+        """Store a part, and drop the rank's oldest part if it has more than the namespace keeps."""
         self.slots[namespace, rank, step] = content
         steps = [s for n, r, s in self.slots if (n, r) == (namespace, rank)]
         if len(steps) > self.namespaces[namespace]["steps_to_retain_per_rank"]:
             del self.slots[namespace, rank, min(steps)]
 
     def drop(self, namespace: str) -> None:
-        """Forget a namespace and all in it."""
+        """Delete a namespace and its parts."""
         del self.namespaces[namespace]
         self.slots = {key: value for key, value in self.slots.items() if key[0] != namespace}
 
@@ -111,15 +111,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def service(port: int = 0) -> Iterator[str]:
-    """Serve an empty store, and give its address."""
+def run_service(port: int = 0) -> Iterator[str]:
+    """Serve an empty store, and yield its address."""
     port = port or free_port()
-    with _from_sources(port) if _SOURCES else _stand_in(port):
+    with _run_from_sources(port) if _SOURCES else _run_stand_in(port):
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def _stand_in(port: int) -> Iterator[None]:
+def _run_stand_in(port: int) -> Iterator[None]:
     handler = type("Handler", (_Handler,), {"store": _Store()})
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
@@ -132,7 +132,7 @@ def _stand_in(port: int) -> Iterator[None]:
 
 
 @contextmanager
-def _from_sources(port: int) -> Iterator[None]:
+def _run_from_sources(port: int) -> Iterator[None]:
     code = (
         "import uvicorn; from tests.local_tests.membrain_server import app; "
         f"uvicorn.run(app, host='127.0.0.1', port={port}, log_level='warning')"
@@ -143,7 +143,7 @@ def _from_sources(port: int) -> Iterator[None]:
     )
     try:
         deadline = time.monotonic() + 90
-        while not _answers(port):
+        while not _is_ready(port):
             assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
             time.sleep(0.1)
         yield
@@ -152,7 +152,7 @@ def _from_sources(port: int) -> Iterator[None]:
         server.wait()
 
 
-def _answers(port: int) -> bool:
+def _is_ready(port: int) -> bool:
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/v1/cp/namespaces/none")

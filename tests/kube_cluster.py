@@ -1,4 +1,4 @@
-"""A cluster for the tests of launch/kubernetes.py: the real kubectl, a server on loopback."""
+"""A cluster for tests of launch/kubernetes.py: the real kubectl with a server on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kube_server import Cluster, Object, Server
 
 SCRIPT = ROOT / "launch" / "kubernetes.py"
 PLURALS = {"pytorchjob": "pytorchjobs", "trainjob": "trainjobs", "hyperpod": "hyperpodpytorchjobs"}
-ASKED = (
+JOB_OPTIONS = (
     "--job-name",
     "exp",
     "--nodes",
@@ -26,16 +26,16 @@ ASKED = (
     "--image",
     "registry/train:1",
 )
-TRAIN = ("--", "-d", "c4", "-m", "org/model", "--max-steps", "10")
+TRAIN_OPTIONS = ("--", "-d", "c4", "-m", "org/model", "--max-steps", "10")
 
 
-def launch(
+def run_launcher(
     *arguments: object,
     expect: int | None = 0,
     env: dict[str, str] | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run launch/kubernetes.py, assert its exit code (None: any) and return what it printed."""
+    """Run launch/kubernetes.py, assert its exit code (None: any) and return its result."""
     return run_stage(
         "launch/kubernetes.py", *arguments, cwd=Path.cwd(), expect=expect, env=env, timeout=timeout
     )
@@ -43,16 +43,16 @@ def launch(
 
 @pytest.fixture(scope="session")
 def kube_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return the server that all tests use, each with a cluster of its own."""
+    """Return the server of all tests; each test has its own cluster."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    told = subprocess.run(
+    printed = subprocess.run(
         ["kubectl", "version", "--client", "-o", "json"], capture_output=True, text=True, check=True
     ).stdout
-    version = json.loads(told)["clientVersion"]
+    version = json.loads(printed)["clientVersion"]
     if int(version["minor"].rstrip("+")) < 25:
         pytest.skip(
-            f"needs kubectl 1.25, which can be strict about fields; this is {version['gitVersion']}"
+            f"needs kubectl 1.25, which can refuse unknown fields; this is {version['gitVersion']}"
         )
     server = Server(Cluster())
     server.home = tmp_path_factory.mktemp("kube")
@@ -62,13 +62,13 @@ def kube_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def kube(kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Return a cluster that the kubeconfig of this test leads to, with a volume and two nodes."""
-    there = kube_server.serve(Cluster())
-    there.add(
+    """Return the cluster of this test's kubeconfig, with a volume and two nodes."""
+    cluster = kube_server.serve(Cluster())
+    cluster.add(
         "persistentvolumeclaims", {"metadata": {"name": "fsx-claim"}, "status": {"phase": "Bound"}}
     )
     for number in (1, 2):
-        there.add(
+        cluster.add(
             "nodes",
             {
                 "metadata": {
@@ -80,10 +80,10 @@ def kube(kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    return there
+    return cluster
 
 
-def pod(
+def make_pod(
     job: str,
     name: str,
     phase: str = "Running",
@@ -92,7 +92,7 @@ def pod(
     restarts: int = 0,
     **status: Any,
 ) -> Object:
-    """Return a pod of a job as its kubelet reports it. state: of its container."""
+    """Return a pod of a job as the API shows it. state: of its container."""
     statuses = (
         []
         if state is None
@@ -116,8 +116,8 @@ def pod(
     }
 
 
-def condition(type_: str, message: str = "") -> Object:
-    """Return a condition that holds."""
+def make_condition(type_: str, message: str = "") -> Object:
+    """Return a condition whose status is True."""
     return {
         "type": type_,
         "status": "True",
@@ -126,6 +126,6 @@ def condition(type_: str, message: str = "") -> Object:
     }
 
 
-def ended(code: int, reason: str = "Error") -> Object:
+def make_ended_state(code: int, reason: str = "Error") -> Object:
     """Return the state of a container that has ended."""
     return {"terminated": {"exitCode": code, "reason": reason}}

@@ -1,4 +1,4 @@
-"""What a cluster accepts: the schemas of the custom resources, fields they do not know refused."""
+"""Check custom resources as a strict cluster would, by their schemas without unknown fields."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _METADATA = {
 }
 
 
-def problems(manifest: dict[str, Any]) -> list[str]:
-    """Return what a cluster would say against a custom resource, as `path: problem`."""
-    validator = jsonschema.Draft202012Validator(schema(manifest["kind"]))
+def find_problems(manifest: dict[str, Any]) -> list[str]:
+    """Return why a cluster would refuse a custom resource, as `path: problem`."""
+    validator = jsonschema.Draft202012Validator(load_schema(manifest["kind"]))
     return [
         f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
         for error in sorted(validator.iter_errors(manifest), key=str)
@@ -42,38 +42,38 @@ def problems(manifest: dict[str, Any]) -> list[str]:
 
 
 @functools.cache
-def schema(kind: str) -> dict[str, Any]:
+def load_schema(kind: str) -> dict[str, Any]:
     """Return the JSON schema of a kind of resource."""
     if kind == "HyperPodPyTorchJob":
-        made = json.loads((CRDS / "hyperpodpytorchjob.json").read_text())
+        schema = json.loads((CRDS / "hyperpodpytorchjob.json").read_text())
     else:
         crd = json.loads((CRDS / _FILES[kind]).read_text())
         [version] = crd["spec"]["versions"]
-        made = strict(version["schema"]["openAPIV3Schema"])
+        schema = make_strict(version["schema"]["openAPIV3Schema"])
         group = crd["spec"]["group"]
-        made["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
-        made["properties"]["kind"] = {"const": crd["spec"]["names"]["kind"]}
-        made["required"] = ["apiVersion", "kind", "metadata", "spec"]
-    made["properties"]["metadata"] = _METADATA
-    made["properties"]["status"] = {}
-    return made
+        schema["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
+        schema["properties"]["kind"] = {"const": crd["spec"]["names"]["kind"]}
+        schema["required"] = ["apiVersion", "kind", "metadata", "spec"]
+    schema["properties"]["metadata"] = _METADATA
+    schema["properties"]["status"] = {}
+    return schema
 
 
-def strict(node: Any) -> Any:
-    """Return an OpenAPI schema as JSON schema, in which an object has no unknown fields."""
+def make_strict(node: Any) -> Any:
+    """Return an OpenAPI schema as a JSON schema that refuses unknown fields."""
     if isinstance(node, list):
-        return [strict(item) for item in node]
+        return [make_strict(item) for item in node]
     if not isinstance(node, dict):
         return node
-    made = {
-        key: {name: strict(value) for name, value in item.items()}
+    schema = {
+        key: {name: make_strict(value) for name, value in item.items()}
         if key == "properties"
-        else strict(copy.deepcopy(item))
+        else make_strict(copy.deepcopy(item))
         for key, item in node.items()
     }
-    if made.pop("x-kubernetes-int-or-string", False):
-        made.pop("type", None)
-        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    if "properties" in made and not made.get("x-kubernetes-preserve-unknown-fields"):
-        made.setdefault("additionalProperties", False)
-    return made
+    if schema.pop("x-kubernetes-int-or-string", False):
+        schema.pop("type", None)
+        schema["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        schema.setdefault("additionalProperties", False)
+    return schema

@@ -1,8 +1,8 @@
-"""A small Kubernetes API server on loopback, as much of one as kubectl needs for these jobs.
+"""A small Kubernetes API server on loopback, with the requests that kubectl makes for these jobs.
 
-It keeps objects in memory and answers discovery, reading, creating, changing and deleting, pods'
-logs, dry runs and OpenAPI; custom resources are checked as a cluster would. What an operator does
-is a function of the test's: called with each new job, it may add pods, events and states.
+It keeps objects in memory. It supports discovery, OpenAPI, reading, creating, changing and deleting
+objects, dry runs and pod logs, and checks custom resources as a cluster would. A function of the
+test stands for the operator: it is called with each new job, and may add pods, events and states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Type:
-    """A type of resource that the server knows."""
+    """A type of resource."""
 
     group_version: str
     plural: str
@@ -40,7 +40,7 @@ class Type:
         return f"{'api' if self.group_version == 'v1' else 'apis'}/{self.group_version}"
 
 
-CUSTOM = (
+CUSTOM_TYPES = (
     Type("kubeflow.org/v1", "pytorchjobs", "PyTorchJob"),
     Type("trainer.kubeflow.org/v1alpha1", "trainjobs", "TrainJob"),
     Type(
@@ -48,7 +48,7 @@ CUSTOM = (
     ),
     Type("sagemaker.amazonaws.com/v1", "hyperpodpytorchjobs", "HyperPodPyTorchJob"),
 )
-CORE = (
+CORE_TYPES = (
     Type("v1", "pods", "Pod"),
     Type("v1", "events", "Event"),
     Type("v1", "secrets", "Secret"),
@@ -57,13 +57,13 @@ CORE = (
     Type("v1", "nodes", "Node", False),
     Type("batch/v1", "jobs", "Job"),
 )
-_SHORT = {"persistentvolumeclaims": ["pvc"]}
-_JOBS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob", "Job"}
+_SHORT_NAMES = {"persistentvolumeclaims": ["pvc"]}
+_JOB_KINDS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob", "Job"}
 _VERBS = ["get", "list", "create", "patch", "update", "delete", "watch"]
 
 
-class Refused(Exception):
-    """An answer other than success: HTTP code, reason and message."""
+class RequestError(Exception):
+    """A request failed: HTTP code, reason and message of the answer."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -73,13 +73,13 @@ class Refused(Exception):
 
 @dataclass
 class Cluster:
-    """The objects of a cluster, by (type's plural, namespace, name).
+    """The objects of a cluster, by (plural of the type, namespace, name).
 
-    on_create: called with each job that is created. logs: lines of each pod. failing: answer so
-    many of the next requests with 503. requests: `METHOD path` of all.
+    on_create: called with each new job. logs: lines by pod. following: pods whose logs continue.
+    failing: how many of the next requests to answer with 503. requests: `METHOD path` of all.
     """
 
-    types: list[Type] = field(default_factory=lambda: [*CORE, *CUSTOM])
+    types: list[Type] = field(default_factory=lambda: [*CORE_TYPES, *CUSTOM_TYPES])
     objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
     on_create: Callable[[Cluster, Object], None] = lambda cluster, job: None
     logs: dict[str, list[str]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Cluster:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, plural: str, item: Object, namespace: str = "default") -> Object:
-        """Put an object there as if it had been there before."""
+        """Add an object without a request."""
         kind = next(type_ for type_ in self.types if type_.plural == plural)
         key = (plural, namespace if kind.namespaced else "", item["metadata"]["name"])
         with self.lock:
@@ -113,7 +113,7 @@ class Cluster:
         ]
 
     def delete_job(self, job: str) -> None:
-        """Delete what belongs to a job, as the garbage collector would."""
+        """Delete the pods and events of a job, as the garbage collector would."""
         for pod in self.pods_of(job):
             del self.objects["pods", pod["metadata"]["namespace"], pod["metadata"]["name"]]
         for key, event in [*self.objects.items()]:
@@ -122,9 +122,9 @@ class Cluster:
 
 
 class Server:
-    """Serves one cluster at a time; `kubeconfig` makes the file that kubectl finds it by.
+    """Serves one cluster at a time; `kubeconfig` writes a file with its address for kubectl.
 
-    home: for what kubectl remembers of this address.
+    home: directory for kubectl's cache of this address.
     """
 
     home: Path
@@ -164,11 +164,11 @@ class Server:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else every answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm = True  # otherwise every answer waits 40 ms for an acknowledgement
     cluster: Cluster
 
     def log_message(self, *arguments: object) -> None:
-        """Say nothing: tests read the cluster's `requests`."""
+        """Log nothing, since tests read the cluster's `requests`."""
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -179,14 +179,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self.cluster.requests.append(f"{self.command} {self.path}")
                 if self.cluster.failing:
                     self.cluster.failing -= 1
-                    raise Refused(503, "ServiceUnavailable", "etcdserver: leader changed")
+                    raise RequestError(503, "ServiceUnavailable", "etcdserver: leader changed")
             if log := re.fullmatch(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/log", path.path):
                 self._send_log(log[2], query)
                 return
             with self.cluster.lock:
                 answer = self._answer(path.path.strip("/"), query, body)
             self._send(201 if self.command == "POST" else 200, answer)
-        except Refused as refused:
+        except RequestError as refused:
             self._send(
                 refused.code,
                 {
@@ -210,9 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _send_log(self, pod: str, query: dict[str, str]) -> None:
-        """Send a pod's lines, in chunks while it is followed and goes on."""
+        """Send a pod's lines in chunks, as long as the client follows and the log continues."""
         if pod not in self.cluster.logs:
-            raise Refused(404, "NotFound", f'pods "{pod}" not found')
+            raise RequestError(404, "NotFound", f'pods "{pod}" not found')
         self.send_response(200)
         self.send_header("Content-Type", "text/plain")
         self.send_header("Transfer-Encoding", "chunked")
@@ -235,8 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.02)
 
     def _answer(self, path: str, query: dict[str, str], body: bytes) -> Object:
-        if (found := self._discovery(path)) is not None:
-            return found
+        if (discovery := self._discovery(path)) is not None:
+            return discovery
         type_, namespace, name = self._target(path)
         if self.command == "GET":
             return (
@@ -244,24 +244,24 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if self.command == "DELETE":
             return self._delete(type_, namespace, name)
-        given = yaml.safe_load(body)
-        key = (type_.plural, namespace, name or given["metadata"]["name"])
+        item = yaml.safe_load(body)
+        key = (type_.plural, namespace, name or item["metadata"]["name"])
         is_new = key not in self.cluster.objects
         if self.command == "POST" and not is_new:
-            raise Refused(409, "AlreadyExists", f'{type_.plural} "{key[2]}" already exists')
+            raise RequestError(409, "AlreadyExists", f'{type_.plural} "{key[2]}" already exists')
         if self.command == "PATCH" and "apply-patch" not in self.headers["Content-Type"]:
-            given = _merged(self._get(type_, namespace, name), given)
-        return self._store(type_, namespace, given, query, is_new)
+            item = _apply_merge_patch(self._get(type_, namespace, name), item)
+        return self._store(type_, namespace, item, query, is_new)
 
     def _store(
         self, type_: Type, namespace: str, item: Object, query: dict[str, str], is_new: bool
     ) -> Object:
-        if type_ in CUSTOM:
-            _check(type_, item, query.get("fieldValidation"))
+        if type_ in CUSTOM_TYPES:
+            _require_valid(type_, item, query.get("fieldValidation"))
         if query.get("dryRun"):
             return item
         stored = self.cluster.add(type_.plural, item, namespace or "default")
-        if is_new and type_.kind in _JOBS:
+        if is_new and type_.kind in _JOB_KINDS:
             self.cluster.on_create(self.cluster, stored)
         return stored
 
@@ -270,19 +270,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self.cluster.objects[type_.plural, namespace, name]
         except KeyError:
             group = type_.group_version.partition("/")[0]
-            where = type_.plural + (f".{group}" if group != "v1" else "")
-            raise Refused(404, "NotFound", f'{where} "{name}" not found') from None
+            resource = type_.plural + (f".{group}" if group != "v1" else "")
+            raise RequestError(404, "NotFound", f'{resource} "{name}" not found') from None
 
     def _list(self, type_: Type, namespace: str, query: dict[str, str]) -> Object:
         labels = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
         fields = dict(part.split("=") for part in query.get("fieldSelector", "").split(",") if part)
         items = [
             item
-            for (plural, there, _), item in sorted(self.cluster.objects.items())
+            for (plural, item_namespace, _), item in sorted(self.cluster.objects.items())
             if plural == type_.plural
-            and (not namespace or there == namespace)
+            and (not namespace or item_namespace == namespace)
             and labels.items() <= item["metadata"].get("labels", {}).items()
-            and all(_field(item, path) == value for path, value in fields.items())
+            and all(_get_field(item, path) == value for path, value in fields.items())
         ]
         return {
             "kind": f"{type_.kind}List",
@@ -294,20 +294,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _delete(self, type_: Type, namespace: str, name: str) -> Object:
         self._get(type_, namespace, name)
         del self.cluster.objects[type_.plural, namespace, name]
-        if type_.kind in _JOBS:
+        if type_.kind in _JOB_KINDS:
             self.cluster.delete_job(name)
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _target(self, path: str) -> tuple[Type, str, str]:
-        """Return type, namespace and name that a path means; empty where it has none."""
+        """Return the type, namespace and name in a path; "" for parts that it lacks."""
         for type_ in self.cluster.types:
             pattern = rf"{type_.root}(?:/namespaces/([^/]+))?/{type_.plural}(?:/([^/]+))?"
             if match := re.fullmatch(pattern, path):
                 return type_, match[1] or "", match[2] or ""
-        raise Refused(404, "NotFound", "the server could not find the requested resource")
+        raise RequestError(404, "NotFound", "the server could not find the requested resource")
 
     def _discovery(self, path: str) -> Object | None:
-        groups = sorted({t.group_version for t in self.cluster.types} - {"v1"})
+        groups = sorted({type_.group_version for type_ in self.cluster.types} - {"v1"})
         if path == "version":
             return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
         if path == "api":
@@ -319,24 +319,24 @@ class _Handler(BaseHTTPRequestHandler):
                 "apiVersion": "v1",
                 "groups": [
                     {
-                        "name": v["groupVersion"].split("/")[0],
-                        "versions": [v],
-                        "preferredVersion": v,
+                        "name": version["groupVersion"].split("/")[0],
+                        "versions": [version],
+                        "preferredVersion": version,
                     }
-                    for v in versions
+                    for version in versions
                 ],
             }
         if path == "openapi/v3":
             return {
                 "paths": {
-                    t.root: {"serverRelativeURL": f"/openapi/v3/{t.root}"}
-                    for t in self.cluster.types
+                    type_.root: {"serverRelativeURL": f"/openapi/v3/{type_.root}"}
+                    for type_ in self.cluster.types
                 }
             }
         root = path.removeprefix("openapi/v3/")
-        types = [t for t in self.cluster.types if t.root == root]
+        types = [type_ for type_ in self.cluster.types if type_.root == root]
         if path.startswith("openapi/v3/"):
-            return _openapi(types)
+            return _openapi_paths(types)
         if not types:
             return None
         return {
@@ -345,20 +345,20 @@ class _Handler(BaseHTTPRequestHandler):
             "groupVersion": types[0].group_version,
             "resources": [
                 {
-                    "name": t.plural,
-                    "singularName": t.kind.lower(),
-                    "kind": t.kind,
-                    "namespaced": t.namespaced,
+                    "name": type_.plural,
+                    "singularName": type_.kind.lower(),
+                    "kind": type_.kind,
+                    "namespaced": type_.namespaced,
                     "verbs": _VERBS,
-                    "shortNames": _SHORT.get(t.plural, []),
+                    "shortNames": _SHORT_NAMES.get(type_.plural, []),
                 }
-                for t in types
+                for type_ in types
             ],
         }
 
 
-def _openapi(types: list[Type]) -> Object:
-    """Return as much of OpenAPI as tells kubectl that the server checks fields by itself."""
+def _openapi_paths(types: list[Type]) -> Object:
+    """Return the part of OpenAPI that tells kubectl that the server validates fields."""
     paths = {}
     for type_ in types:
         group, _, version = type_.group_version.rpartition("/")
@@ -380,39 +380,39 @@ def _openapi(types: list[Type]) -> Object:
     return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1"}, "paths": paths}
 
 
-def _check(type_: Type, item: Object, validation: str | None) -> None:
-    """Refuse what a cluster would: unknown fields when asked to be strict, wrong values always."""
-    validator = jsonschema.Draft202012Validator(kube_schemas.schema(type_.kind))
+def _require_valid(type_: Type, item: Object, validation: str | None) -> None:
+    """Raise RequestError for wrong values and, with strict validation, for unknown fields."""
+    validator = jsonschema.Draft202012Validator(kube_schemas.load_schema(type_.kind))
     for error in validator.iter_errors(item):
         path = ".".join(map(str, error.absolute_path))
         if error.validator != "additionalProperties":
-            raise Refused(
+            raise RequestError(
                 422,
                 "Invalid",
                 f'{type_.kind} "{item["metadata"]["name"]}" is invalid: {path}: {error.message}',
             )
         if validation == "Strict":
-            raise Refused(
+            raise RequestError(
                 400,
                 "BadRequest",
                 f"strict decoding error: unknown field in {path}: {error.message}",
             )
 
 
-def _merged(into: Any, patch: Any) -> Any:
-    """Return what a JSON merge patch makes of a value."""
+def _apply_merge_patch(into: Any, patch: Any) -> Any:
+    """Return a value with a JSON merge patch applied."""
     if not isinstance(patch, dict):
         return patch
-    made = dict(into) if isinstance(into, dict) else {}
+    merged = dict(into) if isinstance(into, dict) else {}
     for key, value in patch.items():
         if value is None:
-            made.pop(key, None)
+            merged.pop(key, None)
         else:
-            made[key] = _merged(made.get(key), value)
-    return made
+            merged[key] = _apply_merge_patch(merged.get(key), value)
+    return merged
 
 
-def _field(item: Any, path: str) -> str:
+def _get_field(item: Any, path: str) -> str:
     for part in path.split("."):
         item = item.get(part, {}) if isinstance(item, dict) else {}
     return item if isinstance(item, str) else ""

@@ -34,9 +34,9 @@ PACKAGES = {
     "torchao",
     "transformers",
 }
-# Only one option wants each of these, so a table may be right where they are not installed.
+# Each of these is for one option, so the check does not need them installed.
 OPTIONAL = {"amzn_sagemaker_checkpointing", "torchao"}
-# Modules whose names look public, and which the documentation of their package leaves out.
+# Modules with public names that the documentation of their package does not mention.
 UNDOCUMENTED = (
     "huggingface_hub.constants",
     "torch.distributed.checkpoint.api",
@@ -55,7 +55,7 @@ UNDOCUMENTED = (
     "transformers.modeling_utils",
     "transformers.models",
 )
-# With an underscore, and documented all the same: of named tuples, `os` and `jinja2.Undefined`.
+# Documented despite the underscore: attributes of named tuples, `os` and `jinja2.Undefined`.
 _DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace", "_undefined_name"}
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
@@ -64,8 +64,8 @@ _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 class Row:
     """One row of the table.
 
-    is_choice: one of the names has to exist, not all. since: the first version that contains them,
-    such as ("transformers", "5.23"). users: the modules that use the names.
+    is_choice: one of the names is enough. since: the package and first version that contain the
+    names, such as ("transformers", "5.23"). users: the modules that use the names.
     """
 
     names: tuple[str, ...]
@@ -75,12 +75,12 @@ class Row:
 
     def missing(self) -> list[str]:
         """Return the names that the installed versions lack."""
-        if self.since and _version(self.since[0]) < _numbers(self.since[1]):
+        if self.since and _installed_version(self.since[0]) < _parse_version(self.since[1]):
             return []
-        lacking = [name for name in self.names if not exists(name)]
-        if self.is_choice and len(lacking) < len(self.names):
+        missing_names = [name for name in self.names if not is_available(name)]
+        if self.is_choice and len(missing_names) < len(self.names):
             return []
-        return lacking
+        return missing_names
 
 
 def read_table() -> list[Row]:
@@ -99,53 +99,53 @@ def read_table() -> list[Row]:
     return rows
 
 
-def _version(package: str) -> tuple[int, ...]:
+def _installed_version(package: str) -> tuple[int, ...]:
     if package == "Python":
         return sys.version_info[:2]
-    return _numbers(importlib.metadata.version(package))
+    return _parse_version(importlib.metadata.version(package))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def exists(name: str) -> bool:
-    """Return whether a dotted name exists, or after a colon a word in the file of a class.
+def is_available(name: str) -> bool:
+    """Return whether a dotted name exists in the installed packages.
 
-    Attributes that only instances have are written after a colon. What an optional package would
-    have to contain counts as there when it is not installed.
+    `package.Class:word` asks for an attribute of instances, so the word must occur in the source
+    file of the class. Names of an optional package exist if the package is not installed.
     """
     owner, _, word = name.partition(":")
     try:
-        found = resolve(owner)
+        owner_object = import_name(owner)
     except ModuleNotFoundError as error:
         return error.name in OPTIONAL
     except (AttributeError, ImportError):
         return False
     if not word:
         return True
-    source = Path(inspect.getsourcefile(found) or "").read_text(encoding="utf-8")
+    source = Path(inspect.getsourcefile(owner_object) or "").read_text(encoding="utf-8")
     return re.search(rf"\b{re.escape(word)}\b", source) is not None
 
 
-def resolve(name: str) -> Any:
-    """Return the object of a dotted name: as much of it as can be is imported."""
+def import_name(name: str) -> Any:
+    """Import and return the object of a dotted name."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    value = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            if not inspect.ismodule(found):
+            if not inspect.ismodule(value):
                 raise
-            found = importlib.import_module(".".join(parts[:number]))
-    return found
+            value = importlib.import_module(".".join(parts[:number]))
+    return value
 
 
-def used(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each private or undocumented name that a module uses of others, and the line."""
+def find_private_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield (name, line) of each private or undocumented name that a module uses from packages."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    own = set(_defined(tree))
+    own_names = set(_defined_names(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -158,12 +158,14 @@ def used(path: Path) -> Iterator[tuple[str, int]]:
                     yield name, node.lineno
         elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             is_inherited = ast.unparse(node.value) in ("self", "cls", "super()")
-            if node.attr not in own | _DOCUMENTED and not (is_inherited and node.attr in _ours()):
+            if node.attr not in own_names | _DOCUMENTED and not (
+                is_inherited and node.attr in _our_names()
+            ):
                 yield node.attr, node.lineno
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
             for argument in node.args:
                 text = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(text, str) and _PRIVATE.fullmatch(text) and text not in _ours():
+                if isinstance(text, str) and _PRIVATE.fullmatch(text) and text not in _our_names():
                     yield text, node.lineno
 
 
@@ -171,16 +173,16 @@ _BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "mock.patch.object"}
 _OURS: set[str] = set()
 
 
-def _ours() -> set[str]:
-    """Return all names with an underscore that our code defines, for methods that are inherited."""
+def _our_names() -> set[str]:
+    """Return all names that our code defines, since inherited methods may use them."""
     if not _OURS:
-        for path in modules():
-            _OURS.update(_defined(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in list_modules():
+            _OURS.update(_defined_names(ast.parse(path.read_text(encoding="utf-8"))))
     return _OURS
 
 
-def modules() -> list[Path]:
-    """Return the modules that the table is about."""
+def list_modules() -> list[Path]:
+    """Return the modules that the table covers."""
     return [
         *sorted((ROOT / "lib").rglob("*.py")),
         *sorted((ROOT / "launch").rglob("*.py")),
@@ -188,7 +190,7 @@ def modules() -> list[Path]:
     ]
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
+def _defined_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -209,7 +211,7 @@ def _is_private(name: str) -> bool:
 
 
 def main() -> None:
-    """Print what is missing."""
+    """Print the missing names."""
     missing = [name for row in read_table() for name in row.missing()]
     for name in missing:
         print(f"missing: {name}")

@@ -1,4 +1,4 @@
-"""The processes of a command, and the memory they hold."""
+"""The processes of a command, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def tree(pid: int) -> Iterator[int]:
-    """Yield a process and all that descend from it, as far as they are still there."""
+def list_descendants(pid: int) -> Iterator[int]:
+    """Yield the ID of a process and those of all its descendants that still run."""
     yield pid
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return
     for child in children:
-        yield from tree(int(child))
+        yield from list_descendants(int(child))
 
 
-def resident(pid: int) -> int:
-    """Return the bytes of memory of a process, shared pages included; 0 when it is gone."""
+def resident_bytes(pid: int) -> int:
+    """Return the resident bytes of a process with its shared pages, 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     except (OSError, IndexError):

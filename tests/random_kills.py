@@ -1,7 +1,7 @@
-"""Kills of all stages at random moments and file operations: python -m tests.random_kills --help.
+"""Kill all stages at random moments and file operations: python -m tests.random_kills --help.
 
-A command is killed, checked and typed again until it ends by itself; then what it leaves must be
-what it leaves undisturbed, byte for byte, and in stage 04 the losses and checkpoints bit for bit.
+A command is killed, checked and started again until it ends by itself. Then its artifact must be
+that of an undisturbed command, byte for byte, and for stage 04 also the losses and checkpoints.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from pathlib import Path
 
 from tests import faults, training
 from tests.fault_points import Fault
-from tests.faults import Server, Undisturbed, begun_at, events, run_options, valid_steps
-from tests.hub_models import make_files
-from tests.kills import Commands, Scene, kill
+from tests.faults import (
+    Server,
+    Undisturbed,
+    find_start_step,
+    find_valid_steps,
+    read_events,
+    run_options,
+)
+from tests.hub_models import make_model_files
+from tests.kills import Commands, Scene, kill_launch
 
-LONG = 40  # steps
+LONG_STEPS = 40  # steps
 STAGES = (1, 2, 3, 4, 5)
 
 
 class Life:
-    """A run that is killed over and over until it is complete.
+    """A run that is killed again and again until it is complete.
 
-    After each kill: every checkpoint is what it should be and the newest step never goes back;
-    the next launch goes on from exactly that one.
+    After each kill all checkpoints that verify have the expected content, the newest step is not
+    older than before, and the next launch continues from it.
     """
 
     def __init__(self, outputs: Path, options: tuple[object, ...], expected: Undisturbed) -> None:
@@ -40,30 +47,32 @@ class Life:
         self.newest = 0
 
     def launches(self) -> int:
-        """Return how often the run has begun or gone on."""
-        return len([e for e in events(self.outputs) if e["event"] in ("start", "resume")])
+        """Return how often the run has started or resumed."""
+        return len(
+            [event for event in read_events(self.outputs) if event["event"] in ("start", "resume")]
+        )
 
     def check(self, launches_before: int) -> None:
-        """Check what a killed launch has left."""
+        """Check the files of a run after a kill."""
         if self.launches() > launches_before:
-            assert begun_at(self.outputs) == self.newest
-        found = max(valid_steps(self.outputs), default=0)
+            assert find_start_step(self.outputs) == self.newest
+        found = max(find_valid_steps(self.outputs), default=0)
         assert found >= self.newest
         self.newest = found
         self.expected.require_sound(self.outputs)
 
     def until_begun(self, launches_before: int, ended: Callable[[], bool]) -> None:
-        """Wait until a launch has begun to train, or has ended."""
+        """Wait until a launch trains or has ended."""
         while self.launches() == launches_before and not ended():
             time.sleep(0.002)
 
 
-def lives(
+def make_lives(
     expected: Undisturbed, parent: Path, rng: random.Random, finish: Callable[[Life], None]
 ) -> Iterator[Life]:
-    """Yield runs to kill a launch of: the same one until it is complete, then another.
+    """Yield runs to kill: the same one until it is complete, then a new one.
 
-    After the last kill, and wherever one is complete, it must have learned what it should.
+    Each run is finished at the end, and must then equal the undisturbed one.
     """
     for number in count():
         outputs = parent / f"life_{number}" / "outputs"
@@ -77,12 +86,12 @@ def lives(
                 rng.choice(["on", "off"]),
                 "--ckpt-keep",
                 2,
-                steps=LONG,
+                steps=LONG_STEPS,
             ),
             expected,
         )
         try:
-            while life.newest < LONG:
+            while life.newest < LONG_STEPS:
                 yield life
         finally:
             finish(life)
@@ -91,22 +100,26 @@ def lives(
 
 
 def require_no_leftovers(outputs: Path) -> None:
-    """Assert that nothing but what a run leaves lies in its directory."""
+    """Assert that the directory of a run contains no temporary files."""
     files = {path.relative_to(outputs).as_posix() for path in outputs.rglob("*")}
-    odd = [name for name in files if "tmp" in name or "trash" in name or ".unfinished" in name]
-    assert not odd and {path.name for path in outputs.iterdir() if path.is_dir()} == {"run"}, odd
+    leftovers = [
+        name for name in files if "tmp" in name or "trash" in name or ".unfinished" in name
+    ]
+    assert not leftovers and {path.name for path in outputs.iterdir() if path.is_dir()} == {
+        "run"
+    }, leftovers
 
 
 def kill_often(
     server: Server, expected: Undisturbed, parent: Path, kills: int, seed: int = 0
 ) -> int:
-    """Kill launches at random moments, most of them after the start, until there were so many.
+    """Kill launches at random moments, most of them after the start, until `kills` is reached.
 
-    Returns how many there were.
+    Returns the number of kills.
     """
     rng = random.Random(seed)
     done = 0
-    runs = lives(expected, parent, rng, lambda life: server.run(*life.options))
+    runs = make_lives(expected, parent, rng, lambda life: server.run(*life.options))
     while done < kills:
         life = next(runs)
         before = life.launches()
@@ -125,24 +138,24 @@ def kill_often(
     return done
 
 
-def scenes_of(commands: Commands, stage: int, parent: Path) -> Iterator[Scene]:
-    """Yield the commands of a stage in turn, without end, each made when it is first needed."""
-    made = []
+def make_scenes(commands: Commands, stage: int, parent: Path) -> Iterator[Scene]:
+    """Yield the scenes of a stage in turn, without end; each is made when it is first needed."""
+    scenes = []
     for command in commands.of_stage(stage):
-        made.append(Scene(command, parent / command.name))
-        yield made[-1]
-    yield from cycle(made)
+        scenes.append(Scene(command, parent / command.name))
+        yield scenes[-1]
+    yield from cycle(scenes)
 
 
 def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed: int) -> int:
-    """Kill the commands of a stage in turn until there were so many kills; return how many.
+    """Kill the commands of a stage in turn until `kills` is reached; return the number of kills.
 
-    Every other one is killed from outside after a random time, and so also where Rust or C++ code
-    writes; the others at a random file operation, some in the middle of a write.
+    Half of them are killed from outside after a random time, so also while Rust or C++ code writes.
+    The others are killed at a random file operation, some in the middle of a write.
     """
     rng = random.Random(seed)
     done = 0
-    scenes = scenes_of(commands, stage, parent)
+    scenes = make_scenes(commands, stage, parent)
     while done < kills:
         scene = next(scenes)
         project = scene.copy()
@@ -156,7 +169,7 @@ def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed
             launch = scene.command.start(project, fault)
             if fault is None:
                 launch.poll(rng.uniform(0, scene.seconds))
-                kill(launch, with_workers=rng.random() < 0.5)
+                kill_launch(launch, with_workers=rng.random() < 0.5)
             killed = launch.wait() == [-signal.SIGKILL]
             assert killed or launch.codes == [0], f"{scene.command.name}: {launch.codes}"
             done += killed
@@ -168,10 +181,10 @@ def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed
 
 
 class Killer:
-    """Kills commands of all stages, in a directory of its own."""
+    """Kills commands of all stages in a directory."""
 
     def __init__(self, prepared: Path, model_files: dict[str, bytes], folder: Path) -> None:
-        """prepared: see training.prepare. folder: an empty directory."""
+        """prepared: of `training.prepare_project`. folder: an empty directory."""
         self._folder = folder
         for name in ("commands", "server", "undisturbed"):
             (folder / name).mkdir()
@@ -179,34 +192,36 @@ class Killer:
         self._server = faults.make_server(prepared, folder / "server")
         outputs = folder / "undisturbed" / "outputs"
         self._run = faults.run_undisturbed(
-            self._server, run_options(outputs, steps=LONG), outputs, LONG
+            self._server, run_options(outputs, steps=LONG_STEPS), outputs, LONG_STEPS
         )
 
     def kill(self, stage: int, kills: int, seed: int) -> int:
-        """Kill commands of a stage until there were so many kills, and return how many."""
+        """Kill commands of a stage until `kills` is reached, and return the number of kills."""
         (parent := self._folder / f"stage_{stage}").mkdir()
         if stage == 4:
             return kill_often(self._server, self._run, parent, kills, seed)
         return kill_commands(self._commands, stage, parent, kills, seed)
 
     def close(self) -> None:
-        """End all that is still at work."""
+        """End all servers and launches."""
         self._commands.close()
         self._server.close()
 
 
 def main() -> None:
-    """Kill, and print how often."""
+    """Kill commands of all stages, and print the number of kills."""
     parser = argparse.ArgumentParser(description="Kill the stages at random moments.")
-    parser.add_argument("--kills", type=int, default=200, help="in all (default: 200)")
+    parser.add_argument(
+        "--kills", type=int, default=200, help="number of kills in all stages (default: 200)"
+    )
     parser.add_argument(
         "--seed",
         type=int,
         default=random.SystemRandom().randrange(10**6),
-        help="of the moments (default: another one each time, which is printed)",
+        help="seed of the random moments (default: a random one, which is printed)",
     )
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         total = 0
@@ -214,12 +229,14 @@ def main() -> None:
         for part in ("prepared", "model", "killed"):
             (folder / part).mkdir()
         killer = Killer(
-            training.prepare(folder / "prepared"), make_files(folder / "model"), folder / "killed"
+            training.prepare_project(folder / "prepared"),
+            make_model_files(folder / "model"),
+            folder / "killed",
         )
         try:
             for number, stage in enumerate(STAGES):
-                kills = (given.kills + number) // len(STAGES)
-                total += (done := killer.kill(stage, kills, given.seed))
+                kills = (args.kills + number) // len(STAGES)
+                total += (done := killer.kill(stage, kills, args.seed))
                 shutil.rmtree(folder / "killed" / f"stage_{stage}")
                 print(
                     f"stage {stage:02}: {done} kills, nothing lost "

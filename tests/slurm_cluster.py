@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: munge, a controller, and a slurmd per node, all of them private.
+"""Run a private Slurm cluster on this machine: munge, a controller, and a slurmd per node.
 
-Each node is a PID namespace: killing its first process ends all that runs there, as a power cut
-does. All addresses are loopback.
+Each node is a PID namespace: killing its first process ends all processes in it, like a power cut.
+All addresses are loopback.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "unshare", "setpriv")
-_SETTLES_S = 3.0
+_SETTLE_S = 3.0
 _WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _AS_NODE = (*_WITH_PARENT, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-# `low` is what `high` preempts: with time to save, or with Slurm's KillWait alone.
+# `high` preempts jobs in `low`, with time to save, and in `low_at_once`, with KillWait alone.
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,26 +55,26 @@ PartitionName=high Nodes=ALL PriorityTier=10
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
 
 
-def missing() -> str:
-    """Return why there can be no cluster here, or an empty string."""
+def find_missing_tools() -> str:
+    """Return why this machine cannot run a cluster, "" if it can."""
     absent = [tool for tool in _TOOLS if not shutil.which(tool)]
     if absent:
-        return f"needs Slurm and munge (Debian: slurm-wlm, munge); absent: {', '.join(absent)}"
+        return f"needs Slurm and munge (Debian: slurm-wlm, munge); missing: {', '.join(absent)}"
     if os.geteuid() or subprocess.run([*_AS_NODE, "true"], capture_output=True).returncode:
         return "needs root and the right to make namespaces"
     return ""
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 180) -> None:
-    """Return once the condition holds; AssertionError when it does not in time."""
+def wait_until(condition: Callable[[], object], description: str, seconds: float = 180) -> None:
+    """Wait for a condition. Raises AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {description}"
         time.sleep(0.05)
 
 
 class SlurmCluster:
-    """Nodes n1, n2, … of two cores each. slurmd_timeout: seconds until a silent node is down."""
+    """Nodes n1, n2, … with two cores each. slurmd_timeout: seconds until a silent node is down."""
 
     def __init__(self, root: Path, nodes: int, slurmd_timeout: int = 15) -> None:
         self._root = root
@@ -141,23 +141,23 @@ class SlurmCluster:
         return process
 
     def start_node(self, name: str) -> None:
-        """Start a node. Its first process is a shell, which also buries what others leave."""
+        """Start a node. Its first process is a shell, which also reaps orphaned processes."""
         self._nodes[name] = self._start(
             *_AS_NODE, "bash", "-c", 'slurmd -D -N "$0" & wait "$!"', name, log=name
         )
 
     def kill_node(self, name: str) -> None:
-        """End all processes of a node at once."""
+        """Kill all processes of a node at once."""
         self._nodes[name].kill()
         self._nodes[name].wait()
 
     def stop(self) -> None:
-        """End everything."""
+        """Stop all nodes and servers."""
         self._stack.close()
 
     def run(self, *command: object, cwd: Path | None = None, **environment: str) -> str:
-        """Return what a command of Slurm's printed; it must succeed."""
-        done = subprocess.run(
+        """Run a command of Slurm, which must succeed, and return its output."""
+        result = subprocess.run(
             [*map(str, command)],
             cwd=cwd,
             capture_output=True,
@@ -165,27 +165,28 @@ class SlurmCluster:
             env={**self.environment, **environment},
             timeout=60,
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        return done.stdout.strip()
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        return result.stdout.strip()
 
     def submit(self, *arguments: object, cwd: Path, **environment: str) -> str:
-        """Return the number of a job submitted by sbatch from a directory."""
+        """Submit a job with sbatch from a directory, and return its ID."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd, **environment)
 
     def facts(self, job: str) -> dict[str, str]:
-        """Return what Slurm knows about a job: JobState, ExitCode, Restarts, PreemptTime …"""
+        """Return Slurm's facts about a job: JobState, ExitCode, Restarts, PreemptTime …"""
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def hurry(self, job: str) -> dict[str, str]:
-        """Return the facts; a job that is queued again need not wait its two minutes.
+        """Return the facts of a job, and shorten the two minutes that a requeued job waits.
 
-        But a few seconds: the end of its first start would else be taken for that of the second.
+        It still waits a few seconds; otherwise Slurm takes the end of its first start for that of
+        the second.
         """
         facts = self.facts(job)
         if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
             since = self._pending.setdefault((job, facts["Restarts"]), time.monotonic())
-            if time.monotonic() - since > _SETTLES_S:
+            if time.monotonic() - since > _SETTLE_S:
                 subprocess.run(
                     ["scontrol", "update", f"jobid={job}", "StartTime=now"],
                     env=self.environment,
@@ -194,13 +195,13 @@ class SlurmCluster:
         return facts
 
     def ended(self, job: str) -> dict[str, str]:
-        """Return the facts of a job that has ended for good, however often it is queued again."""
+        """Wait until a job has ended for good, also if it is requeued, and return its facts."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         wait_until(lambda: self.hurry(job)["JobState"] in final, f"job {job} ends", 600)
         return self.facts(job)
 
     def cancel_all(self) -> None:
-        """End the jobs that are there, and wait for nodes that were started again."""
+        """Cancel all jobs, and wait until all nodes are idle, also restarted ones."""
         self.run("scancel", "--user=root")
         self._wait_until_idle()
 
@@ -221,11 +222,11 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def cluster(nodes: int, **how: int) -> Iterator[SlurmCluster]:
-    """Yield a cluster whose files lie where paths are short, as sockets want them."""
+def run_cluster(nodes: int, **options: int) -> Iterator[SlurmCluster]:
+    """Yield a running cluster; its directory has a short path, since it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as root:
-        running = SlurmCluster(Path(root), nodes, **how)
+        slurm_cluster = SlurmCluster(Path(root), nodes, **options)
         try:
-            yield running
+            yield slurm_cluster
         finally:
-            running.stop()
+            slurm_cluster.stop()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.training import prepare
+from tests.training import prepare_project
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_a_derived_option_is_one_field_and_one_rule(copy: Path) -> None:
     path.write_text(path.read_text("utf-8").replace(before, field + before))
     with (copy / "lib/train/settle.py").open("a") as file:
         file.write("\n\n" + rule)
-    prepare(copy)
+    prepare_project(copy)
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64, "--dry-run")
     assert "--log-tokens 640 (--log-freq)" in run(*train, cwd=copy)
     assert "(--log-freq)" not in run(*train, "--log-tokens", 7, cwd=copy)
@@ -87,7 +87,7 @@ def test_an_optimizer(copy: Path) -> None:
     with (copy / "lib/optim/registry.py").open("a") as file:
         file.write("\n\n" + row)
     (copy / "lib/optim/signs.py").write_text(module)
-    prepare(copy)
+    prepare_project(copy)
     train = (
         "04_train_fsdp.py",
         "-e",
@@ -131,7 +131,7 @@ def test_an_optimizer(copy: Path) -> None:
 def test_a_wrapper_of_attention(copy: Path) -> None:
     """The profile of a run contains the range that the wrapper opens."""
     line, module = blocks("How to wrap attention")
-    prepare(copy)
+    prepare_project(copy)
     train = (
         *("04_train_fsdp.py", "-d", "corpus", "-m", "model", "--precision", "fp32", "-s", 64),
         *("-b", 2, "--packing", "documents", "--attention", "varlen", "--eval-freq", 0),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, run_stage
-from tests.earlier import ARCHIVE, BEFORE, EXPORT, RUNS
+from tests.earlier import ARCHIVE, DATA_STAGES, EXPORT_OPTIONS, RUNS
 from tests.training import losses
 
 
@@ -23,7 +23,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prepared_text_is_already_there(project: Path) -> None:
-    for script, options in BEFORE.items():
+    for script, options in DATA_STAGES.items():
         assert "already done" in run_stage(script, *options, cwd=project).stdout
 
 
@@ -42,7 +42,7 @@ def test_a_run_goes_on(project: Path, name: str) -> None:
 
 
 def test_an_export_is_the_same(project: Path) -> None:
-    run_stage("05_export_checkpoint.py", *EXPORT, "--out", "again", cwd=project)
+    run_stage("05_export_checkpoint.py", *EXPORT_OPTIONS, "--out", "again", cwd=project)
     for kept in (project / "export").glob("*.safetensors"):
         assert kept.read_bytes() == (project / "again" / kept.name).read_bytes()
 

@@ -21,7 +21,14 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.storage import HashingWriter
 from lib.core import manifest
 from tests.fault_points import Fault
-from tests.faults import Server, Undisturbed, begun_at, events, run_options, valid_steps
+from tests.faults import (
+    Server,
+    Undisturbed,
+    find_start_step,
+    find_valid_steps,
+    read_events,
+    run_options,
+)
 
 NEWEST = 10
 BEFORE = 8
@@ -46,7 +53,7 @@ def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
         expect=-9,
         faults={0: Fault(str(outputs), 1, kinds=("mkdir",), match="step_00000012")},
     )
-    assert valid_steps(outputs) == [NEWEST, BEFORE, 6]
+    assert find_valid_steps(outputs) == [NEWEST, BEFORE, 6]
     names = {p.relative_to(step(outputs)).as_posix() for p in step(outputs).rglob("*")}
     assert names == {*FILES, "dcp"}
     return outputs
@@ -126,8 +133,8 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
 ):
     damage(step(outputs) / name, how)
     done = server.run(*run_options(outputs))
-    assert begun_at(outputs) == BEFORE and "moved to quarantine" in done.output
-    [told] = [e for e in events(outputs) if e["event"] == "quarantine"]
+    assert find_start_step(outputs) == BEFORE and "moved to quarantine" in done.output
+    [told] = [e for e in read_events(outputs) if e["event"] == "quarantine"]
     assert told["step"] == NEWEST and Path(name).name in told["reason"]
     assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 1
     undisturbed().require_same(outputs)
@@ -150,7 +157,7 @@ def test_any_flipped_bit_is_found(outputs: Path):
 
 
 def test_a_run_without_a_valid_checkpoint_does_not_train(server: Server, outputs: Path):
-    for number in valid_steps(outputs):
+    for number in find_valid_steps(outputs):
         damage(step(outputs, number) / FILES[0], "flipped bit")
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
     for _ in range(2):  # a retry of a launcher has the same result
@@ -202,7 +209,7 @@ def test_a_malicious_pickle_runs_no_code(
     assert not (tmp_path / "ran").exists()
     if sealed:
         assert "only descriptions of tensors" in done.output
-        assert "Traceback" not in done.output and valid_steps(outputs)[0] == NEWEST
+        assert "Traceback" not in done.output and find_valid_steps(outputs)[0] == NEWEST
     else:
         undisturbed().require_same(outputs)
 
@@ -249,9 +256,9 @@ def test_the_clock_and_file_times_do_not_matter(
         moment = rng.uniform(0, 4e9)
         os.utime(path, (moment, moment))
     server.run(*run_options(outputs), clock=days * 86_400)
-    assert begun_at(outputs) == NEWEST
+    assert find_start_step(outputs) == NEWEST
     undisturbed().require_same(outputs)
-    assert valid_steps(outputs) == [12, 10, 8]
+    assert find_valid_steps(outputs) == [12, 10, 8]
 
 
 def test_other_directories_are_not_taken_for_checkpoints(
@@ -266,9 +273,9 @@ def test_other_directories_are_not_taken_for_checkpoints(
     (checkpoints / "step_latest").mkdir()
     (checkpoints / "step_00000097").write_text("a file")
     server.run(*run_options(outputs))
-    assert begun_at(outputs) == NEWEST
+    assert find_start_step(outputs) == NEWEST
     undisturbed().require_same(outputs)
-    assert valid_steps(outputs) == [12, 10, 8]
+    assert find_valid_steps(outputs) == [12, 10, 8]
     assert {p.name for p in checkpoints.iterdir()} == {
         "step_00000012",
         "step_00000010",
@@ -298,7 +305,7 @@ def test_a_failing_disk_quarantines_nothing(server: Server, outputs: Path):
     fault.act = "EIO"
     fault.times = 2
     done = server.run(*run_options(outputs), ranks=2, faults={0: fault})
-    assert begun_at(outputs) == NEWEST and "moved to quarantine" not in done.output
+    assert find_start_step(outputs) == NEWEST and "moved to quarantine" not in done.output
 
 
 def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
@@ -327,5 +334,5 @@ def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
     [move] = re.findall(r"^  run:(.*)$", done.output, re.M)
     subprocess.run(move, shell=True, check=True, cwd=server.root)
     server.run(*run_options(outputs))
-    assert begun_at(outputs) == BEFORE
+    assert find_start_step(outputs) == BEFORE
     undisturbed().require_same(outputs)

@@ -13,8 +13,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lib.checkpoints import commit
 from tests.fault_points import Fault
-from tests.faults import STEPS, Server, Undisturbed, begun_at, events, run_options, valid_steps
-from tests.training import steps_saved
+from tests.faults import (
+    STEPS,
+    Server,
+    Undisturbed,
+    find_start_step,
+    find_valid_steps,
+    read_events,
+    run_options,
+)
+from tests.training import list_saved_steps
 
 KIB = 1024
 
@@ -77,8 +85,8 @@ def test_a_small_disk_loses_nothing_that_is_to_be_kept(
     [left] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
     done = server.run(*run_options(outputs, *keep), expect=4)
     assert done.output.count("NOT SAVED") == 2 and "--ckpt-keep" in done.output
-    assert valid_steps(outputs) == [6, 4, 2]
-    assert [(e["event"], e["step"]) for e in events(outputs)] == [
+    assert find_valid_steps(outputs) == [6, 4, 2]
+    assert [(e["event"], e["step"]) for e in read_events(outputs)] == [
         ("start", 0),
         ("save", 2),
         ("clean", 0),
@@ -89,10 +97,10 @@ def test_a_small_disk_loses_nothing_that_is_to_be_kept(
         ("disk_full", 10),
         ("disk_full", 12),
     ]
-    assert [e["paths"] for e in events(outputs) if e["event"] == "clean"] == [[left]]
+    assert [e["paths"] for e in read_events(outputs) if e["event"] == "clean"] == [[left]]
     server.run(*run_options(outputs, "--ckpt-keep", 2))
-    assert begun_at(outputs) == 6 and valid_steps(outputs) == [12, 10]
-    assert [step for e in events(outputs) if e["event"] == "prune" for step in e["steps"]] == [
+    assert find_start_step(outputs) == 6 and find_valid_steps(outputs) == [12, 10]
+    assert [step for e in read_events(outputs) if e["event"] == "prune" for step in e["steps"]] == [
         2,
         4,
         6,
@@ -122,12 +130,12 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
     ballast.write_bytes(bytes(free - size * KIB // 2))
     done = server.run(*options, expect=4)
     assert done.output.count("NOT SAVED") >= 2 and "Traceback" not in done.output
-    assert [e["step"] for e in events(outputs) if e["event"] == "disk_full"] == [4, 6, 8]
+    assert [e["step"] for e in read_events(outputs) if e["event"] == "disk_full"] == [4, 6, 8]
     assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "disk_full"
-    assert valid_steps(outputs) == [2]
+    assert find_valid_steps(outputs) == [2]
     ballast.unlink()
     server.run(*options)
-    assert begun_at(outputs) == 2
+    assert find_start_step(outputs) == 2
     undisturbed().require_same(outputs)
 
 
@@ -145,7 +153,7 @@ def test_one_rank_without_room(
         faults={1: fault},
     )
     assert done.wait() == [0, 0] and "step 6 is NOT SAVED" in done.output
-    assert steps_saved(tmp_path, "run") == [2, 4, 8, 10, 12]
+    assert list_saved_steps(tmp_path, "run") == [2, 4, 8, 10, 12]
     undisturbed(ranks=2).require_same(outputs)
 
 
@@ -178,7 +186,7 @@ def test_an_error_of_the_disk_ends_the_run(
         "step_00000004",
     ]
     server.run(*options)
-    assert begun_at(outputs) == 4
+    assert find_start_step(outputs) == 4
     undisturbed().require_same(outputs)
 
 
@@ -190,15 +198,15 @@ def test_a_read_only_disk(
     fault = Fault(str(outputs), 1, "EROFS", times=10**6, match="step_00000006")
     done = server.run(*run_options(outputs), expect=2, faults={0: fault})
     assert "Read-only file system" in done.output and "Traceback" not in done.output
-    assert valid_steps(outputs) == [4, 2]
+    assert find_valid_steps(outputs) == [4, 2]
     subprocess.run(["mount", "-o", "remount,ro", outputs.parent], check=True)
     done = server.run(*run_options(outputs), expect=2)
     assert "cannot be written" in done.output and "Traceback" not in done.output
     subprocess.run(["mount", "-o", "remount,rw", outputs.parent], check=True)
     server.run(*run_options(outputs))
-    assert begun_at(outputs) == 4
+    assert find_start_step(outputs) == 4
     undisturbed().require_same(outputs)
-    assert max(valid_steps(outputs)) == STEPS
+    assert max(find_valid_steps(outputs)) == STEPS
 
 
 def test_figures_and_logs_may_fail_at_any_time(
@@ -229,7 +237,7 @@ def test_figures_and_logs_may_fail_at_any_time(
         [told] = [line for line in done.output.splitlines() if f"{name} cannot be written" in line]
         assert "No space left" in told and f"{name} can be written again" in done.output
     undisturbed().require_same(outputs)
-    assert [e["event"] for e in events(outputs)] == ["start", "save", "save", "complete"]
+    assert [e["event"] for e in read_events(outputs)] == ["start", "save", "save", "complete"]
     log = (outputs / "run" / "logs" / "rank_00000.log").read_text()
     assert all(f"'global_step': {step}," in log for step in range(1, STEPS + 1))
     board = EventAccumulator(str(outputs / "run" / "tb"))
@@ -249,4 +257,4 @@ def test_figures_and_logs_may_fail_at_any_time(
         },
     )
     assert "run/profile cannot be written: Read-only file system" in done.output
-    assert valid_steps(tmp_path / "never")[0] == STEPS
+    assert find_valid_steps(tmp_path / "never")[0] == STEPS

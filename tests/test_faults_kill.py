@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import stage_command
-from tests.faults import Server, Undisturbed, pinned
-from tests.random_kills import LONG, STAGES, Killer, kill_often, lives
+from tests.faults import Server, Undisturbed, pin_to_core
+from tests.random_kills import LONG_STEPS, STAGES, Killer, kill_often, make_lives
 
 
 @pytest.mark.slow
 def test_a_few_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path):
-    kill_often(server, undisturbed(steps=LONG), tmp_path, kills=3)
+    kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=3)
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_a_sample_of_make_test_faults(
 
 @pytest.mark.slow
 def test_many_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path):
-    kill_often(server, undisturbed(steps=LONG), tmp_path, kills=188)
+    kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=188)
 
 
 @pytest.mark.slow
@@ -45,14 +45,16 @@ def test_kills_of_the_command_itself(
     """As the others, but each launch is a command of its own, as a person types it."""
     rng = random.Random(0)
     kills = 12
-    runs = lives(undisturbed(steps=LONG), tmp_path, rng, lambda life: server.run(*life.options))
+    runs = make_lives(
+        undisturbed(steps=LONG_STEPS), tmp_path, rng, lambda life: server.run(*life.options)
+    )
     while kills > 0:
         life = next(runs)
         before = life.launches()
         process = subprocess.Popen(
             stage_command("04_train_fsdp.py", *life.options),
             cwd=server.root,
-            preexec_fn=pinned(),
+            preexec_fn=pin_to_core(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_points import Fault, operations
-from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
+from tests.fault_points import Fault, read_operations
+from tests.faults import STEPS, Server, Undisturbed, find_start_step, find_valid_steps, run_options
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_of_four_at_once_one_trains(
     for launch, code in zip(launches, codes, strict=True):
         assert code == 0 or "another launch is training" in launch.output
     undisturbed().require_same(outputs)
-    assert max(valid_steps(outputs)) == STEPS
+    assert max(find_valid_steps(outputs)) == STEPS
 
 
 def test_a_lock_of_a_process_that_is_gone(
@@ -69,7 +69,7 @@ def test_a_lock_of_a_process_that_is_gone(
             )
         },
     )
-    launch.until(lambda: bool(operations(report)))
+    launch.until(lambda: bool(read_operations(report)))
     busy = server.run(*run_options(outputs), expect=2)
     assert "another launch is training" in busy.output
     launch.signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_lock_of_a_process_that_is_gone(
     record = outputs / "run" / "lock.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"pid": os.getpid()}))
     server.run(*run_options(outputs))
-    assert begun_at(outputs) == 4 and not record.exists()
+    assert find_start_step(outputs) == 4 and not record.exists()
     undisturbed().require_same(outputs)
 
 
@@ -88,4 +88,4 @@ def test_a_torn_lock(server: Server, tmp_path: Path, content: bytes):
     (outputs / "run" / "lock.json").write_bytes(content)
     (outputs / "run" / "config.yaml").write_text("identity: {}")  # it is an experiment
     server.run(*run_options(outputs, steps=2))
-    assert valid_steps(outputs) == [2]
+    assert find_valid_steps(outputs) == [2]

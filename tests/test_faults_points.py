@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_points import Fault, operations
-from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
+from tests.fault_points import Fault, read_operations
+from tests.faults import STEPS, Server, Undisturbed, find_start_step, find_valid_steps, run_options
 
-SAVE = "tests.checkpoint_harness:save"
+SAVE = "tests.checkpoint_harness:save_steps"
 LOAD = "tests.checkpoint_harness:load_each"
 
 
@@ -33,7 +33,7 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     copy = saved.with_name("counted")
     shutil.copytree(saved, copy)
     server.run(copy, 4, 4, call=SAVE, faults={0: Fault(str(copy), report=str(report))})
-    found = operations(report)
+    found = read_operations(report)
     assert {kind for kind, _ in found} == {
         "create",
         "write",
@@ -96,13 +96,13 @@ def test_a_run_killed_at_its_files(
         expect=-9,
         faults={0: Fault(str(first), 1, kinds=("mkdir",), match="step_00000006")},
     )
-    assert valid_steps(first) == [4, 2]
+    assert find_valid_steps(first) == [4, 2]
     shutil.copytree(first, tmp_path / "counted" / "outputs")
     server.run(
         *run_options(tmp_path / "counted" / "outputs", *options),
         faults={0: Fault(str(tmp_path / "counted"), report=str(report), kinds=kinds)},
     )
-    total = len(operations(report)) * 9 // 10  # threads do not do as many in the same order
+    total = len(read_operations(report)) * 9 // 10  # threads do not do as many in the same order
     for number in random.Random(asynchronous).sample(range(1, total), 14):
         outputs = tmp_path / f"killed_{number:04d}" / "outputs"
         shutil.copytree(first, outputs)
@@ -112,9 +112,9 @@ def test_a_run_killed_at_its_files(
             expect=-9,
             faults={0: Fault(str(outputs), number, act, kinds=kinds)},
         )
-        newest = max(valid_steps(outputs))
+        newest = max(find_valid_steps(outputs))
         server.run(*run_options(outputs, *options))
-        assert newest == STEPS or begun_at(outputs) == newest
+        assert newest == STEPS or find_start_step(outputs) == newest
         undisturbed().require_same(outputs, since=newest if act == "power" else 0)
         names = {p.name for p in (outputs / "run" / "checkpoints").iterdir()}
         assert names == {"step_00000010", "step_00000012"} or newest == STEPS

@@ -16,18 +16,18 @@ import torch.distributed.checkpoint as dcp
 from lib.checkpoints import commit
 from lib.checkpoints.storage import StrictReader
 from tests.conftest import ROOT, kill_all, stage_command
-from tests.fault_points import Fault, operations
+from tests.fault_points import Fault, read_operations
 from tests.faults import (
-    COMMON,
-    PLAIN,
+    COMMON_OPTIONS,
+    PLAIN_MODEL,
     STEPS,
     Server,
     Undisturbed,
-    begun_at,
-    events,
-    pinned,
+    find_start_step,
+    find_valid_steps,
+    pin_to_core,
+    read_events,
     run_options,
-    valid_steps,
 )
 from tests.training import losses, metrics
 
@@ -46,7 +46,7 @@ def test_two_ranks_go_on_bit_for_bit(
         faults={0: Fault(str(outputs), 1, kinds=("rename",), match="step_00000012")},
     )
     server.run(*run_options(outputs, steps=30), ranks=2)
-    assert begun_at(outputs) == 10  # 20 steps follow
+    assert find_start_step(outputs) == 10  # 20 steps follow
     undisturbed(ranks=2, steps=30).require_same(outputs)
 
 
@@ -67,8 +67,8 @@ def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
 
     def options(experiment: str, steps: int) -> tuple[object, ...]:
         return (
-            *COMMON,
-            *PLAIN,
+            *COMMON_OPTIONS,
+            *PLAIN_MODEL,
             "-e",
             experiment,
             "--save-dir",
@@ -90,7 +90,11 @@ def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
     assert [row["train/tokens_seen"] for row in metrics(tmp_path, "run")] == [
         row["train/tokens_seen"] for row in metrics(tmp_path, "one")
     ]
-    assert [e["step"] for e in events(tmp_path / "outputs") if e["event"] == "resume"] == [3, 6, 9]
+    assert [e["step"] for e in read_events(tmp_path / "outputs") if e["event"] == "resume"] == [
+        3,
+        6,
+        9,
+    ]
     step = tmp_path / "outputs" / "run" / "checkpoints" / "step_00000003"
     expected = tensors(step)
     for number, ranks in enumerate((2, 1, 3, 2)):
@@ -127,9 +131,9 @@ def test_one_of_two_is_killed_during_a_save(
     )
     codes = done.wait()
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] > 0
-    assert valid_steps(outputs)[0] == 4
+    assert find_valid_steps(outputs)[0] == 4
     server.run(*run_options(outputs), ranks=2)
-    assert begun_at(outputs) == 4
+    assert find_start_step(outputs) == 4
     undisturbed(ranks=2).require_same(outputs)
 
 
@@ -147,7 +151,7 @@ def test_a_rank_that_is_stopped_for_a_while(
             )
         },
     )
-    launch.until(lambda: bool(operations(report)))
+    launch.until(lambda: bool(read_operations(report)))
     launch.signal(signal.SIGSTOP, rank=1)
     time.sleep(1.5)
     assert not launch.poll()
@@ -180,12 +184,12 @@ def test_saves_that_overlap_wait_for_each_other(
             for rank in range(2)
         },
     )
-    assert valid_steps(outputs) == list(range(STEPS, 0, -1))
+    assert find_valid_steps(outputs) == list(range(STEPS, 0, -1))
     undisturbed(ranks=2).require_same(outputs)
     for rank in range(2):
         synced = [
             int(path.split("step_")[1][:8])
-            for _, path in operations(report.with_name(f"report{rank}"))
+            for _, path in read_operations(report.with_name(f"report{rank}"))
         ]
         assert synced == sorted(synced) and len(set(synced)) == STEPS
 
@@ -204,15 +208,16 @@ def test_torchrun_starts_killed_ranks_again(
         cwd=server.root,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=pinned(),
+        preexec_fn=pin_to_core(),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
     )
     deadline = time.monotonic() + 240
     try:
         for number in range(2):
             while (
-                len([e for e in events(outputs) if e["event"] in ("start", "resume")]) <= number
-                or max(valid_steps(outputs), default=0) < 2
+                len([e for e in read_events(outputs) if e["event"] in ("start", "resume")])
+                <= number
+                or max(find_valid_steps(outputs), default=0) < 2
             ):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)

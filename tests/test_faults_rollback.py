@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault_points import Fault, disturb, operations
-from tests.faults import Server, Undisturbed, events, run_undisturbed, valid_steps
+from tests.fault_points import Fault, install_fault, read_operations
+from tests.faults import Server, Undisturbed, find_valid_steps, read_events, run_undisturbed
 from tests.test_stage_04_nan import ROLLBACK, STEPS, expected, poison, tokens_of_steps, windows
 
 
@@ -26,7 +26,7 @@ def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -
         Fault(**faults[str(rank)]).install()
         roll_back(*parts)
 
-    disturb(rank, {}, clock)
+    install_fault(rank, {}, clock)
     resume.roll_back = begin
 
 
@@ -56,7 +56,7 @@ class Rollback:
     def _rollbacks(self, outputs: Path) -> list[dict[str, int]]:
         return [
             {key: event[key] for key in self.told[0]}
-            for event in events(outputs)
+            for event in read_events(outputs)
             if event["event"] == "rollback"
         ]
 
@@ -68,7 +68,7 @@ class Rollback:
             before=f"{__name__}:disturb_rollback",
             faults={0: Fault(str(parent), report=str(report))},
         )
-        found = operations(report)
+        found = read_operations(report)
         saving = next(
             number
             for number, (kind, path) in enumerate(found)
@@ -89,10 +89,12 @@ class Rollback:
             before=f"{__name__}:disturb_rollback",
             faults={0: Fault(str(outputs), number, act)},
         )
-        assert max(valid_steps(outputs)) >= self.told[0]["step"]  # the one to go back to is there
+        assert (
+            max(find_valid_steps(outputs)) >= self.told[0]["step"]
+        )  # the one to go back to is there
         self.server.run(*options)
         Undisturbed.require_same(self.expected, outputs)
-        assert valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
+        assert find_valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
         told = self._rollbacks(outputs)
         assert told and all(one == self.told[0] for one in told)
         shutil.rmtree(outputs)

@@ -14,8 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, kill_all, stage_command
-from tests.fault_points import Fault, operations
-from tests.faults import Server, Undisturbed, begun_at, events, pinned, run_options, valid_steps
+from tests.fault_points import Fault, read_operations
+from tests.faults import (
+    Server,
+    Undisturbed,
+    find_start_step,
+    find_valid_steps,
+    pin_to_core,
+    read_events,
+    run_options,
+)
 
 LONG = 40  # steps
 ONE = (signal.SIGTERM,)
@@ -61,16 +69,16 @@ def test_during_a_save(
             )
         },
     )
-    launch.until(lambda: bool(operations(report)))
+    launch.until(lambda: bool(read_operations(report)))
     for number in signals:
         launch.signal(number)
         time.sleep(0.1)
     assert launch.wait() == [75, 75], launch.output
     assert state(outputs)["status"] == "preempted"
-    stopped = max(valid_steps(outputs))
-    assert state(outputs)["step"] == stopped and {2, 4, stopped} == set(valid_steps(outputs))
+    stopped = max(find_valid_steps(outputs))
+    assert state(outputs)["step"] == stopped and {2, 4, stopped} == set(find_valid_steps(outputs))
     server.run(*options, ranks=2)
-    assert begun_at(outputs) == stopped
+    assert find_start_step(outputs) == stopped
     undisturbed(ranks=2).require_same(outputs)
 
 
@@ -85,7 +93,9 @@ def test_during_an_evaluation(
     launch.signal(signal.SIGTERM)
     assert launch.wait() == [75]
     server.run(*options)
-    assert begun_at(outputs) == max(e["step"] for e in events(outputs) if e["event"] == "signal")
+    assert find_start_step(outputs) == max(
+        e["step"] for e in read_events(outputs) if e["event"] == "signal"
+    )
     rows = [json.loads(line) for line in (outputs / "run" / "metrics.jsonl").open()]
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in undisturbed().rows]
 
@@ -118,7 +128,7 @@ def torchrun(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
-        preexec_fn=pinned(),
+        preexec_fn=pin_to_core(),
     )
 
 
@@ -149,7 +159,7 @@ def test_torchrun_passes_it_on_and_waits(
     process = torchrun(server, outputs, fault=fault)
     try:
         deadline = time.monotonic() + 120
-        while not operations(report):
+        while not read_operations(report):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(number)
@@ -158,8 +168,8 @@ def test_torchrun_passes_it_on_and_waits(
         kill_all(process, server.root)
     assert process.returncode == 1  # torchrun says so of any end but a good one
     assert state(outputs)["status"] == "preempted", output
-    stopped = max(valid_steps(outputs))
+    stopped = max(find_valid_steps(outputs))
     assert state(outputs)["step"] == stopped < LONG
     server.run(*run_options(outputs, steps=LONG), ranks=2)
-    assert begun_at(outputs) == stopped
+    assert find_start_step(outputs) == stopped
     undisturbed(ranks=2, steps=LONG).require_same(outputs)

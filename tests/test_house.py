@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_figures_of_a_tree(tree: Path) -> None:
-    rows = house.describe(tree, tree / "lib")
+    rows = house.describe_tree(tree, tree / "lib")
     lines = len(FIRST.splitlines())
     assert rows["modules"] == "4" and rows["… in lib/train"] == "2"
     assert rows["lines"] == str(lines + 451 + 2)
@@ -66,12 +66,12 @@ def test_figures_of_a_tree(tree: Path) -> None:
     assert rows["assignments of unrelated values"] == "2"  # that of the stage, too
     assert rows["nested conditional expressions"] == "1" and rows["backslashes"] == "1"
     assert rows["modules that no test names"] == "2"
-    assert [*house._untested(tree)] == ["lib.core.second", "lib.train.fourth"]
+    assert [*house._find_untested(tree)] == ["lib.core.second", "lib.train.fourth"]
     assert rows["lines of README.md"] == "3"
     tests = [Path("tests/test_all.py")]
-    assert house.tests_of(tree, Path("lib/core/first.py")) == tests
-    assert house.tests_of(tree, Path("lib/train/third.py")) == tests
-    assert house.tests_of(tree, Path("lib/core/second.py")) == []
+    assert house.find_tests(tree, Path("lib/core/first.py")) == tests
+    assert house.find_tests(tree, Path("lib/train/third.py")) == tests
+    assert house.find_tests(tree, Path("lib/core/second.py")) == []
 
 
 def test_the_table_has_a_column_per_tree(

@@ -22,11 +22,11 @@ from launch.kube.job_options import JobNeeds
 from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage
-from tests.kube_server import CORE, CUSTOM, Cluster, Refused, Server, Type
+from tests.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, RequestError, Server, Type
 
 TYPES = [
-    *CORE,
-    *CUSTOM,
+    *CORE_TYPES,
+    *CUSTOM_TYPES,
     Type("v1", "resourcequotas", "ResourceQuota"),
     Type("v1", "serviceaccounts", "ServiceAccount"),
     Type("apps/v1", "deployments", "Deployment"),
@@ -67,7 +67,9 @@ class _Answers(kube_server._Handler):
             review["status"] = {"allowed": f"{asked['verb']} {name}" not in self.cluster.denied}
             return review
         if (plural := path.rpartition("/")[2]) in self.cluster.denied:
-            raise Refused(403, "Forbidden", f"{plural} is forbidden: User cannot list {plural}")
+            raise RequestError(
+                403, "Forbidden", f"{plural} is forbidden: User cannot list {plural}"
+            )
         query.pop("fieldSelector", None)  # only selectors with != come here; the caller filters too
         return super()._answer(path, query, body)
 

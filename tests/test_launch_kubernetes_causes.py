@@ -10,7 +10,7 @@ from launch.kube import cluster_state
 from launch.kube.failure_causes import REMEDIES, Cause
 from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl
-from tests.kube_cluster import ended, pod
+from tests.kube_cluster import make_ended_state, make_pod
 from tests.kube_server import Cluster
 
 HEAD = "exp-worker-0"
@@ -22,7 +22,7 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 def unscheduled(message: str) -> dict[str, Any]:
     """Return a pod that the scheduler finds no node for."""
-    return pod(
+    return make_pod(
         "exp",
         HEAD,
         "Pending",
@@ -39,11 +39,11 @@ def unscheduled(message: str) -> dict[str, Any]:
 
 def failed(code: int, reason: str = "Error") -> dict[str, Any]:
     """Return a pod whose container has ended."""
-    return pod("exp", HEAD, "Failed", state=ended(code, reason))
+    return make_pod("exp", HEAD, "Failed", state=make_ended_state(code, reason))
 
 
 def starting(reason: str, message: str) -> dict[str, Any]:
-    return pod("exp", HEAD, "Pending", state=waiting(reason, message))
+    return make_pod("exp", HEAD, "Pending", state=waiting(reason, message))
 
 
 def event(name: str, reason: str, message: str) -> dict[str, Any]:
@@ -150,13 +150,13 @@ def test_a_cause_is_found_in_the_log(kube: Cluster, name: str, code: int, text: 
 
 
 def test_a_crash_loop_is_explained_by_the_previous_log(kube: Cluster):
-    looping = pod(
+    looping = make_pod(
         "exp",
         HEAD,
         "Running",
         state=waiting("CrashLoopBackOff", "back-off 5m0s"),
         restarts=4,
-        last_state=ended(1),
+        last_state=make_ended_state(1),
     )
     cause = find(kube, pods=[looping], log="Segmentation fault")
     assert cause.name == "crash loop" and "Segmentation fault" in cause.evidence
@@ -177,18 +177,18 @@ def test_memory_of_the_node(kube: Cluster):
 
 
 def test_lost_and_short_nodes(kube: Cluster):
-    lost = pod("exp", HEAD, "Failed", reason="NodeLost", message="Node n1 is not responding")
+    lost = make_pod("exp", HEAD, "Failed", reason="NodeLost", message="Node n1 is not responding")
     assert find(kube, pods=[lost]).name == "node lost"
 
 
 def test_an_evicted_pod(kube: Cluster):
-    item = pod("exp", HEAD, "Failed", reason="Evicted", message="low on ephemeral-storage")
+    item = make_pod("exp", HEAD, "Failed", reason="Evicted", message="low on ephemeral-storage")
     cause = find(kube, pods=[item])
     assert cause.name == "evicted" and cause.passes
 
 
 def test_a_volume_that_cannot_be_mounted(kube: Cluster):
-    item = pod("exp", HEAD, "Pending", state=waiting("ContainerCreating"))
+    item = make_pod("exp", HEAD, "Pending", state=waiting("ContainerCreating"))
     cause = find(kube, pods=[item], events=[event(HEAD, "FailedMount", "MountVolume.SetUp: x")])
     assert cause.name == "storage" and "MountVolume" in cause.evidence
 
@@ -211,8 +211,8 @@ def test_the_cause_that_explains_the_others_comes_first(kube: Cluster):
     cause = find(
         kube,
         pods=[
-            pod("exp", "exp-worker-0", "Failed", state=ended(1)),
-            pod(
+            make_pod("exp", "exp-worker-0", "Failed", state=make_ended_state(1)),
+            make_pod(
                 "exp", "exp-worker-1", "Pending", state=waiting("ErrImagePull", "manifest unknown")
             ),
         ],
@@ -222,9 +222,9 @@ def test_the_cause_that_explains_the_others_comes_first(kube: Cluster):
 
 def test_the_pod_that_ended_first_is_examined(kube: Cluster):
     def died(name: str, code: int, second: int) -> dict[str, Any]:
-        state = ended(code)
+        state = make_ended_state(code)
         state["terminated"]["finishedAt"] = f"2026-01-01T00:00:{second:02d}Z"
-        return pod("exp", name, "Failed", state=state)
+        return make_pod("exp", name, "Failed", state=state)
 
     kube.logs["exp-worker-0"] = ["ncclRemoteError: the connection broke"]
     kube.logs["exp-worker-1"] = ["error: c4 is damaged"]
@@ -234,10 +234,10 @@ def test_the_pod_that_ended_first_is_examined(kube: Cluster):
 
 def test_pods_that_were_replaced_do_not_count(kube: Cluster):
     for day, name, state in (
-        (1, "exp-node-0-0-aaaaa", ended(143)),
+        (1, "exp-node-0-0-aaaaa", make_ended_state(143)),
         (2, "exp-node-0-0-bbbbb", {"running": {}}),
     ):
-        item = pod("exp", name, state=state)
+        item = make_pod("exp", name, state=state)
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
         item["metadata"]["creationTimestamp"] = f"2026-01-0{day}T00:00:00Z"
         kube.add("pods", item)
@@ -246,7 +246,7 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
 
 
 def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
-    running = pod(
+    running = make_pod(
         "exp", HEAD, state={"running": {}}, conditions=[{"type": "PodScheduled", "status": "True"}]
     )
     other = event("other-worker-0", "FailedMount", "not ours")
@@ -255,7 +255,7 @@ def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
 
 def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):
     for name in ("exp-worker-10", "exp-worker-2", "exp-worker-0"):
-        kube.add("pods", pod("exp", name))
+        kube.add("pods", make_pod("exp", name))
     found = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert [item["metadata"]["name"] for item in found] == [
         "exp-worker-0",

@@ -16,14 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_launcher import kubernetes
+from run_launcher.kube import aws
+from run_launcher.kube.deploy import JobFailed, Patience
 
-from launch import kubernetes
-from launch.kube import aws
-from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from lib.train import command_line
-from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
-from tests.kube_server import CORE, Cluster, Object, Server
+from tests.kube_cluster import (
+    JOB_OPTIONS,
+    PLURALS,
+    SCRIPT,
+    TRAIN_OPTIONS,
+    make_condition,
+    make_ended_state,
+    make_pod,
+    run_launcher,
+)
+from tests.kube_server import CORE_TYPES, Cluster, Object, Server
 
 QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1")
 QUICK_KIND = [
@@ -59,14 +68,16 @@ def add_pods(
     names = [NAMES[item["kind"]].format(name, number) for number in range(nodes)]
     for each in names:
         how.setdefault("conditions", SCHEDULED)
-        cluster.add("pods", pod(name, each, phase, **how))
+        cluster.add("pods", make_pod(name, each, phase, **how))
         cluster.logs[each] = list(log)
     return names
 
 
 def state(item: Object, type_: str, message: str = "") -> None:
     """Let the operator say what the job has come to."""
-    item.setdefault("status", {}).setdefault("conditions", []).append(condition(type_, message))
+    item.setdefault("status", {}).setdefault("conditions", []).append(
+        make_condition(type_, message)
+    )
 
 
 def later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
@@ -95,7 +106,7 @@ def complete(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
 
 def fail(cluster: Cluster, item: Object, code: int, *log: str) -> None:
     """End a job at once."""
-    add_pods(cluster, item, "Failed", state=ended(code), log=log)
+    add_pods(cluster, item, "Failed", state=make_ended_state(code), log=log)
     state(item, "Failed", "a pod failed")
 
 
@@ -124,17 +135,17 @@ def submissions(cluster: Cluster) -> int:
 @pytest.mark.parametrize("kind", QUICK_KIND)
 def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
     how = ("--kind", kind, "--job-name", "exp")
-    assert "no job exp" in launch("status", *how, expect=2).stderr
-    assert "created" in launch("apply", "--kind", kind, *ASKED, *TRAIN).stdout
+    assert "no job exp" in run_launcher("status", *how, expect=2).stderr
+    assert "created" in run_launcher("apply", "--kind", kind, *JOB_OPTIONS, *TRAIN_OPTIONS).stdout
     [item] = jobs(kube, kind)
-    assert "has not reported" in launch("status", *how).stdout
+    assert "has not reported" in run_launcher("status", *how).stdout
     with kube.lock:
         names = add_pods(kube, item, state=RUNNING, log=("step 1",))
         kube.logs[names[1]] = ["of the other"]
         state(item, "Created")
         state(item, "Running", "all pods run")
         kube.following.add(names[0])
-    said = launch("status", *how).stdout
+    said = run_launcher("status", *how).stdout
     assert "exp is active: Running" in said and names[1] in said and "cause" not in said
 
     def end_the_log() -> None:
@@ -142,37 +153,42 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
         kube.following.clear()
 
     later(kube, 0.8, end_the_log)
-    assert launch("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
-    assert launch("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
-    assert "the job has 2 pods" in launch("logs", *how, "--node-rank", 2, expect=2).stderr
-    assert "unchanged" in launch("apply", "--kind", kind, *ASKED, *TRAIN).stdout
-    launch("stop", *how)
+    assert run_launcher("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
+    assert (
+        run_launcher("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
+    )
+    assert "the job has 2 pods" in run_launcher("logs", *how, "--node-rank", 2, expect=2).stderr
+    assert "unchanged" in run_launcher("apply", "--kind", kind, *JOB_OPTIONS, *TRAIN_OPTIONS).stdout
+    run_launcher("stop", *how)
     left = {plural for plural, _, _ in kube.objects}
     assert left == {"persistentvolumeclaims", "nodes"}
-    launch("stop", *how, expect=2)
+    run_launcher("stop", *how, expect=2)
 
 
 def test_the_status_of_a_failed_job_shows_the_cause(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
-    launch("apply", *ASKED, *TRAIN)
-    said = launch("status", "--job-name", "exp").stdout
+    run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
+    said = run_launcher("status", "--job-name", "exp").stdout
     assert "exp is failed" in said and "cause: damaged artifact" in said
     assert "c4 is not finished" in said and "exit code 3" in said
-    said = launch("stop", "--job-name", "exp").stdout
+    said = run_launcher("stop", "--job-name", "exp").stdout
     assert "nothing to stop: exp is not running (Failed" in said and "kubectl" in said
     assert jobs(kube), "its logs may still be wanted"
 
 
 def test_dry_runs_do_not_query_the_cluster(kube: Cluster) -> None:
     for command in ("apply", "deploy"):
-        assert 'kind: "PyTorchJob"' in launch(command, *ASKED, "--dry-run", *TRAIN).stdout
+        assert (
+            'kind: "PyTorchJob"'
+            in run_launcher(command, *JOB_OPTIONS, "--dry-run", *TRAIN_OPTIONS).stdout
+        )
     for command in ("status", "logs", "stop"):
-        assert "kubectl" in launch(command, "--job-name", "exp", "--dry-run").stdout
+        assert "kubectl" in run_launcher(command, "--job-name", "exp", "--dry-run").stdout
     assert not kube.requests
 
 
 def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
-    from launch.kube.kubectl import Kubectl, KubectlError
+    from run_launcher.kube.kubectl import Kubectl, KubectlError
 
     wrong = {
         "apiVersion": "kubeflow.org/v1",
@@ -189,7 +205,7 @@ def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
 def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
     """What a quick one has printed is shown even if it is over before anybody looked."""
     kube.on_create = partial(complete, seconds=0.0 if kind == "pytorchjob" else 1.0)
-    said = launch("deploy", "--kind", kind, *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", "--kind", kind, *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "job exp is complete" in said and "attempt 1 of 5" in said
     assert "[rank=0] {'global_step': 1}" in said and "done: 10 steps" in said
     assert f"{SUCCESS[jobs(kube, kind)[0]['kind']]} since" in said
@@ -202,7 +218,7 @@ def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
         complete,
     )
     none = ("--activation-checkpointing", "none")
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN, *none).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, *none).stdout
     assert "remedy: --activation-checkpointing selective instead of none" in said
     assert "attempt 3 of 5" in said and "complete" in said
     [item] = jobs(kube)
@@ -214,7 +230,15 @@ def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
 @pytest.mark.long
 def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 2, "CUDA out of memory")
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, "--activation-checkpointing", "full", expect=2)
+    done = run_launcher(
+        "deploy",
+        *JOB_OPTIONS,
+        *QUICK,
+        *TRAIN_OPTIONS,
+        "--activation-checkpointing",
+        "full",
+        expect=2,
+    )
     assert "failed at the first attempt: out of GPU memory" in done.stderr
     assert "--plan-gpus" in done.stderr and submissions(kube) == 1
 
@@ -232,7 +256,7 @@ def test_a_final_failure_ends_with_the_code_of_the_run(
     kube: Cluster, code: int, log: str, says: str
 ) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=code)
+    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=code)
     assert f"failed at the first attempt: {says}" in done.stderr and log in done.stderr
     assert submissions(kube) == 1 and len(jobs(kube)) == 1  # left to look at
 
@@ -247,7 +271,7 @@ def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> Non
         )
 
     kube.on_create = operator
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
+    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
     assert "image missing" in done.stderr and "build_image.py" in done.stderr
     assert not jobs(kube) and "Traceback" not in done.stderr
 
@@ -271,7 +295,7 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
             )
 
     kube.on_create = operator
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "remedy: the image is pulled with the secret ours" in said and "is complete" in said
 
 
@@ -301,7 +325,7 @@ def test_huge_pages_and_interfaces_are_dropped_if_they_fail(kube: Cluster) -> No
             complete(cluster, item)
 
     kube.on_create = operator
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "cause: no huge pages" in said and "cause: network interface" in said
     assert "attempt 3 of 5" in said and "is complete" in said
 
@@ -314,11 +338,11 @@ def lost(cluster: Cluster, item: Object) -> None:
 @pytest.mark.long
 def test_a_lost_node_is_retried_until_no_attempt_is_left(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(lost, lost, complete)
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert said.count("cause: node lost") == 2 and "is complete" in said
-    launch("stop", "--job-name", "exp")
+    run_launcher("stop", "--job-name", "exp")
     kube.on_create = lost
-    done = launch("deploy", *ASKED, *QUICK, "--attempts", 2, *TRAIN, expect=1)
+    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, "--attempts", 2, *TRAIN_OPTIONS, expect=1)
     assert "failed after 2 attempts: node lost" in done.stderr
 
 
@@ -341,7 +365,7 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
         later(cluster, 3.0, found)
 
     kube.on_create = operator
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert said.count("waits: no capacity") == 1 and "is complete" in said
     assert said.count("has not reported") == 1
     assert submissions(kube) == 1
@@ -364,8 +388,16 @@ def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
         )
 
     kube.on_create = operator
-    done = launch(
-        "deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, "--attempts", 2, *TRAIN, expect=1
+    done = run_launcher(
+        "deploy",
+        *JOB_OPTIONS,
+        *QUICK,
+        "--pending-minutes",
+        0.01,
+        "--attempts",
+        2,
+        *TRAIN_OPTIONS,
+        expect=1,
     )
     assert "after 2 attempts: no capacity" in done.stderr and "--min-nodes" in done.stderr
     assert not jobs(kube) and submissions(kube) == 2
@@ -373,13 +405,17 @@ def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_job_that_no_operator_sees(kube: Cluster) -> None:
-    done = launch("deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, *TRAIN, expect=1)
+    done = run_launcher(
+        "deploy", *JOB_OPTIONS, *QUICK, "--pending-minutes", 0.01, *TRAIN_OPTIONS, expect=1
+    )
     assert "operator missing" in done.stderr and "no pods" in done.stderr
 
 
 def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
     kube.on_create = complete
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, env={"HF_TOKEN": "hf_verysecret"})
+    done = run_launcher(
+        "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, env={"HF_TOKEN": "hf_verysecret"}
+    )
     secret = kube.objects["secrets", "default", "exp-hub-token"]
     assert secret["stringData"] == {"token": "hf_verysecret"}
     assert "hf_verysecret" not in done.stdout + done.stderr
@@ -395,7 +431,7 @@ def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
         later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
 
     kube.on_create = operator
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "the cluster does not answer" in said and "is complete" in said
 
 
@@ -410,7 +446,7 @@ def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None
         later(cluster, 1.0, stop)
 
     kube.on_create = operator
-    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
+    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
     assert "deleted" in done.stderr and submissions(kube) == 1
 
 
@@ -418,9 +454,11 @@ def test_everything_that_the_cluster_lacks_is_reported_at_once(
     kube: Cluster, kube_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "without operators"))
-    kube.types[:] = CORE
+    kube.types[:] = CORE_TYPES
     kube.objects.clear()
-    done = launch("deploy", *ASKED, *QUICK, "--image-pull-secret", "none", *TRAIN, expect=2)
+    done = run_launcher(
+        "deploy", *JOB_OPTIONS, *QUICK, "--image-pull-secret", "none", *TRAIN_OPTIONS, expect=2
+    )
     assert "does not accept pytorchjobs.kubeflow.org" in done.stderr
     assert "no claim fsx-claim" in done.stderr and "no secret none" in done.stderr
     assert not any(request.startswith("POST") for request in kube.requests)
@@ -432,25 +470,30 @@ def test_a_cluster_that_is_out_of_reach(
     config = json.loads((tmp_path / "kubeconfig").read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     (tmp_path / "nowhere").write_text(json.dumps(config))
-    done = launch(
-        "deploy", *ASKED, *QUICK, *TRAIN, expect=1, env={"KUBECONFIG": str(tmp_path / "nowhere")}
+    done = run_launcher(
+        "deploy",
+        *JOB_OPTIONS,
+        *QUICK,
+        *TRAIN_OPTIONS,
+        expect=1,
+        env={"KUBECONFIG": str(tmp_path / "nowhere")},
     )
     assert "refused" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_without_kubectl(tmp_path: Path) -> None:
-    done = launch("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
+    done = run_launcher("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
     assert "kubectl is not installed" in done.stderr
 
 
 @pytest.mark.long
 def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
-    launch("apply", *ASKED, *TRAIN)
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "is running" in said and "is complete" in said and submissions(kube) == 1
     kube.on_create = complete
-    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "deleting the finished job" in said and "is complete" in said and submissions(kube) == 2
 
 
@@ -459,7 +502,7 @@ def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> 
 def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, code: int) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 60)
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "deploy", *ASKED, *QUICK, *TRAIN],
+        [sys.executable, SCRIPT, "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

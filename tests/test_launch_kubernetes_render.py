@@ -20,18 +20,18 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from run_launcher import kubernetes
+from run_launcher.kube import job
+from run_launcher.kube.job import Job
+from run_launcher.kube.job_options import TEMPLATES, JobOptions
+from run_launcher.kube.kinds import KINDS
+from run_launcher.kube.preparation import Preparation
 
-from launch import kubernetes
-from launch.kube import job
-from launch.kube.job import Job
-from launch.kube.job_options import TEMPLATES, JobOptions
-from launch.kube.kinds import KINDS
-from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import command_line, report
 from tests import kube_schemas
-from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
+from tests.kube_cluster import JOB_OPTIONS, ROOT, SCRIPT, TRAIN_OPTIONS, run_launcher
 from tests.test_design import blocks
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -78,7 +78,7 @@ def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 def problems(documents: list[dict[str, Any]]) -> list[str]:
     """Return what the schemas of the resources and that of pods say against manifests."""
-    found = [problem for item in documents for problem in kube_schemas.problems(item)]
+    found = [problem for item in documents for problem in kube_schemas.find_problems(item)]
     template = pod_of(documents)
     pod = {
         "apiVersion": "v1",
@@ -103,19 +103,24 @@ def problems(documents: list[dict[str, Any]]) -> list[str]:
     ],
 )
 def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
-    assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
+    assert not problems(
+        manifests("render", "--kind", kind, *JOB_OPTIONS, *SHAPES[shape], *TRAIN_OPTIONS)
+    )
 
 
 def test_pods_without_gpus_train_on_the_cpu_even_if_the_node_has_gpus() -> None:
-    on_cpu = asked("render", *ASKED, *SHAPES["any node, on the CPU"], *TRAIN).train
+    on_cpu = asked("render", *JOB_OPTIONS, *SHAPES["any node, on the CPU"], *TRAIN_OPTIONS).train
     assert command_line.parse_options(on_cpu).device == "cpu"
-    assert command_line.parse_options(asked("render", *ASKED, *TRAIN).train).device == "auto"
+    assert (
+        command_line.parse_options(asked("render", *JOB_OPTIONS, *TRAIN_OPTIONS).train).device
+        == "auto"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
-    found = manifests("render", "--kind", kind, *ASKED, "--", "--config", recipe, "-d", "c4")
+    found = manifests("render", "--kind", kind, *JOB_OPTIONS, "--", "--config", recipe, "-d", "c4")
     assert not problems(found)
 
 
@@ -207,7 +212,7 @@ def expanded(word: str, variables: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("kind", [*KINDS, "prepare"])
 def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) -> None:
-    train = [*TRAIN[1:], "--lr", "2e-5", "--max_lr=3e-4", "-e", "1e3"]
+    train = [*TRAIN_OPTIONS[1:], "--lr", "2e-5", "--max_lr=3e-4", "-e", "1e3"]
     train += [word for name in WORDS if not name.startswith("-") for word in ("-d", name)]
     options = dict(
         job_name="exp",
@@ -262,7 +267,16 @@ def test_deploy_follows_prepare_wherever_the_command_stands(words: str, follows:
 
 @pytest.mark.parametrize("output", [(), ("--out", "job.yaml")])
 def test_a_word_that_is_not_utf_8_is_refused(tmp_path: Path, output: tuple[str, ...]) -> None:
-    command = [sys.executable, SCRIPT, "render", *ASKED, *output, *TRAIN, "--cache-dir", b"a\xff"]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "render",
+        *JOB_OPTIONS,
+        *output,
+        *TRAIN_OPTIONS,
+        "--cache-dir",
+        b"a\xff",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
     assert b"UTF-8" in done.stderr and not done.stdout and not list(tmp_path.iterdir())
@@ -306,10 +320,12 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_typo_in_any_field_is_found(kind: str) -> None:
     more = ("--spares", "1", "--min-nodes", "1") if kind == "hyperpod" else ()
-    documents = manifests("render", "--kind", kind, *ASKED, "--token-secret", "hub", *more, *TRAIN)
+    documents = manifests(
+        "render", "--kind", kind, *JOB_OPTIONS, "--token-secret", "hub", *more, *TRAIN_OPTIONS
+    )
     number = 0
     for document in documents:
-        validator = jsonschema.Draft202012Validator(kube_schemas.schema(document["kind"]))
+        validator = jsonschema.Draft202012Validator(kube_schemas.load_schema(document["kind"]))
         for path in places(document):
             broken = copy.deepcopy(document)
             holder = broken
@@ -327,15 +343,15 @@ def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(job, "TEMPLATES", pod.parent)
     whole = pod.read_text()
     pod.write_text(whole.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
-    assert problems(manifests("render", *ASKED, *TRAIN))
+    assert problems(manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS))
     pod.write_text(whole.replace("${IMAGE_URI}", "${IMAGE_URL}"))
     with pytest.raises(UsageError, match="IMAGE_URL, which is not a setting"):
-        manifests("render", *ASKED, *TRAIN)
+        manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS)
 
 
 def test_gpus_and_efa_come_from_the_instance_type() -> None:
     def resources(*options: object) -> dict[str, Any]:
-        found = manifests("render", *ASKED, *options, *TRAIN)
+        found = manifests("render", *JOB_OPTIONS, *options, *TRAIN_OPTIONS)
         container = pod_of(found)["spec"]["containers"][0]
         assert (
             container["resources"]["requests"].items() >= container["resources"]["limits"].items()
@@ -354,13 +370,13 @@ def test_gpus_and_efa_come_from_the_instance_type() -> None:
 
 
 def test_a_pod_has_everything_that_it_needs() -> None:
-    spec = pod_of(manifests("render", *ASKED, "--pvc", "vol", *TRAIN))["spec"]
+    spec = pod_of(manifests("render", *JOB_OPTIONS, "--pvc", "vol", *TRAIN_OPTIONS))["spec"]
     [container] = spec["containers"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert {"name": "data", "persistentVolumeClaim": {"claimName": "vol"}} in spec["volumes"]
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
-    assert container["args"] == ["--experiment-name=exp", *TRAIN[1:]]
+    assert container["args"] == ["--experiment-name=exp", *TRAIN_OPTIONS[1:]]
     save = next(v["value"] for v in container["env"] if v["name"] == "SAVE_SECONDS")
     assert spec["terminationGracePeriodSeconds"] > int(save)
     assert "affinity" not in spec
@@ -370,14 +386,23 @@ def test_only_a_job_that_overwrites_is_marked() -> None:
     """The pods that come back tell by the mark that they have begun the run already."""
 
     def mark(*train: str) -> list[str]:
-        env = pod_of(manifests("render", *ASKED, *TRAIN, *train))["spec"]["containers"][0]["env"]
+        env = pod_of(manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS, *train))["spec"][
+            "containers"
+        ][0]["env"]
         return [variable["value"] for variable in env if variable["name"] == "LAUNCH_MARK"]
 
     assert mark() == [] and len({*mark("--overwrite"), *mark("--overwrite")}) == 2
 
 
 def test_the_token_is_never_a_value() -> None:
-    done = launch("render", *ASKED, "--token-secret", "hub", *TRAIN, env={"HF_TOKEN": "hf_secret"})
+    done = run_launcher(
+        "render",
+        *JOB_OPTIONS,
+        "--token-secret",
+        "hub",
+        *TRAIN_OPTIONS,
+        env={"HF_TOKEN": "hf_secret"},
+    )
     assert "hf_secret" not in done.stdout
     container = pod_of(list(yaml.safe_load_all(done.stdout)))["spec"]["containers"][0]
     assert {
@@ -387,11 +412,18 @@ def test_the_token_is_never_a_value() -> None:
 
 
 def test_the_command_in_a_manifest_can_be_typed_again() -> None:
-    typed = ["render", *ASKED, "--token-secret", "hub", "--image-pull-secret=registry", *TRAIN]
-    first = launch(*typed).stdout
+    typed = [
+        "render",
+        *JOB_OPTIONS,
+        "--token-secret",
+        "hub",
+        "--image-pull-secret=registry",
+        *TRAIN_OPTIONS,
+    ]
+    first = run_launcher(*typed).stdout
     [line] = [line for line in first.splitlines() if line.startswith("# made by: ")]
     words = shlex.split(line.removeprefix("# made by: "))[2:]
-    assert words == [str(word) for word in typed] and launch(*words).stdout == first
+    assert words == [str(word) for word in typed] and run_launcher(*words).stdout == first
 
 
 def test_hyperpod_uses_its_names_and_policies() -> None:
@@ -399,14 +431,14 @@ def test_hyperpod_uses_its_names_and_policies() -> None:
         "render",
         "--kind",
         "hyperpod",
-        *ASKED,
+        *JOB_OPTIONS,
         "--spares",
         1,
         "--min-nodes",
         1,
         "--slow-below",
         20000,
-        *TRAIN,
+        *TRAIN_OPTIONS,
     )
     [replicas] = found["spec"]["replicaSpecs"]
     assert (replicas["replicas"], replicas["spares"], replicas["maxReplicas"]) == (2, 1, 2)
@@ -433,7 +465,7 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
     }
 
     def rules(*options: object) -> dict[str, dict[str, str]]:
-        [found] = manifests("render", "--kind", "hyperpod", *ASKED, *options)
+        [found] = manifests("render", "--kind", "hyperpod", *JOB_OPTIONS, *options)
         assert pod_of([found])["spec"]["containers"][0]["args"]
         return {
             rule["name"]: rule for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]
@@ -443,13 +475,18 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
         "line": f"16:29:56 {report.ConsoleLines(20_000).format_row(row)}",
         "dict": f"16:29:56 {report.format_record(row, 0)}",
     }
-    assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])
-    for options in ((*TRAIN, "--log-style", "dict"), ("--slow-below", 20000, *TRAIN)):
+    assert re.match(rules(*TRAIN_OPTIONS)["hang"]["logPattern"], said["line"])
+    for options in (
+        (*TRAIN_OPTIONS, "--log-style", "dict"),
+        ("--slow-below", 20000, *TRAIN_OPTIONS),
+    ):
         hang = rules(*options)["hang"]
         assert re.match(hang["logPattern"], said["dict"])
         assert not re.match(hang["logPattern"], said["line"])
     assert (
-        re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"], said["dict"])[1]
+        re.match(rules("--slow-below", 20000, *TRAIN_OPTIONS)["slow"]["logPattern"], said["dict"])[
+            1
+        ]
         == "6404"
     )
     for before in ("", "16:29:56 [rank=0] "):
@@ -465,7 +502,9 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
 
 
 def test_a_trainjob_comes_with_its_runtime() -> None:
-    runtime, train = manifests("render", "--kind", "trainjob", *ASKED, "--namespace", "ml", *TRAIN)
+    runtime, train = manifests(
+        "render", "--kind", "trainjob", *JOB_OPTIONS, "--namespace", "ml", *TRAIN_OPTIONS
+    )
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "ml-exp"
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
     assert replicated["metadata"]["labels"] == {
@@ -479,7 +518,7 @@ def test_a_trainjob_comes_with_its_runtime() -> None:
 def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "own values.yaml"
     file.write_text("dataset_name: [a, b]\nbatch-size: 2\ncompile: true\nfrom-scratch: true\n")
-    plain = asked("render", *ASKED, "--", "--config", file)
+    plain = asked("render", *JOB_OPTIONS, "--", "--config", file)
     opts = command_line.parse_options(plain.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
         ["a", "b"],
@@ -490,7 +529,7 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
     assert opts.config is None and opts.experiment_name == "exp"
     own = asked(
         "render",
-        *ASKED,
+        *JOB_OPTIONS,
         "--",
         f"--config={file}",
         "-d",
@@ -510,38 +549,50 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
-        (("render", *ASKED, "--image_urii", "i", *TRAIN), "the nearest is --image-uri"),
-        (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
-        (("render", *ASKED, "--", "-m", "org/model"), "no dataset is given"),
-        (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
-        (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
-        (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
-        (("render", *ASKED, "--kind", "trainjob", "--min-nodes", "1", *TRAIN), "fixed size"),
-        (("render", *ASKED, "--spares", "1", *TRAIN), "--spares needs --kind hyperpod"),
+        (("render", *JOB_OPTIONS, "--nodess", "2", *TRAIN_OPTIONS), "the nearest is --nodes"),
+        (
+            ("render", *JOB_OPTIONS, "--image_urii", "i", *TRAIN_OPTIONS),
+            "the nearest is --image-uri",
+        ),
+        (
+            ("render", *JOB_OPTIONS, "--", "-d", "c4", "--max-step", "2"),
+            "the nearest is --max-steps",
+        ),
+        (("render", *JOB_OPTIONS, "--", "-m", "org/model"), "no dataset is given"),
+        (("render", *JOB_OPTIONS, "--instance-type", "p9", *TRAIN_OPTIONS), "--gpus-per-node"),
+        (("render", *JOB_OPTIONS, "--job-name", "A b", *TRAIN_OPTIONS), "cannot name a job"),
+        (("render", *JOB_OPTIONS, "--min-nodes", "4", *TRAIN_OPTIONS), "--min-nodes 4 is above"),
+        (
+            ("render", *JOB_OPTIONS, "--kind", "trainjob", "--min-nodes", "1", *TRAIN_OPTIONS),
+            "fixed size",
+        ),
+        (
+            ("render", *JOB_OPTIONS, "--spares", "1", *TRAIN_OPTIONS),
+            "--spares needs --kind hyperpod",
+        ),
         (
             (
                 "render",
                 "--kind",
                 "hyperpod",
-                *ASKED,
+                *JOB_OPTIONS,
                 "--slow-below",
                 "9",
-                *TRAIN,
+                *TRAIN_OPTIONS,
                 "--log-style",
                 "line",
             ),
             "--slow-below reads the speed from --log-style dict",
         ),
-        (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
-        (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
+        (("render", *JOB_OPTIONS, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
+        (("render", *JOB_OPTIONS, "--image", "", *TRAIN_OPTIONS), "--image is missing"),
     ],
 )
 def test_bad_options_are_refused(
     arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = launch(*arguments, expect=2)
+    done = run_launcher(*arguments, expect=2)
     assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
@@ -572,53 +623,68 @@ def test_bad_options_are_refused(
 def test_impossible_names_and_sizes_are_refused(changed: tuple, says: str) -> None:
     changed = tuple(f"{changed[i]}={changed[i + 1]}" for i in range(0, len(changed), 2))
     with pytest.raises(UsageError) as caught:
-        asked("render", *ASKED, *changed, *TRAIN)
+        asked("render", *JOB_OPTIONS, *changed, *TRAIN_OPTIONS)
     assert says in caught.value.render() and not caught.value.several
 
 
 def test_an_indivisible_batch_is_refused_with_all_other_problems() -> None:
     batch = ("--global-batch-size", "256", "--shard-size", "5")
     with pytest.raises(UsageError) as caught:
-        asked("render", *ASKED, "--nodes", "3", "--pvc", "", "--namespace", "A", *TRAIN, *batch)
+        asked(
+            "render",
+            *JOB_OPTIONS,
+            "--nodes",
+            "3",
+            "--pvc",
+            "",
+            "--namespace",
+            "A",
+            *TRAIN_OPTIONS,
+            *batch,
+        )
     assert len(caught.value.several) == 4
     assert "a multiple of 24 = 1 per process" in caught.value.render()
     assert "--shard-size 5 does not divide the 24 ranks" in caught.value.render()
-    asked("render", *ASKED, "--nodes", "4", *TRAIN, *batch[:2])
-    elastic = ("render", *ASKED, "--nodes", "4", "--min-nodes")
-    asked(*elastic, 4, *TRAIN, *batch[:2])
+    asked("render", *JOB_OPTIONS, "--nodes", "4", *TRAIN_OPTIONS, *batch[:2])
+    elastic = ("render", *JOB_OPTIONS, "--nodes", "4", "--min-nodes")
+    asked(*elastic, 4, *TRAIN_OPTIONS, *batch[:2])
     with pytest.raises(
         UsageError, match="256 samples per step cannot be divided among the ranks of 3 nodes"
     ) as caught:
-        asked(*elastic, 2, *TRAIN, *batch[:2])
+        asked(*elastic, 2, *TRAIN_OPTIONS, *batch[:2])
     assert "multiple of 96" in caught.value.expected
-    asked(*elastic, 2, *TRAIN, "--global-batch-size", 96)
+    asked(*elastic, 2, *TRAIN_OPTIONS, "--global-batch-size", 96)
     with pytest.raises(UsageError, match=r"32 samples per step .* of 3 nodes"):
-        asked(*elastic, 1, *TRAIN)  # a sample per rank, of all nodes: the run keeps its batch
+        asked(
+            *elastic, 1, *TRAIN_OPTIONS
+        )  # a sample per rank, of all nodes: the run keeps its batch
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])
 def test_a_missing_cluster_is_an_error_without_a_traceback(verb: str, tmp_path: Path) -> None:
     nowhere = {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
-    done = launch(verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2)
+    done = run_launcher(verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2)
     assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
     if shutil.which("kubectl"):
-        done = launch(verb, "--job-name", "exp", env=nowhere, expect=2)
+        done = run_launcher(verb, "--job-name", "exp", env=nowhere, expect=2)
         assert "no cluster is configured" in done.stderr and len(done.stderr.splitlines()) == 2
-        done = launch(verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2)
+        done = run_launcher(verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2)
         assert "the kubeconfig has no context there" in done.stderr
 
 
 def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("seq-lengh: 3\n")
-    done = launch("render", *ASKED, "--", "--config", file, *TRAIN[1:], expect=2)
+    done = run_launcher(
+        "render", *JOB_OPTIONS, "--", "--config", file, *TRAIN_OPTIONS[1:], expect=2
+    )
     assert "the nearest is --seq-length" in done.stderr and str(file) in done.stderr
 
 
 def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "render", *ASKED]
+    command = [sys.executable, SCRIPT, "render", *JOB_OPTIONS]
     done = subprocess.run(
-        [*command, "--out", "my job.yaml", *TRAIN],
+        [*command, "--out", "my job.yaml", *TRAIN_OPTIONS],
         cwd=tmp_path,
         text=True,
         capture_output=True,
@@ -634,7 +700,7 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     assert "--out 'my job.yaml' -- -d" in typed  # as the messages of the run name the command
     assert "next:" in done.stdout
     subprocess.run(
-        [*command, "--out", "other.yaml", "--dry-run", *TRAIN],
+        [*command, "--out", "other.yaml", "--dry-run", *TRAIN_OPTIONS],
         cwd=tmp_path,
         capture_output=True,
         check=True,
@@ -664,7 +730,9 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
             check=True,
         ).stdout
 
-    [found] = yaml.safe_load_all(said("kubernetes.py", "render", "--kind", "other", *ASKED, *TRAIN))
+    [found] = yaml.safe_load_all(
+        said("kubernetes.py", "render", "--kind", "other", *JOB_OPTIONS, *TRAIN_OPTIONS)
+    )
     container = at(found, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
     assert found["kind"] == "OtherJob" and container["name"] == "main"
     assert "single_node.sh" in said(
@@ -718,7 +786,7 @@ def test_the_template_for_envsubst_is_the_same_job(
         assert int(resources.pop("vpc.amazonaws.com/efa")) == int(efa or 0)
     same = asked(
         "render",
-        *ASKED,
+        *JOB_OPTIONS,
         "--job-name",
         "train",
         "--instance-type",
@@ -753,12 +821,12 @@ def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
     }
     found = manifests(
         "render",
-        *ASKED,
+        *JOB_OPTIONS,
         "--bucket-pvc",
         claim["metadata"]["name"],
         "--service-account",
         account["metadata"]["name"],
-        *TRAIN,
+        *TRAIN_OPTIONS,
     )
     spec = pod_of(found)["spec"]
     assert not problems(found) and spec["serviceAccountName"] == "training"

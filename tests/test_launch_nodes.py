@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, run_stage
-from tests.node_namespaces import Machine, machines
+from tests.node_namespaces import Machine, make_machines
 from tests.training import SMALL_RUN, losses
 
 STEPS = 60
@@ -142,7 +142,7 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
     with ExitStack() as stack:
 
         def begin(number: int, *options: object) -> Cluster:
-            made = Cluster(stack.enter_context(machines(number, project)), project, *options)
+            made = Cluster(stack.enter_context(make_machines(number, project)), project, *options)
             made.wait_for_step(12)
             return made
 
@@ -261,7 +261,7 @@ def test_the_interface_is_that_of_the_route_to_the_head(
         "import sys; from launch.supervision import network; "
         "print(network.interface_variables(sys.argv[1], ''))"
     )
-    with machines(2, tmp_path) as [node, _]:
+    with make_machines(2, tmp_path) as [node, _]:
         node.start(
             sys.executable, "-c", program, host, output=tmp_path / "said.txt", cwd=ROOT
         ).wait(timeout=60)

@@ -18,7 +18,7 @@ import pytest
 from launch import pod
 from lib.core.errors import UsageError
 from tests.conftest import ROOT, free_port
-from tests.node_namespaces import machines
+from tests.node_namespaces import make_machines
 from tests.training import SMALL_RUN, losses
 
 POD = ROOT / "launch" / "pod.py"
@@ -217,7 +217,7 @@ def test_two_pods_stop_and_continue_together(project: Path) -> None:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
 
     with ExitStack() as stack:
-        nodes = stack.enter_context(machines(2, project))
+        nodes = stack.enter_context(make_machines(2, project))
 
         def start(steps: int) -> list[subprocess.Popen]:
             train = command("pytorchjob", 2, *TRAIN, "--max-steps", steps)
@@ -254,7 +254,7 @@ def test_an_elastic_job_continues_without_a_lost_pod(project: Path) -> None:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
 
     with ExitStack() as stack:
-        nodes = stack.enter_context(machines(2, project))
+        nodes = stack.enter_context(make_machines(2, project))
         pods = [
             node.start(
                 *train, output=project / f"said-{node.name}.txt", cwd=project, env=environment

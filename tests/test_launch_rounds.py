@@ -15,7 +15,7 @@ from launch.supervision.attempt import NodeCommand
 from launch.supervision.board import NoteBoard
 from launch.supervision.head import Head
 from lib.core.paths import Experiment
-from tests.trainer_stand_in import COMPLETE, KILLED, attempts, processes, start
+from tests.trainer_stand_in import COMPLETE, KILLED, find_processes, read_attempts, start_launcher
 
 WAITS = "print('up', flush=True); time.sleep(600)"
 
@@ -34,7 +34,7 @@ def launch(
         "--wait-seconds",
         wait,
     )
-    return start(folder, *plan, node=node, options=options, arguments=arguments)
+    return start_launcher(folder, *plan, node=node, options=options, arguments=arguments)
 
 
 def ends(*launchers: subprocess.Popen) -> tuple[list[int], str]:
@@ -57,7 +57,7 @@ def test_all_nodes_end_with_the_code_of_the_failed_rank(tmp_path: Path) -> None:
         launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"),
     )
     assert codes == [3, 3] and "rank 1 on node 1: damaged" in output, output
-    assert not processes(str(tmp_path)) and not (tmp_path / "outputs" / ".launch").exists()
+    assert not find_processes(str(tmp_path)) and not (tmp_path / "outputs" / ".launch").exists()
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
     )
     assert codes == [0, 0, 0], output
     for node in range(3):
-        first, again = attempts(tmp_path, node)
+        first, again = read_attempts(tmp_path, node)
         assert first == again and first.endswith("--overwrite")
 
 
@@ -84,7 +84,7 @@ def test_a_node_that_dies_may_return(tmp_path: Path, dies: int) -> None:
     nodes[dies] = launch(tmp_path, dies, COMPLETE)
     codes, output = ends(*nodes)
     assert codes == [0, 0], output
-    assert not processes(str(tmp_path))
+    assert not find_processes(str(tmp_path))
 
 
 @pytest.mark.long
@@ -93,12 +93,12 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
     codes, output = ends(
         launch(tmp_path, 0, "time.sleep(30); sys.exit(0)"), launch(tmp_path, 1, "sys.exit(0)")
     )
-    assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
+    assert codes == [0, 0] and len(read_attempts(tmp_path)) == 1, output
     (tmp_path / "attempts_0.txt").unlink()
     codes, output = ends(
         launch(tmp_path, 0, "sys.exit(0)"), launch(tmp_path, 1, "time.sleep(30); sys.exit(0)")
     )
-    assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
+    assert codes == [0, 0] and len(read_attempts(tmp_path)) == 1, output
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, nod
     assert codes == [130] * 3 and time.monotonic() - began < 25, output
     assert "a second SIGINT: the ranks are killed without a save" in output
     assert f"node {node} received a second SIGINT" in output
-    assert not processes(str(tmp_path / "04_train")) and "exit code 75" not in output
+    assert not find_processes(str(tmp_path / "04_train")) and "exit code 75" not in output
 
 
 def test_a_signal_while_nodes_are_waited_for(tmp_path: Path) -> None:
@@ -160,11 +160,11 @@ def test_notes_of_a_killed_launch_are_harmless(tmp_path: Path) -> None:
         node.kill()
     ends(*nodes)
     assert json.loads((tmp_path / "outputs/.launch/run/node_00000.json").read_text())["me"]
-    for pid in processes(str(tmp_path)):
+    for pid in find_processes(str(tmp_path)):
         os.kill(pid, signal.SIGKILL)
     codes, output = ends(launch(tmp_path, 1, COMPLETE), launch(tmp_path, 0, COMPLETE))
     assert codes == [0, 0], output
-    killed, new = attempts(tmp_path, 0)
+    killed, new = read_attempts(tmp_path, 0)
     assert killed != new  # in the mark: what the new launch is told to overwrite, it does
 
 

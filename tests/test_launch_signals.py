@@ -173,11 +173,11 @@ def test_one_ctrl_c_in_the_terminal_of_a_pod_saves(place: Path) -> None:
 @pytest.mark.slow
 def test_signals_of_slurm_save_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the steps, the ranks among them, and to the batch script too."""
-    if reason := slurm_cluster.missing():
+    if reason := slurm_cluster.find_missing_tools():
         pytest.skip(reason)
     (place / "save_seconds").write_text("3")
     monkeypatch.chdir(place)
-    with slurm_cluster.cluster(nodes=1) as cluster:
+    with slurm_cluster.run_cluster(nodes=1) as cluster:
         cluster.environment |= ENVIRONMENT
         job = cluster.submit("launch/slurm.sbatch", *TRAIN[1:], cwd=place)
         wait_until((place / "ready").exists, "the rank is ready")

@@ -38,9 +38,9 @@ touch "ready_${SLURM_NODEID}_$start"
 @pytest.fixture(scope="module")
 def cluster_once() -> Iterator[SlurmCluster]:
     """Yield a cluster of three nodes, or skip."""
-    if reason := slurm_cluster.missing():
+    if reason := slurm_cluster.find_missing_tools():
         pytest.skip(reason)
-    with slurm_cluster.cluster(nodes=3) as cluster:
+    with slurm_cluster.run_cluster(nodes=3) as cluster:
         yield cluster
 
 
@@ -121,7 +121,7 @@ def test_a_container_is_chosen_by_the_environment(
 
 def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
     """On a HyperPod cluster, which a directory tells; here one that only this command sees."""
-    if reason := slurm_cluster.missing():
+    if reason := slurm_cluster.find_missing_tools():
         pytest.skip(reason)
     assert "--auto-resume" not in run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
     hyperpod = 'mount -t tmpfs none /opt && mkdir /opt/sagemaker_cluster && exec bash "$@"'

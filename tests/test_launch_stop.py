@@ -14,7 +14,7 @@ from launch import monitor, stop
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
-from tests.trainer_stand_in import KILLED, start
+from tests.trainer_stand_in import KILLED, start_launcher
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_launcher_that_is_about_to_restart_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    process = start(tmp_path, KILLED, options=("--backoff", 60))
+    process = start_launcher(tmp_path, KILLED, options=("--backoff", 60))
     try:
         while "restart 1 of 3" not in process.stdout.readline():
             assert process.poll() is None
@@ -91,7 +91,7 @@ def test_a_launcher_that_prepares_the_run_again_ends(
     """A stop file would not help: a launch that begins deletes older ones."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
-    process = start(tmp_path, "print('preparing', flush=True); time.sleep(600)")
+    process = start_launcher(tmp_path, "print('preparing', flush=True); time.sleep(600)")
     try:
         while "preparing" not in process.stdout.readline():
             assert process.poll() is None
@@ -111,7 +111,7 @@ def test_a_launcher_that_prepares_the_run_for_the_first_time_ends(
     """The run has no directory before its data is prepared, but `make status` shows it."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
-    process = start(
+    process = start_launcher(
         tmp_path,
         "import shutil; shutil.rmtree('outputs'); print('preparing', flush=True); time.sleep(600)",
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import control_group
-from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
+from tests.trainer_stand_in import COMPLETE, KILLED, find_processes, run_launcher, start_launcher
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
     ],
 )
 def test_a_final_end_of_a_run_is_not_retried(tmp_path: Path, ending: str, code: int) -> None:
-    returned, output, attempts = run(tmp_path, ending)
+    returned, output, attempts = run_launcher(tmp_path, ending)
     assert (returned, len(attempts)) == (code, 1), output
     assert f"exit code {code}" in output
 
@@ -54,17 +54,17 @@ def test_a_final_end_of_a_run_is_not_retried(tmp_path: Path, ending: str, code: 
     ],
 )
 def test_failures_that_may_pass_are_retried(tmp_path: Path, ending: str) -> None:
-    returned, output, attempts = run(tmp_path, ending, ending, COMPLETE)
+    returned, output, attempts = run_launcher(tmp_path, ending, ending, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
     assert "restart 1 of 3" in output and "restart 2 of 3" in output
 
 
 def test_restarts_are_counted_since_the_newest_checkpoint(tmp_path: Path) -> None:
-    returned, output, attempts = run(tmp_path, KILLED, options=("--max-restarts", 2))
+    returned, output, attempts = run_launcher(tmp_path, KILLED, options=("--max-restarts", 2))
     assert (returned, len(attempts)) == (1, 3), output
     assert "no restart is left" in output
     saves = "(root / 'checkpoints' / f'step_{number:08d}').mkdir(); " + KILLED
-    returned, output, attempts = run(
+    returned, output, attempts = run_launcher(
         tmp_path, *[saves] * 5, COMPLETE, options=("--max-restarts", 1)
     )
     assert (returned, len(attempts)) == (0, 6), output
@@ -72,7 +72,7 @@ def test_restarts_are_counted_since_the_newest_checkpoint(tmp_path: Path) -> Non
 
 def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     bug = "state('failed', {}); fail('KeyError', 1, 'Traceback\\nKeyError: x')"
-    returned, output, attempts = run(
+    returned, output, attempts = run_launcher(
         tmp_path, bug.format(5), bug.format(6), bug.format(6), COMPLETE
     )
     assert (returned, len(attempts)) == (1, 3), output
@@ -83,26 +83,26 @@ def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> 
 def test_a_killed_torchrun_does_not_stop_the_run(tmp_path: Path, error: str) -> None:
     """Its ranks save and end, and the run says preempted."""
     saves = "state('preempted', 5); " + error
-    returned, output, attempts = run(tmp_path, saves + KILLED, COMPLETE)
+    returned, output, attempts = run_launcher(tmp_path, saves + KILLED, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
     assert "torchrun was killed on node 0; restart 1 of 3" in output
 
 
 def test_the_state_of_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
-    assert run(tmp_path, "state('preempted', 5); sys.exit(1)")[0] == 75
-    returned, output, attempts = run(tmp_path, KILLED, COMPLETE)
+    assert run_launcher(tmp_path, "state('preempted', 5); sys.exit(1)")[0] == 75
+    returned, output, attempts = run_launcher(tmp_path, KILLED, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
 
 
 def test_restarts_have_the_mark_of_their_launch(tmp_path: Path) -> None:
-    _, _, (first, again) = run(tmp_path, KILLED, COMPLETE)
-    _, _, (another,) = run(tmp_path, COMPLETE)
+    _, _, (first, again) = run_launcher(tmp_path, KILLED, COMPLETE)
+    _, _, (another,) = run_launcher(tmp_path, COMPLETE)
     assert first == again != another
 
 
 def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(tmp_path: Path):
     held = "fail('ExperimentHeld', 2, 'error: another launch is training')"
-    returned, output, attempts = run(tmp_path, KILLED, held, COMPLETE)
+    returned, output, attempts = run_launcher(tmp_path, KILLED, held, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
 
 
@@ -110,9 +110,9 @@ def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(t
 def test_processes_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    returned, output, _ = run(tmp_path, f"sleep_on('{mark}'); sys.exit(1)", COMPLETE)
-    assert returned == 0 and not processes(mark), output
-    process = start(
+    returned, output, _ = run_launcher(tmp_path, f"sleep_on('{mark}'); sys.exit(1)", COMPLETE)
+    assert returned == 0 and not find_processes(mark), output
+    process = start_launcher(
         tmp_path,
         f"{ignore}; sleep_on('{mark}'); print('up', flush=True); time.sleep(600)",
         options=("--save-seconds", 1),
@@ -125,7 +125,7 @@ def test_processes_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)  # the second one does not wait for the save
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and time.monotonic() - began < 20, output
-    assert not processes(mark) and not processes(str(tmp_path / "04_train"))
+    assert not find_processes(mark) and not find_processes(str(tmp_path / "04_train"))
 
 
 @pytest.mark.long  # they have 20 seconds
@@ -134,7 +134,7 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
         "sys.exit = lambda code: time.sleep(600); "
         "fail('StageError', 1, 'error: a collective timed out')"
     )
-    returned, output, attempts = run(tmp_path, waits, COMPLETE)
+    returned, output, attempts = run_launcher(tmp_path, waits, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
 
 
@@ -147,7 +147,7 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> None:
-    process = start(
+    process = start_launcher(
         tmp_path,
         f"signal.signal(signal.{name}, lambda *_: (state('preempted', 5), "
         "print('saved', flush=True), sys.exit(1)));"
@@ -161,7 +161,7 @@ def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> No
 
 
 def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    process = start(
+    process = start_launcher(
         tmp_path,
         "signal.signal(signal.SIGTERM, lambda *_: (state('preempted', 5), "
         "sys.exit(1))); print('up', flush=True); time.sleep(600)",
@@ -175,8 +175,8 @@ def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path
 
 def test_a_kill_for_memory_by_the_kernel_is_not_retried(tmp_path: Path) -> None:
     hungry = "everything = [bytearray(b'x' * 10_000_000) for _ in range(200)]"
-    with control_group.of_memory(60_000_000) as join:
-        returned, output, attempts = run(tmp_path, hungry, within=join)
+    with control_group.limit_memory(60_000_000) as join:
+        returned, output, attempts = run_launcher(tmp_path, hungry, within=join)
     assert (returned, len(attempts)) == (2, 1), output
     assert "out of memory: the kernel killed a process on node 0" in output
 
@@ -193,7 +193,7 @@ def test_a_kill_for_memory_by_the_kernel_is_not_retried(tmp_path: Path) -> None:
 def test_bad_options_are_errors_without_a_traceback(
     tmp_path: Path, options: tuple, says: str
 ) -> None:
-    process = start(tmp_path, COMPLETE, options=options)
+    process = start_launcher(tmp_path, COMPLETE, options=options)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and says in output
     assert not (tmp_path / "attempts_0.txt").exists()

@@ -19,7 +19,7 @@ import pytest
 from launch import torchrun
 from lib.core.launcher import headline
 from tests.conftest import ROOT, free_port
-from tests.trainer_stand_in import run
+from tests.trainer_stand_in import run_launcher
 
 RANKS = """
 import os, signal, sys, time
@@ -76,7 +76,7 @@ def test_a_loopback_interface_that_is_down_is_reported_at_once(tmp_path: Path) -
 def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.distributed import run as elastic
+    from torch.distributed import run_launcher as elastic
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     words = ["--nproc-per-node", "2", "--shutdown-timeout", "240", "04_train_fsdp.py", "-e", "x"]
@@ -171,7 +171,7 @@ def test_an_error_of_torchrun_itself_is_not_retried(tmp_path: Path) -> None:
         "{'message': {'message': 'error: torch is not installed', 'errorCode': 2, 'kind': "
         "'UsageError', 'rank': 0, 'time': 1.0}})); sys.exit(2)"
     )
-    returned, output, attempts = run(tmp_path, own)
+    returned, output, attempts = run_launcher(tmp_path, own)
     assert (returned, len(attempts)) == (2, 1), output
     assert "launcher: exit code 2: rank 0 on node 0: torch is not installed" in output
 

@@ -35,10 +35,10 @@ def test_every_name_of_the_table_exists() -> None:
 
 
 def test_a_name_that_is_gone_is_missing() -> None:
-    assert not private_apis.exists("torch._C._get_sdp_priority_orders")
-    assert not private_apis.exists("torch._gone.name")
-    assert not private_apis.exists("torch.nn.Module:_parameter_")
-    assert private_apis.exists("torch.nn.Module:_parameters")
+    assert not private_apis.is_available("torch._C._get_sdp_priority_orders")
+    assert not private_apis.is_available("torch._gone.name")
+    assert not private_apis.is_available("torch.nn.Module:_parameter_")
+    assert private_apis.is_available("torch.nn.Module:_parameters")
     gone = ("torch._gone", "torch._C")
     assert private_apis.Row(gone, False, None, ()).missing() == ["torch._gone"]
     assert private_apis.Row(gone, True, None, ()).missing() == []
@@ -60,17 +60,17 @@ def test_a_name_that_is_gone_is_missing() -> None:
 )
 def test_private_names_are_found_in_code(code: str, names: list[str], tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(code)
-    assert [name for name, _ in private_apis.used(tmp_path / "module.py")] == names
+    assert [name for name, _ in private_apis.find_private_names(tmp_path / "module.py")] == names
 
 
 def test_the_table_names_every_private_name_and_its_module() -> None:
     rows = private_apis.read_table()
     missing = []
-    for path in private_apis.modules():
+    for path in private_apis.list_modules():
         module = path.relative_to(ROOT).as_posix()
         named = {name for row in rows if module in row.users for name in row.names}
         parts = {part for name in named for part in re.split(r"[.:]", name)}
-        for name, line in private_apis.used(path):
+        for name, line in private_apis.find_private_names(path):
             is_dotted = any(each == name or each.startswith(f"{name}.") for each in named)
             if not is_dotted and name not in parts:
                 missing.append(f"{module}:{line}: {name}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import stage_command
-from tests.process_tree import resident, tree
+from tests.process_tree import list_descendants, resident_bytes
 
 SCRIPT = "02_build_hf_dataset.py"
 GIGABYTE = 1_000_000_000
@@ -38,7 +38,7 @@ def peak_of_run(folder: Path, *options: object) -> int:
 
     def watch() -> None:
         while process.poll() is None:
-            seen.append(sum(map(resident, tree(process.pid))))
+            seen.append(sum(map(resident_bytes, list_descendants(process.pid))))
             time.sleep(0.02)
 
     threading.Thread(target=watch, daemon=True).start()

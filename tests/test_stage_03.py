@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, StageRunner
-from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, change_config, holds, leftovers
+from tests.hub_models import (
+    NAME,
+    SCRIPT,
+    SHARDS,
+    TARGET,
+    TOKEN,
+    change_config,
+    find_files_with,
+    list_model_dirs,
+)
 
 
 def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
@@ -81,13 +90,13 @@ def test_a_second_run_sends_no_request_and_refuses_another_revision(
     assert hub.paths(SHARDS[1]) and not hub.paths(SHARDS[0])  # the other was whole
     assert (tmp_path / TARGET / "config.json").exists()
     assert all(f"/resolve/{commit}/" in path for path in hub.paths("/resolve/"))
-    assert leftovers(tmp_path) == ["org--tiny-llama"]
+    assert list_model_dirs(tmp_path) == ["org--tiny-llama"]
 
 
 def test_dry_run_needs_no_network(hub, stage: StageRunner, tmp_path):
     out = stage(SCRIPT, "--model-name", NAME, "--dry-run").stdout
     assert NAME in out and hub.url in out and str(TARGET) in out
-    assert not hub.requests and not leftovers(tmp_path)
+    assert not hub.requests and not list_model_dirs(tmp_path)
 
 
 @pytest.mark.parametrize("file", [SHARDS[1], "tokenizer.json"])
@@ -131,7 +140,7 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     assert {name: content for name, content in repo.files.items() if name in there} == {
         name: content for name, content in there.items() if name != "manifest.json"
     }
-    assert leftovers(tmp_path) == ["org--tiny-llama"]
+    assert list_model_dirs(tmp_path) == ["org--tiny-llama"]
     assert any(r.range for r in hub.requests)  # bytes that had come did not come again
 
 
@@ -141,10 +150,10 @@ def test_gated_without_and_with_a_token(hub, stage: StageRunner, tmp_path):
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "gated" in error and "HF_TOKEN" in error and "Traceback" not in error
     wrong = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_TOKEN": "hf_Wrong"}).stderr
-    assert "gated" in wrong and "hf_Wrong" not in wrong and not leftovers(tmp_path)
+    assert "gated" in wrong and "hf_Wrong" not in wrong and not list_model_dirs(tmp_path)
     hub.requests.clear()
     done = stage(SCRIPT, "--model-name", NAME, "--token", TOKEN)
-    assert TOKEN not in done.stdout + done.stderr and not holds(tmp_path, TOKEN)
+    assert TOKEN not in done.stdout + done.stderr and not find_files_with(tmp_path, TOKEN)
     stored = json.loads((tmp_path / TARGET / "manifest.json").read_text())
     assert stored["options"]["token"] == "[redacted]"
     by_token = {token: [r for r in hub.requests if r.token == token] for token in (TOKEN, "")}
@@ -204,7 +213,7 @@ def test_missing_models_and_hubs_are_reported(hub, stage: StageRunner, tmp_path)
     shutil.rmtree(tmp_path / "hub")
     offline = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_HUB_OFFLINE": "1"})
     assert "env -u HF_HUB_OFFLINE" in offline.stderr
-    assert not leftovers(tmp_path)
+    assert not list_model_dirs(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +248,7 @@ def test_an_untrainable_model_is_refused_before_weights_are_downloaded(
     }[case]
     assert said in error and "Traceback" not in error
     assert tempfile.gettempdir() not in error.partition("  run:")[0]
-    assert not leftovers(tmp_path) and not hub.paths("-of-")
+    assert not list_model_dirs(tmp_path) and not hub.paths("-of-")
 
 
 def test_weights_that_do_not_fit_are_not_published(hub, stage: StageRunner, tmp_path):
@@ -253,7 +262,7 @@ def test_weights_that_do_not_fit_are_not_published(hub, stage: StageRunner, tmp_
     assert not hub.paths("-of-")  # what came is not asked for again
     change_config(hub.repos[NAME], num_hidden_layers=2)
     stage(SCRIPT, "--model-name", NAME)
-    assert not hub.paths("-of-") and leftovers(tmp_path) == ["org--tiny-llama"]
+    assert not hub.paths("-of-") and list_model_dirs(tmp_path) == ["org--tiny-llama"]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +282,7 @@ def test_an_impossible_config_is_refused_before_weights_are_downloaded(
     error = stage(SCRIPT, "--model-name", NAME, expect=code).stderr
     assert said in error and "Traceback" not in error
     assert tempfile.gettempdir() not in error.partition("  run:")[0]
-    assert not hub.paths("-of-") and not leftovers(tmp_path)
+    assert not hub.paths("-of-") and not list_model_dirs(tmp_path)
 
 
 def treat_all_as_large(_: int) -> None:
@@ -290,7 +299,9 @@ def test_headers_of_large_weights_are_checked_before_the_download(
     done = stage(SCRIPT, "--model-name", NAME, expect=3, before=large)
     assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
     asked = [request for request in hub.requests if "-of-" in request.path]
-    assert {request.range for request in asked} == {"bytes=0-65535"} and not leftovers(tmp_path)
+    assert {request.range for request in asked} == {"bytes=0-65535"} and not list_model_dirs(
+        tmp_path
+    )
     change_config(hub.repos[NAME], num_hidden_layers=2, vocab_size=320)
     stage(SCRIPT, "--model-name", NAME, before=large)
     assert all(
@@ -305,7 +316,7 @@ def test_a_bad_tokenizer_is_refused_before_weights_are_downloaded(
     hub.repos[NAME].files["tokenizer.json"] = content
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert f"the tokenizer in {NAME} does not load" in error and "Traceback" not in error
-    assert not hub.paths("-of-") and not leftovers(tmp_path)
+    assert not hub.paths("-of-") and not list_model_dirs(tmp_path)
 
 
 def test_files_without_a_declared_digest_are_named(hub, stage: StageRunner, tmp_path):
@@ -319,7 +330,7 @@ def test_files_without_a_declared_digest_are_named(hub, stage: StageRunner, tmp_
 def test_a_full_disk_is_reported_before_the_download(hub, stage: StageRunner, tmp_path):
     hub.repos[NAME].sizes["README.md"] = 10**15
     assert "1000.0 TB free" in stage(SCRIPT, "--model-name", NAME, expect=4).stderr
-    assert not leftovers(tmp_path) and not hub.paths("-of-")
+    assert not list_model_dirs(tmp_path) and not hub.paths("-of-")
 
 
 def test_all_contradicting_options_are_in_one_error(stage: StageRunner):
@@ -364,7 +375,7 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     train = ("--train-tokenizer", corpus, "--vocab-size", 500)
     planned = stage(*scratch(*train, "--dry-run")).stdout
-    assert "512 rows for 500 tokens" in planned and not leftovers(tmp_path)
+    assert "512 rows for 500 tokens" in planned and not list_model_dirs(tmp_path)
     done = stage(*scratch(*train))
     assert "all 300 documents" in done.stdout
     assert f"-e scratch-tiny -d {corpus} -m scratch-tiny" in done.stdout
@@ -422,4 +433,4 @@ def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
     ):
         error = stage(*scratch(*arguments), expect=code).stderr
         assert said in error and "Traceback" not in error
-    assert not leftovers(tmp_path)
+    assert not list_model_dirs(tmp_path)

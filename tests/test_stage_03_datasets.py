@@ -12,7 +12,7 @@ import pytest
 
 from lib.hub import raw_text
 from tests.conftest import StageRunner
-from tests.hub_models import SCRIPT, TOKEN, holds
+from tests.hub_models import SCRIPT, TOKEN, find_files_with
 from tests.hub_server import HubServer, Repo
 
 NAME = "org/text"
@@ -171,7 +171,7 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     gated = fetch(stage, expect=2).stderr
     assert "is gated" in gated and "/datasets/org/text" in gated
     fetch(stage, env={"HF_TOKEN": TOKEN})
-    assert not holds(tmp_path, TOKEN)
+    assert not find_files_with(tmp_path, TOKEN)
 
 
 def test_files_that_cannot_all_be_moved_stay_together(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StageRunner
-from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, holds, leftovers
+from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, find_files_with, list_model_dirs
 from tests.hub_server import HubServer
 
 
@@ -45,7 +45,7 @@ def test_busy_answers_and_broken_streams_are_waited_out(hub, stage: StageRunner,
 def test_a_hub_that_stays_busy_is_reported(hub, stage: StageRunner, tmp_path):
     hub.repos[NAME].busy[""] = [(503, {"Retry-After": "0"})] * 2 + [(403, {})]
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
-    assert "HTTP status 403" in error and not leftovers(tmp_path)
+    assert "HTTP status 403" in error and not list_model_dirs(tmp_path)
 
 
 def test_a_storage_without_ranges(hub, stage: StageRunner, tmp_path):
@@ -121,7 +121,7 @@ def test_the_stored_login_is_used_and_a_bad_token_is_not_printed(hub, stage: Sta
     (home / "token").write_text(TOKEN + "\n")
     done = stage(SCRIPT, "--model-name", NAME)
     assert fetched_all(tmp_path, hub) and TOKEN not in done.stdout + done.stderr
-    assert holds(tmp_path, TOKEN) == [home / "token"]
+    assert find_files_with(tmp_path, TOKEN) == [home / "token"]
     hub.repos[NAME].busy[""] = [(401, {})]
     refused = stage(SCRIPT, "--model-name", NAME, "--overwrite", "--token", "hf_Other", expect=2)
     assert "hf_Other" not in refused.stdout + refused.stderr
@@ -142,7 +142,7 @@ def test_a_password_in_the_address_is_not_shown(hub, stage: StageRunner, tmp_pat
         env={"HF_ENDPOINT": "http://user:pa55word@127.0.0.1:9"},
     )
     assert "unreachable" in down.stderr and "pa55word" not in down.stdout + down.stderr
-    assert not holds(tmp_path, "pa55word")
+    assert not find_files_with(tmp_path, "pa55word")
 
 
 def test_options_from_a_file_hold_no_token_in_the_manifest(hub, stage: StageRunner, tmp_path):
@@ -151,6 +151,6 @@ def test_options_from_a_file_hold_no_token_in_the_manifest(hub, stage: StageRunn
     (tmp_path / "run.yaml").write_text(f"model_name: {NAME}\ntoken: {TOKEN}\n")
     done = stage(SCRIPT, "--config", "run.yaml")
     (tmp_path / "run.yaml").unlink()
-    assert TOKEN not in done.stdout + done.stderr and not holds(tmp_path, TOKEN)
+    assert TOKEN not in done.stdout + done.stderr and not find_files_with(tmp_path, TOKEN)
     made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
     assert made["options"]["token"] == "[redacted]"

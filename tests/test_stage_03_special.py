@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 
 from tests.conftest import StageRunner
-from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, change_config, leftovers
+from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, change_config, list_model_dirs
 from tests.hub_server import HubServer, Repo
 
 CODE = Path(__file__).parent / "models/novel"
@@ -235,7 +235,7 @@ def test_code_outside_of_the_directory_of_the_config_is_refused(
         },
     )
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
-    assert "Traceback" not in error and not hub.paths("x.py") and not leftovers(tmp_path)
+    assert "Traceback" not in error and not hub.paths("x.py") and not list_model_dirs(tmp_path)
     assert (
         "not in the same directory as its config.json" in error
         or "not a valid name of a repository" in error
@@ -254,7 +254,7 @@ def test_code_outside_of_the_directory_of_the_config_is_refused(
 def test_code_that_fails_is_reported(hub, novel, stage: StageRunner, tmp_path, code, said):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
-    assert said in error and "Traceback" not in error and not leftovers(tmp_path)
+    assert said in error and "Traceback" not in error and not list_model_dirs(tmp_path)
     assert not list((tmp_path / "hf_home").rglob("*.py"))
 
 
@@ -266,7 +266,7 @@ def test_a_tokenizer_with_code_is_refused_before_weights_are_downloaded(
     ).encode()
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "it needs code of its own" in error and not hub.paths("-of-")
-    assert not leftovers(tmp_path)
+    assert not list_model_dirs(tmp_path)
 
 
 def test_code_for_a_known_type_is_not_downloaded(hub, stage: StageRunner, tmp_path):
@@ -361,7 +361,7 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     planned = stage(*make, "--dry-run").stdout
     assert "Qwen2ForCausalLM" in planned and "256 rows for 256 tokens" in planned
     assert "(qwen.json says 151936)" in planned
-    assert not leftovers(tmp_path)
+    assert not list_model_dirs(tmp_path)
     done = stage(*make)
     target = tmp_path / ".cache/models/scratch-qwen2"
     config = json.loads((target / "config.json").read_text())
@@ -398,7 +398,7 @@ def test_an_invalid_config_is_refused(stage: StageRunner, tmp_path, model_files,
     error = stage(
         SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".", expect=2
     ).stderr
-    assert said in error and "Traceback" not in error and not leftovers(tmp_path)
+    assert said in error and "Traceback" not in error and not list_model_dirs(tmp_path)
     assert "c.json" in error and "/tmp/" not in error
 
 

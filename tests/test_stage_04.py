@@ -18,11 +18,11 @@ from tests.training import (
     SEQ_LENGTH,
     SMALL_RUN,
     VOCABULARY,
+    list_saved_steps,
     losses,
     metrics,
     save_model,
     save_tokenizer,
-    steps_saved,
     write_corpus,
 )
 
@@ -116,7 +116,7 @@ def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     kill_all(process, project.resolve())
-    assert max(steps_saved(project, "two")) < STEPS
+    assert max(list_saved_steps(project, "two")) < STEPS
     run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2, fresh=True)
     picture = project / "outputs" / "two" / "loss.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -175,7 +175,7 @@ def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
     assert "resumed from" in done.stdout and "schedule" in done.stdout
     assert "--profile 2:4 records nothing: the run continues after step 12" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
-    assert steps_saved(experiment, "two") == [8, 12, 14]
+    assert list_saved_steps(experiment, "two") == [8, 12, 14]
 
 
 def test_what_a_run_leaves(trained: Path):
@@ -416,7 +416,7 @@ def test_overwrite_keeps_the_old_run_aside(experiment: Path):
     run_stage("04_train_fsdp.py", *one, "--overwrite", cwd=experiment)
     kept = list((experiment / "outputs").glob("two.replaced-*"))
     assert len(kept) == 1 and (kept[0] / "checkpoints" / "step_00000012" / "COMMIT.json").exists()
-    assert steps_saved(experiment, "two") == [2]
+    assert list_saved_steps(experiment, "two") == [2]
 
 
 def test_dropout_goes_on_bit_for_bit(project: Path):
@@ -460,7 +460,7 @@ def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
         "outputs/two/checkpoints/step_00000004",
     )
     refused(experiment, *one, "--seed", 3, code=2, says="--seed: 0 there, 3 now")
-    assert steps_saved(experiment, "two") == [4, 8, 12]  # a refusal moves nothing
+    assert list_saved_steps(experiment, "two") == [4, 8, 12]  # a refusal moves nothing
     done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
     assert "step 4 of 12" in done.stdout and len(list((folder / "quarantine").iterdir())) == 2
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)

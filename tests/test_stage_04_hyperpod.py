@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.conftest import free_port, run_stage, start_stage
-from tests.hyperpod_service import service
-from tests.training import SMALL_RUN, losses, steps_saved
+from tests.hyperpod_service import run_service
+from tests.training import SMALL_RUN, list_saved_steps, losses
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
 from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
@@ -67,7 +67,7 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     root = tmp_path_factory.mktemp("hyperpod")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
-    with service() as address:
+    with run_service() as address:
         launch = start_stage(
             "04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS, output=root / "printed"
         )
@@ -100,7 +100,7 @@ def run(once: tuple[Path, Slots], tmp_path: Path) -> Path:
 @pytest.fixture
 def address() -> Iterator[str]:
     """Return the address of an empty service."""
-    with service() as url:
+    with run_service() as url:
         yield url
 
 
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_from_memory_with_the_same_losses(
     assert resumed_from(run) == ("hyperpod", newest_whole(slots))
     assert "resumed from hyperpod/run-" in printed
     assert losses(run, "run") == losses(run, "plain")
-    assert steps_saved(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [16, 32, STEPS]
     assert max(in_memory(run)) == STEPS - 2
     assert client.get_namespace_config() == {}, "a complete run needs them no more"
 
@@ -168,7 +168,7 @@ def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
     assert "step 18 is not saved" in printed
     assert resumed_from(run) == ("outputs", 16)
     assert losses(run, "run") == losses(run, "plain")
-    assert steps_saved(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [16, 32, STEPS]
 
 
 def test_options_that_contradict_it_are_refused(project: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import StageRunner, kill_all, run_stage
 from tests.test_stage_04_stop import start
-from tests.training import SEQ_LENGTH, steps_saved
+from tests.training import SEQ_LENGTH, list_saved_steps
 
 TRAIN = (
     "-d",
@@ -66,7 +66,7 @@ def test_a_launch_overwrites_refuses_and_stops_once(
     assert runs(project) == ["run", "run.replaced"]
     said = run(again, "--overwrite", "--max-steps", 3)
     assert "--overwrite acted when this launch began" in said and "resumed from" in said
-    assert runs(project) == ["run", "run.replaced"] and max(steps_saved(project, "run")) == 3
+    assert runs(project) == ["run", "run.replaced"] and max(list_saved_steps(project, "run")) == 3
     stop.touch()  # while its launcher waits before it starts the run again
     assert "stopped by the stop file after step 4" in run(again, "--max-steps", 9, expect=75)
     stop.touch()
@@ -75,7 +75,7 @@ def test_a_launch_overwrites_refuses_and_stops_once(
     assert not stop.exists() and "is never" in run({}, "--resume", "never", expect=2)
     run({}, "--overwrite", "--max-steps", 1)
     assert runs(project) == ["run", "run.replaced", "run.replaced"]
-    assert steps_saved(project, "run") == [1]
+    assert list_saved_steps(project, "run") == [1]
 
 
 def ask_while_preparing(rank: int) -> None:
@@ -127,7 +127,7 @@ def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(
             cwd=project,
             env={"LAUNCH_MARK": "a"},
         )
-    assert steps_saved(project, "run") == [1, 2]
+    assert list_saved_steps(project, "run") == [1, 2]
 
 
 def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(
@@ -167,7 +167,7 @@ def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, o
     assert "stopped by the end of its launcher" in printed, printed
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
     assert state["status"] == "preempted", printed
-    assert steps_saved(project, "run")[-1] == state["step"], printed
+    assert list_saved_steps(project, "run")[-1] == state["step"], printed
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 
 from tests import forks
 from tests.conftest import ROOT, free_port, run_stage, start_stage
-from tests.training import SMALL_RUN, losses, steps_saved
+from tests.training import SMALL_RUN, list_saved_steps, losses
 
 STEPS = 40
 COMMON = (
@@ -104,7 +104,7 @@ def test_a_resume_takes_the_newest_and_gives_the_same_losses(run: Path) -> None:
     go_on(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
-    assert steps_saved(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [16, 32, STEPS]
     assert not local_steps(run, 0) + local_steps(run, 1), "a complete run needs them no more"
 
 

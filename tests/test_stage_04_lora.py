@@ -12,7 +12,7 @@ from transformers import MixtralConfig
 
 from lib.checkpoints.storage import StrictReader
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses, prepare, save_model
+from tests.training import SEQ_LENGTH, losses, prepare_project, save_model
 
 RUN = (
     "04_train_fsdp.py",
@@ -41,7 +41,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("lora"))
+    return prepare_project(tmp_path_factory.mktemp("lora"))
 
 
 def train(root: Path, name: str, *options: object, **how: object) -> str:

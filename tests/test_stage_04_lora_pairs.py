@@ -9,7 +9,14 @@ from transformers import LlamaConfig
 
 from tests.conftest import run_stage
 from tests.tokens.chat import chats
-from tests.training import SEQ_LENGTH, losses, prepare, save_model, steps_saved, write_corpus
+from tests.training import (
+    SEQ_LENGTH,
+    list_saved_steps,
+    losses,
+    prepare_project,
+    save_model,
+    write_corpus,
+)
 
 STEPS = 5
 RUN = (
@@ -44,7 +51,7 @@ def offload(_: int) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with text, more text and conversations."""
-    root = prepare(tmp_path_factory.mktemp("pairs"))
+    root = prepare_project(tmp_path_factory.mktemp("pairs"))
     write_corpus(root / "raw_more", documents=17)
     run_stage(
         "02_build_hf_dataset.py",
@@ -140,7 +147,7 @@ def test_on_two_ranks(
     assert losses(root, tmp_path.name) == pytest.approx(plain, rel=1e-6)
     assert ("in host memory" in said) == bool(before)
     if "--ckpt-freq" in options:
-        assert steps_saved(root, tmp_path.name) == [2, 4, 5]
+        assert list_saved_steps(root, tmp_path.name) == [2, 4, 5]
     prove(root, tmp_path.name)
 
 

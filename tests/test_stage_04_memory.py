@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from tests import forks
 from tests.conftest import run_stage, stage_command
-from tests.control_group import of_memory
+from tests.control_group import limit_memory
 from tests.training import VOCABULARY, save_model, save_tokenizer
 
 TRAIN = ("-d", "corpus", "--max-steps", 1, "--precision", "fp32")
@@ -20,14 +20,14 @@ TRAIN = ("-d", "corpus", "--max-steps", 1, "--precision", "fp32")
 
 def train_within(size: int, project: Path, *arguments: object) -> subprocess.CompletedProcess:
     """Train with so many bytes of memory, of which the libraries alone take 0.3 to 0.5 GB."""
-    with of_memory(size) as join:
+    with limit_memory(size) as join:
         return subprocess.run(
             [*join, *stage_command("04_train_fsdp.py", *TRAIN, *arguments)],
             cwd=project,
             capture_output=True,
             text=True,
             timeout=300,
-            env={**os.environ, **forks.CPU},
+            env={**os.environ, **forks.CPU_VARIABLES},
         )
 
 

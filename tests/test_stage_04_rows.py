@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib.core.figures import METRICS, STATE, documented_name
 from tests.conftest import run_stage
 from tests.train.test_no_waiting import WAITING
-from tests.training import SEQ_LENGTH, metrics, steps_saved
+from tests.training import SEQ_LENGTH, list_saved_steps, metrics
 
 STEPS = 7
 SAMPLES = 6  # of a step
@@ -283,7 +283,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
             expected.append(("saving", step, None))
     assert found == expected
     saved = [step for step in steps if not step % save or step == STEPS]
-    assert steps_saved(project, "run") == saved
+    assert list_saved_steps(project, "run") == saved
     rows = {row["step"]: row for row in metrics(project, "run")}
     for step in saved:
         state = json.loads(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage, stage_command
-from tests.training import SMALL_RUN, losses, metrics, steps_saved
+from tests.training import SMALL_RUN, list_saved_steps, losses, metrics
 
 COMMON = (*SMALL_RUN, "--lr", "1e-2", "-b", 2, "--eval-batches", 1)
 
@@ -38,7 +38,7 @@ def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
         lines = [line for line in done.stdout.splitlines() if "step 3: sav" in line]
         assert len(lines) == 1 and "step_00000003 in " in lines[0]
         assert ("in the background; training waited" in lines[0]) == (asynchronous == "on")
-        assert steps_saved(project, name) == list(range(1, 9))
+        assert list_saved_steps(project, name) == list(range(1, 9))
         for step in (6, 7, 8):
             shutil.rmtree(project / "outputs" / name / "checkpoints" / f"step_{step:08d}")
         run_stage("04_train_fsdp.py", "-e", name, *options, cwd=project, ranks=2)
@@ -78,7 +78,7 @@ def test_what_is_kept(project: Path) -> None:
         row["step"]: row["eval/loss"] for row in metrics(project, "run") if "eval/loss" in row
     }
     best = min(measured, key=measured.__getitem__)
-    assert steps_saved(project, "run") == sorted({4, 8, 9, best})
+    assert list_saved_steps(project, "run") == sorted({4, 8, 9, best})
 
 
 @pytest.mark.parametrize(

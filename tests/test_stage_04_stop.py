@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import kill_all, run_stage, stage_command, start_stage
-from tests.training import SMALL_RUN, metrics, steps_saved
+from tests.training import SMALL_RUN, list_saved_steps, metrics
 
 ENDLESS = (
     *SMALL_RUN,
@@ -80,7 +80,7 @@ def test_each_reason_to_stop_saves_and_exits_with_75(project: Path, reason: str)
         output = stop(project, reason)
     assert f"stopped by {reason}" in output and "run the same command again" in output
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
-    assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
+    assert state["status"] == "preempted" and list_saved_steps(project, "run") == [state["step"]]
     assert not (project / "outputs" / "run" / "stop").exists()
 
 
@@ -107,7 +107,7 @@ def test_a_signal_while_the_weights_load_ends_the_run_after_step_1(project: Path
     )
     assert "stopped by SIGTERM after step 1, which is saved" in done.stdout + done.stderr
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
-    assert state["status"] == "preempted" and steps_saved(project, "run") == [1]
+    assert state["status"] == "preempted" and list_saved_steps(project, "run") == [1]
 
 
 @pytest.mark.slow  # torchrun gives the stopped rank half a minute to end

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.hub_models import ELSEWHERE, make_files, reaching
+from tests.hub_models import USER_VARIABLES, hub_variables, make_model_files
 from tests.hub_server import HubServer, Repo
 from tests.test_airgap import check_out
 from tests.training import write_corpus
@@ -43,7 +43,7 @@ def blocks(name: str) -> list[str]:
 
 def tiny_chat_model(where: Path) -> dict[str, bytes]:
     """Return the files of a small Llama with a chat template."""
-    files = make_files(where)
+    files = make_model_files(where)
     tokenizer = json.loads(files["tokenizer.json"])
     end = {"id": 256, "content": END, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -61,7 +61,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that runs a block in a checkout and returns what it printed."""
     project = check_out(tmp_path / "checkout")
     (project / ".venv").symlink_to(sys.prefix)
-    for variable in ELSEWHERE:
+    for variable in USER_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     with HubServer() as hub:
         files = tiny_chat_model(tmp_path / "model")
@@ -69,7 +69,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             hub.repos[f"meta-llama/{name}"] = Repo(files)
         environment = {
             **os.environ,
-            **reaching(hub, tmp_path / "hf_home"),
+            **hub_variables(hub, tmp_path / "hf_home"),
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

@@ -1,4 +1,4 @@
-"""A stand-in for stage 04 under torchrun, which ends as it is told, and the launcher above it."""
+"""A stand-in for stage 04 that ends as a test asks for, and its launcher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMPLETE = "state('complete', 9)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def start(
+def start_launcher(
     folder: Path,
     *plan: str,
     node: int = 0,
@@ -58,8 +58,8 @@ def start(
 ) -> subprocess.Popen:
     """Start the launcher of a node.
 
-    plan: what the trainer there does in each attempt, the last one for good. within: command that
-    runs the launcher.
+    plan: code that the stand-in executes in each attempt; the last one repeats. within: command
+    prefix of the launcher.
     """
     (folder / "04_train_fsdp.py").write_text(TRAINER)
     (folder / f"plan_{node}.json").write_text(json.dumps(plan))
@@ -88,26 +88,26 @@ def start(
     )
 
 
-def attempts(folder: Path, node: int = 0) -> list[str]:
-    """Return the mark and the options that the trainer of a node got in each attempt."""
+def read_attempts(folder: Path, node: int = 0) -> list[str]:
+    """Return the launch mark and the options of each attempt of a node's trainer."""
     return (folder / f"attempts_{node}.txt").read_text().splitlines()
 
 
-def run(folder: Path, *plan: str, **how: tuple) -> tuple[int, str, list[str]]:
-    """Return exit code, output, and the options of each attempt of this launch."""
+def run_launcher(folder: Path, *plan: str, **how: tuple) -> tuple[int, str, list[str]]:
+    """Run a launcher; return its exit code, its output, and the options of each attempt."""
     (folder / "attempts_0.txt").unlink(missing_ok=True)
-    process = start(folder, *plan, **how)
+    process = start_launcher(folder, *plan, **how)
     output = process.communicate(timeout=90)[0]
-    return process.returncode, output, attempts(folder)
+    return process.returncode, output, read_attempts(folder)
 
 
-def processes(mark: str) -> list[int]:
-    """Return the processes whose command line holds a mark."""
-    found = []
+def find_processes(mark: str) -> list[int]:
+    """Return the IDs of the processes whose command line contains a mark."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids

@@ -1,4 +1,4 @@
-"""A small corpus, a tiny model with weights and a token store, and ways to run and read a run."""
+"""Make a small corpus and a tiny model with weights, and read the files of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 
 VOCABULARY = 512
 SEQ_LENGTH = 32
-# Options of stage 04 for the corpus and the model of `prepare`; tests add their own.
+# Options of stage 04 for the corpus and the model of `prepare_project`; tests add their own.
 SMALL_RUN = (
     *("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH),
     *("--precision", "fp32", "--log-freq", 1),
@@ -30,7 +30,7 @@ SMALL_RUN = (
 
 
 def write_corpus(folder: Path, documents: int = 60) -> None:
-    """Write text files of made-up sentences; the same ones each time."""
+    """Write text files of random sentences; each call writes the same ones."""
     words = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "ta", "vi", "x")]
     rng = random.Random(0)
     folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ def save_tokenizer(directory: Path, corpus: Path, vocabulary: int = VOCABULARY) 
 def save_model(
     directory: Path, config: PretrainedConfig | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Save a model with random weights (a Llama with tied embeddings unless told otherwise)."""
+    """Save a model with random weights (by default, a Llama with tied embeddings)."""
     config = config or LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -77,7 +77,7 @@ def save_model(
 
 
 def metrics(root: Path, experiment: str) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl."""
+    """Return the rows of a run's metrics.jsonl."""
     text = (root / "outputs" / experiment / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
@@ -87,7 +87,7 @@ def losses(root: Path, experiment: str) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in metrics(root, experiment)}
 
 
-def steps_saved(root: Path, experiment: str) -> list[int]:
+def list_saved_steps(root: Path, experiment: str) -> list[int]:
     """Return the steps of the checkpoints, oldest first."""
     folder = root / "outputs" / experiment / "checkpoints"
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
@@ -104,11 +104,11 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(scope="session")
 def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project directory with raw_text/, hf_datasets/corpus and model/."""
-    return prepare(tmp_path_factory.mktemp("prepared"))
+    return prepare_project(tmp_path_factory.mktemp("prepared"))
 
 
-def prepare(root: Path) -> Path:
-    """Make these in a directory, and return it."""
+def prepare_project(root: Path) -> Path:
+    """Make raw_text/, hf_datasets/corpus and model/ in a directory, and return it."""
     from tests.conftest import run_stage
 
     write_corpus(root / "raw_text")

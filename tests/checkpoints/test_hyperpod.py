@@ -20,7 +20,7 @@ from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
 from tests.conftest import free_port
-from tests.hyperpod_service import service
+from tests.hyperpod_service import run_service
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
 from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import InMemoryStorageError
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("group")
 @pytest.fixture
 def address() -> Iterator[str]:
     """Return the address of an empty service."""
-    with service() as url:
+    with run_service() as url:
         yield url
 
 
@@ -252,7 +252,7 @@ def test_an_unreachable_service_does_not_end_the_run() -> None:
     tier.delete_all(6)
     with pytest.raises(ArtifactError, match="cannot delete"):
         tier.drop_newer(0, "the run goes on from another one")
-    with service(port):
+    with run_service(port):
         save(tier, 4)
         assert newest(tier) == (4, []), "it is used again as soon as it answers"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import hooks, machine
-from tests.process_tree import tree
+from tests.process_tree import list_descendants
 
 ROOT = hooks.ROOT
 FIGURES_FILE = "figures.json"
@@ -313,7 +313,7 @@ def kill_tree(pid: int) -> None:
 
     Until then they use memory of the GPU.
     """
-    processes = list(tree(pid))
+    processes = list(list_descendants(pid))
     with suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)

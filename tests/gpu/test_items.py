@@ -23,6 +23,8 @@ REHEARSED_ITEMS = [
     if "_compile_" not in item.name or item.name == "8b-wide_2x8192_compile_off"
 ]
 
+_SLEEP_S = 617  # a number that no other process on this machine uses
+
 
 @pytest.fixture(scope="session")
 def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -155,7 +157,7 @@ def use_odd_items(kind: str) -> None:
         os._exit(7)
 
     def hangs(place: Place) -> None:
-        place.launch("04_train_fsdp.py", "--help", command=["sleep", 600])
+        place.launch("04_train_fsdp.py", "--help", command=["sleep", _SLEEP_S])
         time.sleep(600)
 
     def lacks(place: Place) -> None:
@@ -227,7 +229,7 @@ def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert not [
         path
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists() and path.read_bytes().startswith(b"sleep\x00600")
+        if path.exists() and path.read_bytes().startswith(f"sleep\0{_SLEEP_S}".encode())
     ]
 
 

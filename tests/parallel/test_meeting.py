@@ -43,7 +43,7 @@ def launch(tmp_path: Path):
     port = free_port()
     launches = []
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, **forks.CPU}
+    environment = {**os.environ, **forks.CPU_VARIABLES}
     ranks = [
         variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for variables in forks.rank_variables(2, port)
@@ -55,7 +55,7 @@ def launch(tmp_path: Path):
             said = tmp_path / f"said_{len(launches)}"
             with said.open("ab") as file:
                 one = forks.Launch(
-                    forks.server("stages").start(
+                    forks.get_server("stages").start(
                         "",
                         [prepares_s],
                         tmp_path,

@@ -20,7 +20,7 @@ from lib.parallel.placement import FSDP
 from lib.planning import trace
 from tests.conftest import ROOT, run_stage
 from tests.test_stage_04_reference import MIXTRAL
-from tests.training import SMALL_RUN, metrics, save_model, steps_saved
+from tests.training import SMALL_RUN, list_saved_steps, metrics, save_model
 
 FAMILIES = {
     "Mixtral 8x7B": MixtralConfig(num_hidden_layers=1),
@@ -146,7 +146,7 @@ def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
     )
     assert "resumed from" in result.stdout + result.stderr
     for name in ("three", "two"):
-        assert steps_saved(project, name)[-1] == 6
+        assert list_saved_steps(project, name)[-1] == 6
         rows = [(row["train/loss"], row["train/grad_norm"]) for row in metrics(project, name)]
         for row, other in zip(rows[-6:], expected, strict=True):
             assert row == pytest.approx(other, rel=1e-5)

@@ -147,7 +147,7 @@ def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
     """Start building.py in a process of its own; return it and what it prints."""
     reader, writer = os.pipe()
     launch = Launch(
-        forks.server("stages").start(
+        forks.get_server("stages").start(
             "",
             arguments,
             ROOT,
