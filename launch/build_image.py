@@ -7,10 +7,10 @@
   python launch/build_image.py --push 1234.dkr.ecr.us-west-2.amazonaws.com/llm --create-repository
 
 lib/parallel/torch_builds.py contains the table for the checks. If docker or pip fails, the error
-names the cause and its remedy. --auto-fix applies remedies that cost nothing and retries: it takes
+names the cause and its remedy. --auto-fix applies remedies that cost nothing and retries: it uses
 an older CUDA build of the same torch for an old driver, prunes docker's build cache if its disk is
-full, takes a mirror of the base image, or retries after a network failure. At the end it runs the
-image once.
+full, uses a mirror of the base image, or retries after a network failure. Finally, this script runs
+the image once as a test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Check what a run needs: this machine, the network, this checkout and its data, a cluster.
 
   python launch/check.py machine                              # GPUs, disk, versions, artifacts
-  torchrun --nproc-per-node 8 launch/check.py network         # all nodes, and the links between
+  torchrun --nproc-per-node 8 launch/check.py network         # all nodes and the links between them
   python launch/check.py framework                            # Python, packages, a sharded step
   python launch/check.py setup --deep                         # datasets, models, token stores
   python launch/check.py cluster --instance-type p5.48xlarge  # Kubernetes, for a job

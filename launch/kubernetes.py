@@ -12,18 +12,18 @@
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
-prepare   makes dataset, model and tokens on the volume of --pvc (hf_datasets, .cache, outputs)
+prepare   prepares dataset, model and tokens on the volume of --pvc (hf_datasets, .cache, outputs)
 validate  checks whether the cluster is ready for the job, as `launch/check.py cluster` does; exit
           code 6 if it is not
 render    prints the manifest, or writes it to a file
 apply     submits the job
-deploy    checks the cluster, creates the secret of HF_TOKEN, submits the job and shows its log; on
-          a failure finds the cause, applies or names the remedy, and retries
+deploy    checks the cluster, creates the secret for HF_TOKEN, submits the job and shows its log;
+          after a failure finds the cause, applies or names the remedy, and retries
 
-The options behind `--` are those of 04_train_fsdp.py. The job's name is the default of -e, and a
---config file is read here. The default run trains a 1B model from scratch on c4
-(recipes/scratch-1b-g5.yaml). By default, the image is the last one that was built here, and the
-instance type is that of the cluster's nodes.
+The options after `--` are those of 04_train_fsdp.py. The default of -e is the job's name, and a
+--config file is read on this machine. The default run trains a 1B model from scratch on c4
+(recipes/scratch-1b-g5.yaml). The default image is the last one that was built on this machine, and
+the default instance type is that of the cluster's nodes.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def build_parser() -> options.Parser:
         "--token",
         default=os.environ.get("HF_TOKEN", ""),
         metavar="TOKEN",
-        help="deploy, prepare: token for the Hub, stored in a secret of the cluster; better "
-        "not typed on a command line (default: HF_TOKEN)",
+        help="deploy, prepare: token for the Hub, stored in a secret of the cluster; set "
+        "HF_TOKEN rather than this option, which others can see (default: HF_TOKEN)",
     )
     one.add_argument(
         "--out",
         type=findings.output_file,
         metavar="FILE",
-        help="render: file to write (default: print it)",
+        help="render: file to write (default: print the manifest)",
     )
     one.add_argument(
         "--node-rank", type=options.count, default=0, metavar="R", help="logs: number of the node"

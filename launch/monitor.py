@@ -3,12 +3,12 @@
 
 While the run is active, also show the GPUs of this machine, if nvidia-smi is installed.
 
-  python launch/monitor.py outputs/exp            live in a terminal until complete or Ctrl-C
-  python launch/monitor.py outputs/exp --once     print it once, also for a log or a mail
+  python launch/monitor.py outputs/exp            update until the run is complete or Ctrl-C
+  python launch/monitor.py outputs/exp --once     print the run once, for example for a mail
   python launch/monitor.py outputs/exp --log      follow the log of rank 0 from its last lines
 
 Reads state.json, metrics.jsonl, events.jsonl, logs/ and lock.json, on any machine that sees them,
-and changes nothing. Exit codes: 0; 2 if there is no such run.
+and changes nothing. The exit code is 2 if there is no such run, otherwise 0.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@
 #   --node-rank R        this machine's number, 0 to N-1 (or NODE_RANK)
 #   --head ADDR          address of machine 0 that all others can reach (or HEAD_ADDR)
 #   --port P             unused port of machine 0 (default: 29500, or HEAD_PORT)
-#   --nproc-per-node K   processes on this machine (default: one per GPU, one without any)
+#   --nproc-per-node K   processes on this machine (default: one per GPU, or one on the CPU)
 #   --interface IF       network interface (default: the one whose route leads to the head)
-#   --max-restarts M     most restarts in a row without a newer checkpoint (default: 3)
+#   --max-restarts M     maximum number of restarts in a row without a new checkpoint (default: 3)
 #   --dry-run            print the command and start nothing
 #
-# The options behind `--` are those of 04_train_fsdp.py. Relative paths start from the current
-# directory; --save-dir must be on a file system that all machines share. A lost machine rejoins by
-# the same command. After SIGTERM, SIGINT or SIGUSR1 on any machine, all save and end with exit code
-# 75; a second SIGINT kills the ranks without a save (130). The other exit codes are those of stage
-# 04, the same on every machine.
+# The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
+# directory; --save-dir must be on a file system that all machines share. To let a lost machine join
+# again, run the same command on it. After SIGTERM, SIGINT or SIGUSR1 on any machine, the run saves
+# and all machines end with exit code 75; a second SIGINT kills the ranks without a save (130). The
+# other exit codes are those of stage 04, the same on every machine.
 #
 # Environment variables: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 

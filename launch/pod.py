@@ -9,7 +9,7 @@ size runs launch/multi_node.sh. A job with --min-nodes runs torchrun, which cont
 nodes. A HyperPod job runs hyperpodrun.
 
 The exit code is that of the run, but 143 instead of 75, since Kubernetes retries codes from 128 on
-and treats those below as final. 130 means that a second SIGINT killed the ranks before they had
+and treats lower codes as final. 130 means that a second SIGINT killed the ranks before they had
 saved. Kubernetes retries that as well: a signal ends a pod, and only deleting the job ends the job.
 """
 
@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> Options:
         "--min-nodes",
         type=options.positive_int,
         metavar="N",
-        help="least number of pods with which the job continues (default: all)",
+        help="smallest number of pods with which the job continues (default: all)",
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> Options:
         type=options.count,
         default=3,
         metavar="M",
-        help="most restarts of the ranks",
+        help="maximum number of restarts of the ranks",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command and start nothing"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Prepare a run in this directory: run stages 01 to 04 to make its dataset, model and tokens.
+"""Prepare a run in this directory: create its dataset, model and tokens with stages 01 to 04.
 
   python launch/prepare.py                                     # ten files of C4, a 1B from scratch
   python launch/prepare.py --data allenai/c4 --include 'en/c4-train.0000*.json.gz' --fields text \\
       -- -d c4 -m meta-llama/Llama-3.1-8B
   python launch/prepare.py --data /bucket/raw -- -d corpus --config recipes/llama-2-7b.yaml
-  python launch/prepare.py --dry-run -- -d corpus -m org/name  # print the commands only
+  python launch/prepare.py --dry-run -- -d corpus -m org/name  # only print the commands
 
-The options of the run stand behind `--`. An existing dataset or model is kept; a missing one comes
+The options of the run stand after `--`. An existing dataset or model is kept; a missing one comes
 from the Hub (gated repositories need HF_TOKEN) or from --data. `launch/kubernetes.py prepare` runs
 this script in a pod, on the volume that the nodes share. The exit code is that of the stage that
 failed.

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train on all GPUs of this machine, or on its CPU, and restart after failures that may pass.
+# Train on all GPUs of this machine, or on its CPU, and restart after failures if that can help.
 #
 #   launch/single_node.sh -- -e exp -d hf_datasets/corpus
 #   launch/single_node.sh --nproc-per-node 4 -- -e exp -d hf_datasets/corpus --max-steps 1000
 #
-#   --nproc-per-node K   processes (default: one per GPU, one without any)
-#   --max-restarts M     most restarts in a row without a newer checkpoint (default: 3)
+#   --nproc-per-node K   processes (default: one per GPU, or one on the CPU)
+#   --max-restarts M     maximum number of restarts in a row without a new checkpoint (default: 3)
 #   --dry-run            print the command and start nothing
 #
-# The options behind `--` are those of 04_train_fsdp.py. Relative paths start from the current
+# The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
 # directory. After SIGTERM, SIGINT or SIGUSR1 the run saves and ends with exit code 75; a second
 # SIGINT kills it (130). The other exit codes are those of stage 04.
 #

@@ -5,10 +5,10 @@
   python launch/stop.py outputs/exp --slurm    also list the Slurm jobs that would start it again
 
 This creates the file outputs/exp/stop, which the run obeys after its current step, on any machine.
-If nothing runs, it says so and creates no file, which would stop the next launch. If a launcher on
-this machine prepares the run or is about to restart it, the launcher is asked to end. A process
-that prepares the run without a launcher is named. Exit codes: 0, also if there was nothing to stop;
-2 if there is no such run.
+If no process runs, the command reports that and creates no file, since the file would stop the next
+launch. If a launcher on this machine prepares the run or is about to restart it, the launcher
+receives SIGTERM. If a process prepares the run without a launcher, the command names it. Exit
+codes: 0, also if there was nothing to stop; 2 if there is no such run.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
   python launch/supervise.py --nnodes 2 --node-rank 0 --head 10.0.0.1 -- \\
       python launch/torchrun.py … 04_train_fsdp.py -e exp -d hf_datasets/corpus
 
-single_node.sh and multi_node.sh start this script. It runs the command behind `--` as it is. It
+single_node.sh and multi_node.sh start this script. It runs the command after `--` unchanged. It
 restarts after a lost worker, node or head and after a timeout. It does not restart after bad input,
 a damaged artifact, a full disk, out of memory, or a bug that occurs twice. The exit code is that of
 the run, on every node.
@@ -68,7 +68,7 @@ def parse(argv: list[str]) -> Options:
         default="",
         metavar="ADDR",
         help="address of the head, which determines this node's network interface "
-        "(default: none; needed with several nodes)",
+        "(default: none; required with several nodes)",
     )
     parser.add_argument(
         "--interface",
@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> Options:
         type=options.count,
         default=3,
         metavar="M",
-        help="most restarts in a row without a newer checkpoint",
+        help="maximum number of restarts in a row without a new checkpoint",
     )
     parser.add_argument(
         "--backoff",
@@ -125,7 +125,7 @@ def read_stage_options(words: list[str]) -> Config:
     """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
     opts = command_line.parse_options(words)
     if not opts.experiment_name or not opts.dataset_name:
-        raise UsageError("-e and -d are missing behind `--`: a name for the run, and a dataset")
+        raise UsageError("-e and -d are missing after `--`: a name for the run, and a dataset")
     return opts
 
 
@@ -139,7 +139,7 @@ def find_script(command: list[str]) -> int:
     )
     if script is None:
         raise UsageError(
-            f"the command behind `--` does not run {command_line.SCRIPT}",
+            f"the command after `--` does not run {command_line.SCRIPT}",
             found=shlex.join(command) or "nothing",
         )
     if script == len(command) - 1:

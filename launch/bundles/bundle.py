@@ -38,22 +38,22 @@ def parse(argv: list[str]) -> Options:
         action="append",
         default=[],
         metavar="NAME|PATH",
-        help="dataset, as -d of stage 04 takes it; may be repeated (default: none)",
+        help="dataset, a value of -d of stage 04; may be repeated (default: none)",
     )
     parser.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME|DIR",
-        help="model, as -m of stage 04 takes it; may be repeated (default: none)",
+        help="model, a value of -m of stage 04; may be repeated (default: none)",
     )
     parser.add_argument(
         "--tokens",
         action="append",
         default=[],
         metavar="NAME|DIR",
-        help="token store under .cache/tokens/, or a dataset, as -d of stage 04 takes it, for "
-        "all of its stores; may be repeated (default: none)",
+        help="token store under .cache/tokens/, or a dataset (a value of -d of stage 04) to pack "
+        "all its token stores; may be repeated (default: none)",
     )
     parser.add_argument(
         "--cache-dir",
@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> Options:
         "--python",
         default=f"{sys.version_info[0]}.{sys.version_info[1]}",
         metavar="X.Y",
-        help="Python of the far side (default: this one)",
+        help="Python version of the far side (default: that of this Python)",
     )
     parser.add_argument(
         "--platform",
@@ -80,14 +80,14 @@ def parse(argv: list[str]) -> Options:
         default="",
         metavar="V",
         help="NVIDIA driver of the far side, such as 535, to pack a build of torch that runs "
-        "with it (default: that of requirements.txt)",
+        "with it (default: the build in requirements.txt)",
     )
     parser.add_argument(
         "--cuda",
         type=torch_builds.parse_cuda,
         default="",
         metavar="cuXYZ",
-        help="build of torch to pack: cu126 or 12.6, or cpu (default: that of requirements.txt)",
+        help="build of torch to pack: cu126 or 12.6, or cpu (default: as in requirements.txt)",
     )
     parser.add_argument(
         "--dev", action="store_true", help="also pack the wheels of requirements-dev.txt, for tests"
@@ -95,14 +95,14 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="also pack those of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
+        help="also pack the wheels of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
     parser.add_argument(
         "--volume-size",
         type=options.positive_size,
         metavar="SIZE",
-        help="largest volume, such as 20GB or 4GiB (default: one volume)",
+        help="largest size of a volume, such as 20GB or 4GiB (default: one volume)",
     )
     parser.add_argument(
         "--allow-dirty",

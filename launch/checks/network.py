@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> Options:
         type=Path,
         default=Path("outputs"),
         metavar="DIR",
-        help="directory of the experiments, whose disk is measured and must be shared",
+        help="parent directory of the runs, whose disk is measured and must be shared",
     )
     parser.add_argument(
         "--cache-dir",
@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> Options:
         "--min-bandwidth",
         type=options.positive,
         metavar="GB/S",
-        help="least bus bandwidth of an all-reduce over all ranks (default: any)",
+        help="required bus bandwidth of an all-reduce over all ranks (default: any)",
     )
     parser.add_argument(
         "--seconds",
@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> Options:
         type=options.positive,
         default=30.0,
         metavar="S",
-        help="seconds after which a rank counts as dead; a pair of nodes after half of them",
+        help="seconds to wait for a rank until it counts as dead; half of that for a pair of nodes",
     )
     findings.add_options(parser)
     options.add_config(parser, "print what would be checked and touch nothing")

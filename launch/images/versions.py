@@ -84,10 +84,10 @@ class ImageOptions:
     requirements: str = option(
         "",
         metavar="FILE",
-        help="requirements*.txt of the context to install (default: that of "
+        help="requirements*.txt of the context to install (default: the file in "
         "wheelhouse/, otherwise requirements.txt)",
     )
-    python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
+    python: str = option("3.11", choices=tuple(PYTHONS), help="Python version of the image")
     base_image: str = option(
         "",
         parse=_IMAGE,
@@ -101,13 +101,13 @@ class ImageOptions:
         "",
         parse=torch_builds.parse_cuda,
         metavar="X.Y",
-        help="CUDA build of torch: 12.6 or cu126, or none (default: that of requirements.txt)",
+        help="CUDA build of torch: 12.6 or cu126, or none (default: as in requirements.txt)",
     )
     driver_version: str = option(
         "",
         parse=torch_builds.parse_driver,
         metavar="V",
-        help="NVIDIA driver of the nodes (default: this machine's, if it has one)",
+        help="NVIDIA driver of the nodes (default: that of this machine, if it has one)",
     )
     pip_conf: Path | None = option(
         None,

@@ -43,7 +43,7 @@ class Patience:
     """How often and how long a job is tried."""
 
     attempts: int = option(
-        5, group="the run", parse=options.positive_int, help="deploy: most submissions"
+        5, group="the run", parse=options.positive_int, help="deploy: maximum number of submissions"
     )
     poll_seconds: float = option(
         10.0, parse=options.positive, metavar="S", help="deploy: seconds between two polls"

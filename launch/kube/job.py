@@ -127,7 +127,7 @@ def train_options(wanted: JobOptions, given: Sequence[str]) -> list[str]:
             expected="no --log-style, or dict",
         )
     if not parsed.dataset_name:
-        raise UsageError("no dataset is given", expected="-d NAME behind `--`")
+        raise UsageError("no dataset is given", expected="-d NAME after `--`")
     return words if parsed.experiment_name else [f"--experiment-name={wanted.job_name}", *words]
 
 

@@ -64,7 +64,7 @@ class JobNeeds:
     pvc: str = option(
         "fsx-claim",
         metavar="NAME",
-        help="claim of the shared volume with data and experiments",
+        help="claim of the shared volume with data and runs",
     )
     bucket_pvc: str = option(
         "", metavar="NAME", help="claim of a bucket, mounted read-only at /bucket (default: none)"
@@ -72,7 +72,7 @@ class JobNeeds:
     service_account: str = option(
         "",
         metavar="NAME",
-        help="account of the pods, for AWS permissions (default: the namespace's)",
+        help="account of the pods, for AWS permissions (default: that of the namespace)",
     )
 
     @property
@@ -146,7 +146,7 @@ class JobOptions(JobNeeds):
         0,
         group="the nodes",
         parse=options.positive_int,
-        help="least number of nodes with which the job continues (default: all)",
+        help="smallest number of nodes with which the job continues (default: all)",
     )
     spares: int = option(
         0, parse=options.count, help=f"spare nodes that replace failed ones ({ON_HYPERPOD})"
@@ -157,7 +157,7 @@ class JobOptions(JobNeeds):
         metavar="DIR",
         help="directory of 04_train_fsdp.py in the image",
     )
-    mount_path: str = option("/data", metavar="DIR", help="where the volume is mounted")
+    mount_path: str = option("/data", metavar="DIR", help="directory where the volume is mounted")
     project_dir: str = option(
         "",
         metavar="DIR",
@@ -174,7 +174,7 @@ class JobOptions(JobNeeds):
         group="the run",
         parse=options.count,
         metavar="M",
-        help="most restarts without progress",
+        help="maximum number of restarts without progress",
     )
     slow_below: int = option(
         0,

@@ -28,14 +28,14 @@ class RawText:
         "",
         group="prepare: the raw text of a dataset that does not exist yet",
         metavar="ORG/NAME|DIR",
-        help="dataset of the Hub, or a directory of files, such as /bucket/raw "
-        f"(default: ten files of allenai/c4 for {command_line.DATASET}; needed for others)",
+        help="dataset on the Hub, or a directory of files, such as /bucket/raw "
+        f"(default: ten files of allenai/c4 for {command_line.DATASET}; required for others)",
     )
     include: list[str] = option(
         [],
         metavar="GLOB",
-        help="files of a dataset of the Hub, by path; may be repeated; '*' for all (default: "
-        "none; needed for the Hub)",
+        help="files of a dataset on the Hub, by path; may be repeated; '*' for all (default: "
+        "none; required for the Hub)",
     )
     fields: str = option(
         "",

@@ -1,6 +1,6 @@
-"""List or verify the checkpoints of an experiment.
+"""List or verify the checkpoints of a run.
 
-  python -m lib.checkpoints list outputs/exp        check COMMIT, manifest and sizes
+  python -m lib.checkpoints list outputs/exp        check COMMIT.json, manifest and sizes
   python -m lib.checkpoints verify outputs/exp      also check every file against its digest
 
 The exit code is 3 if a checkpoint is damaged, and 1 if a disk fails to read one. The command
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "experiment",
         metavar="NAME|DIR",
-        help="the name of an experiment in outputs/, its directory, or a directory of checkpoints",
+        help="name of a run, for outputs/NAME; its directory; or a directory of checkpoints",
     )
     opts = parser.parse(argv)
     run = paths.existing_experiment(opts.experiment)

@@ -489,23 +489,23 @@ class Config:
         parse=auto_on_off,
         help="keep the weights of all blocks gathered from forward to backward and between the "
         "micro-batches of a step, instead of repeating the all-gather; not with --cpu-offload "
-        "(default: auto, on if the memory plan leaves enough room)",
+        "(default: auto, on if there is enough memory)",
     )
     shard_size: int | None = option(
         None,
         role=ALIKE,
         parse=positive_int,
         help="ranks that share one replica of the model (HSDP), such as the GPUs of a node "
-        "(default: all ranks; with four or more nodes, the ranks of one node, if the memory plan "
-        "says that a step fits)",
+        "(default: all ranks; with four or more nodes, the ranks of one node, if a step fits in "
+        "memory)",
     )
 
     plan_only_warn: bool = option(
         False,
         group="planning (with --dry-run, on any machine)",
         role=LOCAL,
-        help="without --dry-run: start the run with a warning even if the memory plan says that it "
-        "does not fit",
+        help="without --dry-run: start the run with a warning even if it does not fit by the "
+        "memory estimate",
     )
     plan_gpus: list[int] | None = option(
         None,
@@ -707,7 +707,7 @@ class Config:
     def to_record(self) -> dict[str, Any]:
         """Return all options as plain values for config.yaml.
 
-        Values that the model, the hardware or the memory plan decided are open again, so that
+        Values that the model, the hardware or the memory estimate decided are open again, so that
         `--config` with this record decides them anew on another machine.
         """
         reopened = {
