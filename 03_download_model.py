@@ -416,7 +416,7 @@ def verify_all(opts: DownloadOptions) -> None:
     checks.hash_artifacts(artifacts, opts.num_workers, not opts.no_progress)
     for path in checks.list_unfinished(opts.cache_dir):
         log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
-    checks.require_intact(artifacts)
+    checks.require_intact_artifacts(artifacts)
     log.info(f"done in {units.duration(time.monotonic() - began)}: {summary}, no damage found")
 
 

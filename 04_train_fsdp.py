@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.optim.guard import StepGuard
     from lib.parallel.compiling import Compiler
     from lib.parallel.layout import ParallelLayout
-    from lib.parallel.loss import LossSum
+    from lib.parallel.loss import LossFunction
     from lib.parallel.meeting import Meeting
     from lib.parallel.routers import RouterLoad
     from lib.parallel.stop_request import StopRequest
@@ -70,17 +70,19 @@ def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train, unless the run is already complete."""
     typed = parse(argv)
 
-    from lib.train import checks, launches, previous_run
+    from lib.train import checks, previous_run
     from lib.train.inputs import find_inputs, is_complete, model_from_scratch
+    from lib.train.journal import drop_one_time_options, is_restart
     from lib.train.settle import settle_from_files
 
     log.show_times(not (typed.dry_run or typed.prepare_only))
     experiment = Experiment(typed.save_dir, typed.experiment_name)
-    config = launches.act_once(typed, launches.is_restart(experiment))
-    begun = {} if config.overwrite else previous_run.read_previous(experiment)
-    checks.require_consistent(config, has_begun=bool(begun))
-    with model_from_scratch(config, experiment, bool(begun)) as made:  # None without --model-size
-        inputs = find_inputs(config, experiment, made, begun)
+    config = drop_one_time_options(typed, is_restart(experiment))
+    earlier_run = {} if config.overwrite else previous_run.read_previous(experiment)
+    has_begun = bool(earlier_run)
+    checks.require_consistent(config, has_begun)
+    with model_from_scratch(config, experiment, has_begun) as new_model:
+        inputs = find_inputs(config, experiment, new_model, earlier_run)
         if not is_complete(settle_from_files(config, inputs), experiment, inputs):
             prepare_and_train(config, experiment, inputs)
 
@@ -91,7 +93,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.parallel.layout import configure_allocator, meet
     from lib.train import memory_fit, overview, resume
     from lib.train.data import prepare_data
-    from lib.train.model_files import require_begun_base, require_whole_model
+    from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.plan import next_command
     from lib.train.settle import settle_options
     from lib.train.symptoms import explain_errors
@@ -111,10 +113,10 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     meeting = None
     if not config.prepare_only:
         memory_fit.require_memory(config, inputs, memory)
-        memory_fit.suggest_batch(config, memory, has_begun=bool(inputs.begun))
+        memory_fit.suggest_batch(config, memory, has_begun=bool(inputs.earlier_run))
         meeting = meet()
-    inputs = require_whole_model(config, inputs)
-    require_begun_base(experiment, inputs)
+    inputs = verify_model_files(config, inputs)
+    require_base_of_run(experiment, inputs)
     # This may take hours, so it comes before any process group exists.
     data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:
@@ -138,7 +140,7 @@ class Run(NamedTuple):
     layout: ParallelLayout
     state: TrainState
     stream: DataStream
-    loss_sum: LossSum
+    compute_loss: LossFunction
     routers: RouterLoad
     meters: Meters
     evaluation: Evaluation
@@ -194,7 +196,7 @@ def set_up(
     from lib.train import overview, resume
     from lib.train.experiment import compute_digests
     from lib.train.meters import Meters
-    from lib.train.model import load_first_weights, pick_kernels, shard_model
+    from lib.train.model import load_first_weights, set_up_kernels, shard_model
     from lib.train.report import Report
     from lib.train.rows import Evaluation
     from lib.train.state import TrainState
@@ -207,7 +209,7 @@ def set_up(
     stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
     cost = overview.measure_cost(config, inputs, model)
-    hardware = overview.hardware_of(config, layout)
+    hardware = overview.get_hardware(config, layout)
     overview.show_head(plan, inputs, model, data, cost, hardware)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
@@ -222,8 +224,8 @@ def set_up(
         load_first_weights(config, inputs, model, layout)
         journal.add_event(Event.START, 0, ranks=layout.ranks)
     float8.update_scales_with(optimizer, model)
-    pick_kernels(config, model, layout)
-    loss_sum = build_loss(model, layout, config.packing, compiler)
+    set_up_kernels(config, model, layout)
+    compute_loss = build_loss(model, layout, config.packing, compiler)
     meters = Meters(
         config, experiment, layout, cost.flops, hardware.peak, memory_before, state.step
     )
@@ -234,7 +236,7 @@ def set_up(
         layout,
         state,
         stream,
-        loss_sum,
+        compute_loss,
         routers,
         stack.enter_context(meters),
         Evaluation(data.held_out, plan, layout),
@@ -258,9 +260,9 @@ def join_ranks(
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
-    from lib.train import checks, launches, memory_fit
+    from lib.train import checks, memory_fit
     from lib.train.experiment import claim
-    from lib.train.journal import Journal
+    from lib.train.journal import Journal, join_launch
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 
@@ -274,11 +276,11 @@ def join_ranks(
             longest_section(asked.watchdog_minutes),
         )
     )
-    launch = launches.join_launch(experiment, layout)
-    config = agree_on_options(asked, launch, data.samples, layout)
-    estimate.begin(memory_fit.step_config_here(config, model, data.most_documents))
-    plan = Plan.of(config, inputs.fingerprints, data.samples, layout.rank)
-    checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.begun))
+    launch = join_launch(experiment, layout)
+    config = agree_on_options(asked, launch, data.samples_per_epoch, layout)
+    estimate.begin(memory_fit.make_local_step_config(config, model, data.most_documents))
+    plan = Plan.of(config, inputs.fingerprints, data.samples_per_epoch, layout.rank)
+    checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.earlier_run))
     plan.require_alike(layout)
     journal = Journal(experiment, layout.rank)
     stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))
@@ -349,7 +351,7 @@ def train(run: Run) -> Divergence | None:
                 batch = batch.to(run.layout)
             with timers("forward"):
                 run.routers.begin_pass(batch)
-                loss = run.loss_sum(batch, scaled.loss)
+                loss = run.compute_loss(batch, scaled.loss)
             with timers("backward"):
                 loss.backward()
             window.add(loss)
@@ -392,7 +394,7 @@ def log_step(
         report.capture(window, run.routers, grad_norm, learning_rate)
         if evaluating:
             with run.meters.pause("evaluation"):
-                report.add_validation(run.evaluation, run.state.model, run.loss_sum)
+                report.add_validation(run.evaluation, run.state.model, run.compute_loss)
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):
             divergence = report.write_captured()

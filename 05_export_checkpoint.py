@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
             + next_command(out, opts.adapter)
         )
         return
-    companions.require_intact(experiment, checkpoint)
+    companions.require_same_model_files(experiment, checkpoint)
 
     from lib.export.base_model import BaseModel
     from lib.train import journal
@@ -165,9 +165,9 @@ def main(argv: list[str]) -> None:
     )
     if damage is None:
         return
-    require_intact(checkpoint, damage.result())
+    require_undamaged(checkpoint, damage.result())
     if base and lora_run:
-        base.require_intact(checkpoint, not opts.no_progress)
+        base.require_same_weights(checkpoint, not opts.no_progress)
         lora_run.load()
     write(opts, experiment, config, export, base, out, identity)
 
@@ -213,7 +213,7 @@ def write(
         if base:
             base.require_unchanged()
         require_same(checkpoint, identity["inputs"]["checkpoint"])
-        companions.require_intact(experiment, checkpoint)
+        companions.require_same_model_files(experiment, checkpoint)
         build.publish(
             stage="05_export_checkpoint.py",
             options=options.to_plain_values(opts),
@@ -282,7 +282,7 @@ def find_checkpoint(opts: ExportOptions, experiment: Experiment) -> commit.Check
             raise ArtifactError(
                 f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"
             )
-    require_intact(checkpoints[step], checkpoints[step].problems())
+    require_undamaged(checkpoints[step], checkpoints[step].problems())
     return checkpoints[step]
 
 
@@ -312,7 +312,7 @@ def start_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[lis
     return future
 
 
-def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
+def require_undamaged(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
     """Raise ArtifactError if a checkpoint has problems, or was deleted; suggest another one.
 
     Call this before anything is unpickled.

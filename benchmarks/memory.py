@@ -109,7 +109,7 @@ def print_table(
 def _format_cell(check: MemoryCheck, ranks: int, config: Config) -> str:
     for offload in (False, True):
         step_configs = [
-            plan.step_config(
+            plan.make_step_config(
                 replace(config, activation_checkpointing=kind, cpu_offload=offload),
                 check.model,
                 ranks,

@@ -202,7 +202,11 @@ def test_the_words_of_a_trainer_from_scratch() -> None:
         5,
     )
     assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "exp")
-    assert (config.lr, plan.total_steps(config, 10, 4), plan.epochs(config)) == (1e-3, 300, None)
+    assert (config.lr, plan.count_steps(config, 10, 4), plan.count_epochs(config)) == (
+        1e-3,
+        300,
+        None,
+    )
     assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
 
 

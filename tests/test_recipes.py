@@ -47,7 +47,7 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     checks.require_consistent(opts, has_begun=False)
     nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
-    division = plan.divide(opts, 0, nodes * gpus)
+    division = plan.divide_batch(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
     assert (
         f"A step trains on {tokens:,} tokens: {division.accumulation} micro-batches of "

@@ -650,17 +650,19 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: require_isolation(leaking, device)
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
-    yield lambda: _raise(symptoms.explain(RuntimeError("can't allocate memory"), opts, run))
-    yield lambda: _raise(symptoms.explain(RuntimeError("Connection reset by peer"), opts, run))
+    yield lambda: _raise(symptoms.explain_error(RuntimeError("can't allocate memory"), opts, run))
+    yield lambda: _raise(
+        symptoms.explain_error(RuntimeError("Connection reset by peer"), opts, run)
+    )
     strict = RuntimeError("x does not have a deterministic implementation")
-    yield lambda: _raise(symptoms.explain(strict, opts, run))
+    yield lambda: _raise(symptoms.explain_error(strict, opts, run))
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
     patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("a GPU", [gpus.Reason("so", "do")]))
     yield lambda: gpus.require_usable_gpus(is_plan=False)
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: layout._device(3)
-    yield lambda: attention.pick_implementation("varlen", "documents", "fp32", None)
+    yield lambda: attention.choose_attention("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     for capability in ((8, 0), (9, 0)):
         patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
@@ -716,7 +718,7 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     )
     cached = Path("hub/models--org--name/snapshots/c")
     cached.mkdir(parents=True)
-    yield lambda: model_files.require_same_base(
+    yield lambda: model_files.require_base_of_checkpoint(
         {"base": {"model.safetensors": "sha256:0"}}, Fake(model_dir=cached, base={}), Path("step")
     )
 

@@ -1,4 +1,4 @@
-"""`--resume-with-changes`: a run that goes on with other data or batches, and says so."""
+"""Resume a run with other options: with `--resume-with-changes`, or refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step_that_cannot_be_divided_is_refused(run: Path) -> None:
     assert "a multiple of 3 = 3 per process (--batch-size) × 1 ranks" in done.stderr
 
 
-def test_another_batch_goes_on_with_the_next_sample(run: Path) -> None:
+def test_a_run_with_another_batch_continues_with_the_next_sample(run: Path) -> None:
     done = run_stage("04_train_fsdp.py", *COMMON, 8, "--global-batch-size", 2, cwd=run, expect=2)
     assert "--global-batch-size: 4 there, 2 now" in done.stderr
     assert "--resume-with-changes" in done.stderr
@@ -60,23 +60,33 @@ def test_another_batch_goes_on_with_the_next_sample(run: Path) -> None:
     assert cursor(run) == 4 * 4 + 4 * 2
     events = (run / "outputs/run/events.jsonl").read_text()
     assert '"changes": ["--global-batch-size: 4 there, 2 now"]' in events
-    whole = losses(run, "run")
+    uninterrupted = losses(run, "run")
     shutil.rmtree(run / "outputs/run/checkpoints/step_00000008")
     run_stage("04_train_fsdp.py", *changed, "--ckpt-freq", 2, cwd=run)
-    assert losses(run, "run") == whole
+    assert losses(run, "run") == uninterrupted
     shutil.rmtree(run / "outputs/run/checkpoints/step_00000008")
     run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 2, cwd=run)  # no change any more
-    assert losses(run, "run") == whole
+    assert losses(run, "run") == uninterrupted
 
 
-def test_another_order_begins_with_its_first_sample(run: Path) -> None:
+def test_a_run_with_another_order_begins_at_its_first_sample(run: Path) -> None:
     run_stage(
         "04_train_fsdp.py", *COMMON, 8, "-b", 4, "--seed", 1, "--resume-with-changes", cwd=run
     )
     assert cursor(run) == 4 * 4
 
 
-def test_it_needs_an_end(run: Path) -> None:
+def test_a_refused_launch_leaves_the_record_of_the_run(run: Path) -> None:
+    record = run / "outputs/run/config.yaml"
+    before = record.read_bytes()
+    (run / "file").touch()
+    refused = (*COMMON, 8, "-b", 4, "--ckpt-local-dir", "file")
+    done = run_stage("04_train_fsdp.py", *refused, cwd=run, expect=2)
+    assert "--ckpt-local-dir" in done.stderr
+    assert record.read_bytes() == before
+
+
+def test_resume_with_changes_needs_max_steps(run: Path) -> None:
     done = run_stage(
         "04_train_fsdp.py", *COMMON[:-1], "-b", 2, "--resume-with-changes", cwd=run, expect=2
     )

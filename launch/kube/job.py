@@ -139,7 +139,7 @@ def _check_division(wanted: JobOptions, train: Config, per_node: int) -> None:
     from lib.train import plan
 
     command_line.require_divisible(train, wanted.nodes * per_node)
-    division = plan.divide(train, 0, wanted.nodes * per_node)
+    division = plan.divide_batch(train, 0, wanted.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node
     numbers = range(wanted.min_nodes or wanted.nodes, wanted.nodes + 1)

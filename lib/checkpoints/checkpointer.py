@@ -88,7 +88,7 @@ class Checkpointer:
             return find_newest_valid(self._directory, control, self._note_quarantine, before)
 
         def find_in_tier(than: int) -> Checkpoint | None:
-            return tier.find_newest_valid(self._identity, than, self._note_quarantine, before)
+            return tier.find_usable(self._identity, than, self._note_quarantine, before)
 
         # No hashing yet: if the tier has a newer one, the shared files need not be read.
         candidate = on_rank_0(lambda: commit.find_newest(self._directory, before), control)

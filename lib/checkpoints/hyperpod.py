@@ -109,7 +109,7 @@ class HyperPodTier(tier.Tier):
             raise
         return Checkpoint(self._path(snapshot.step), snapshot.step)
 
-    def find_newest_valid(
+    def find_usable(
         self,
         identity: dict[str, Any],
         after: int,

@@ -70,8 +70,8 @@ def _suggest_recovery(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, 
     }
 
 
-def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
-    """Raise ArtifactError if a file of a checkpoint is damaged; all ranks must call this."""
+def verify_checkpoint(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
+    """Raise ArtifactError if a file of a checkpoint is damaged. All ranks must call this."""
     if problems := _find_problems(checkpoint, group):
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems))
 

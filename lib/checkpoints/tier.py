@@ -74,16 +74,16 @@ class Tier(ABC):
         """Write and commit a checkpoint; if a rank fails, all ranks raise."""
 
     @abstractmethod
-    def find_newest_valid(
+    def find_usable(
         self,
         identity: dict[str, Any],
         after: int,
         on_quarantine: Callable[[int, str], None],
         before: int | None = None,
     ) -> Checkpoint | None:
-        """Return the newest checkpoint of which every rank's files match their digests.
+        """Return the newest checkpoint that every rank has verified, or None.
 
-        identity: of the current run; checkpoints with another one are ignored. after: consider only
+        identity: of this run; checkpoints with another one are ignored. after: consider only
         later steps. before: consider only this step and earlier ones. For each damaged checkpoint,
         `on_quarantine(step, why)` is called on rank 0.
         """
@@ -130,7 +130,7 @@ def _merge_local(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[
 class LocalTier(Tier):
     """Checkpoints of one run in a local directory of each node.
 
-    Each run needs its own directory, because it takes all checkpoints and leftovers in it for its
+    Each run needs its own directory, because it treats all checkpoints and leftovers in it as its
     own. All ranks must call every method. `write` communicates over the group `saving`, the rest
     over `control`. Raises UsageError if the directory cannot be used.
     """
@@ -191,14 +191,14 @@ class LocalTier(Tier):
             deleted += commit.prune_checkpoints(self._directory, _KEEP)
         return deleted
 
-    def find_newest_valid(
+    def find_usable(
         self,
         identity: dict[str, Any],
         after: int,
         on_quarantine: Callable[[int, str], None],
         before: int | None = None,
     ) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact on every node; see Tier.
+        """Return the newest checkpoint that is intact on all nodes; see Tier.
 
         A damaged part is moved to quarantine; a part that a disk fails to read stays where it is.
         """

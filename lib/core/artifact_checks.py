@@ -143,7 +143,7 @@ def hash_artifacts(artifacts: Sequence[FoundArtifact], workers: int, show_progre
             log.info(f"  {'damaged' if artifact.problems else 'intact '}  {artifact.place}")
 
 
-def require_intact(artifacts: Sequence[FoundArtifact]) -> None:
+def require_intact_artifacts(artifacts: Sequence[FoundArtifact]) -> None:
     """Raise ArtifactError with all problems of artifacts, and the commands that repair them."""
     if damaged := [artifact for artifact in artifacts if artifact.problems]:
         raise ArtifactError(

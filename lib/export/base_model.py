@@ -62,7 +62,7 @@ class BaseModel:
         """Raise UsageError if a file has changed since the model was found."""
         file_identity.require_same(self.identities, f"the model {self.directory}", "it was read")
 
-    def require_intact(self, checkpoint: Checkpoint, show_progress: bool) -> None:
+    def require_same_weights(self, checkpoint: Checkpoint, show_progress: bool) -> None:
         """Raise ArtifactError unless every byte of the weights is what the run read.
 
         If the checkpoint has no digests of them, those in the manifest of the model are used.

@@ -20,7 +20,7 @@ _GENERATION = "generation_config.json"
 _TOKENIZER = "tokenizer_config.json"
 
 
-def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
+def require_same_model_files(experiment: Experiment, checkpoint: Checkpoint) -> None:
     """Raise ArtifactError if the run's config or tokenizer has changed since the run started."""
     try:
         digests = checkpoint.record().get("model_files", {})

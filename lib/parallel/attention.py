@@ -65,7 +65,7 @@ def wrap_functions(wrap: Callable[[Attend], Attend]) -> None:
     AttentionInterface.get_interface = find_wrapped
 
 
-def pick_implementation(wanted: str, packing: str, precision: str, config: PretrainedConfig) -> str:
+def choose_attention(wanted: str, packing: str, precision: str, config: PretrainedConfig) -> str:
     """Return the name in transformers' attention interface for --attention.
 
     wanted: a value of the option, except `flash` (see `resolve_flash`). `auto` is varlen for packed

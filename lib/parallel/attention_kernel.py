@@ -41,7 +41,9 @@ _OTHERS = {
 }
 
 
-def pick_kernel(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
+def pick_attention_kernel(
+    model: nn.Module, packing: str, precision: str, device: torch.device
+) -> str:
     """Activate the fastest attention kernel for a model; return its name and the reason."""
     config = model.config.get_text_config()
     name = config._attn_implementation

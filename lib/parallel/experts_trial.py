@@ -24,7 +24,7 @@ _NOISE = 0.02  # of the norm; two ways of rounding in half precision differ by l
 _Forward = Callable[..., Tensor]
 
 
-def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
+def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     """Keep our function if it agrees with transformers' own; describe the choice for the log.
 
     Returns an empty string for a model without experts that transformers' interface knows. All

@@ -30,12 +30,12 @@ _NOISE = 0.02  # nats per token: above the difference of two ways to round to ha
 
 
 # Returns the loss of a micro-batch, summed over its label tokens; its gradients are scaled.
-LossSum = Callable[[MicroBatch, float], Tensor]
+LossFunction = Callable[[MicroBatch, float], Tensor]
 
 
 def build_loss(
     model: nn.Module, layout: ParallelLayout, packing: str, compiler: Compiler | None = None
-) -> LossSum:
+) -> LossFunction:
     """Return the function that computes the loss of a model, see `token_loss_sum`.
 
     All ranks must call this, because it runs trial passes with the current weights. Raises
@@ -59,7 +59,7 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
     inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
-        return head.forward.loss_sum(model, inputs, batch.labels, scale)
+        return head.forward.chunked_loss_sum(model, inputs, batch.labels, scale)
     logits = model(**inputs).logits.flatten(0, 1).float()
     total = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return _ScaledGradient.apply(total, scale)
@@ -112,7 +112,7 @@ class LossHead:
             gradient,
         )
 
-    def loss_sum(
+    def chunked_loss_sum(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
     ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model passes on in place of logits."""

@@ -96,15 +96,17 @@ def _check_model(config: Config, problems: Problems) -> None:
 
 
 def require_model_shape(config: Config) -> None:
-    """Raise UsageError if a model from scratch would silently get the shape of a prepared one."""
-    several = [path for path in lookup.list_prepared(config.cache_dir) if not lookup.is_trial(path)]
-    if len(several) == 1 and directory.is_made_from_scratch(several[0]):
+    """Raise UsageError if --from-scratch would silently use the shape of some prepared model."""
+    prepared = [
+        path for path in lookup.list_prepared(config.cache_dir) if not lookup.is_trial(path)
+    ]
+    if len(prepared) == 1 and directory.is_made_from_scratch(prepared[0]):
         return
-    like = f"; -m {several[0].name} for the shape of that model" if several else ""
+    same_shape = f"; -m {prepared[0].name} for the shape of that model" if prepared else ""
     raise UsageError(
         "--from-scratch does not say which model is meant",
         expected=f"--model-size {'|'.join(scratch.SIZES)}, or -m NAME",
-        hint=f"a small one to try{like}:",
+        hint=f"a small one to try{same_shape}:",
         run=commands.as_typed("--model-size", "tiny"),
     )
 
@@ -116,8 +118,10 @@ def _check_lora(config: Config, problems: Problems) -> None:
                 f"{declared.flag(name)} belongs to --lora-rank",
                 expected="the rank of the adapters: 8 to 256 as a rule",
             )
-    if config.lora_alpha is not None and (odd := peft_adapter.find_odd_alpha(config.lora_alpha)):
-        problems.add(f"--lora-alpha {config.lora_alpha:g} cannot be used", expected=odd)
+    if config.lora_alpha is not None and (
+        problem := peft_adapter.find_odd_alpha(config.lora_alpha)
+    ):
+        problems.add(f"--lora-alpha {config.lora_alpha:g} cannot be used", expected=problem)
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
     if config.lora_rank > _LARGEST_RANK:
@@ -165,9 +169,9 @@ def _check_streaming(config: Config, problems: Problems) -> None:
 def _check_batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
-    here = [] if config.prepare_only else [plan.launched_size()]
-    for ranks in config.plan_gpus or here:
-        problems.collect(partial(plan.degrees(config).replicas, ranks))
+    launched = [] if config.prepare_only else [plan.get_world_size()]
+    for ranks in config.plan_gpus or launched:
+        problems.collect(partial(plan.get_degrees(config).replicas, ranks))
     if config.keep_gathered and config.cpu_offload:
         problems.add(
             "--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them off it",
@@ -222,15 +226,15 @@ def _check_packages(config: Config, problems: Problems) -> None:
 def require_enough_steps(config: Config, steps: int, has_begun: bool) -> None:
     """Raise one UsageError that lists the options that do not fit into a run of so many steps.
 
-    has_begun: an earlier launch has trained with this warm-up, which is only warned about then.
+    has_begun: an earlier launch has trained with this warm-up, so that it is only warned about.
     """
     problems = Problems()
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     falls = config.lr_scheduler != "constant"
     # With --steps-per-epoch, a later launch is expected to resume with more epochs.
-    may_go_on = has_begun or bool(config.steps_per_epoch)
-    if not may_go_on and (warmup > steps or (warmup == steps and falls)):
+    may_be_longer = has_begun or bool(config.steps_per_epoch)
+    if not may_be_longer and (warmup > steps or (warmup == steps and falls)):
         problems.add(
             f"--warmup-steps {warmup:,} leaves nothing of a run of {length}: the learning "
             "rate would rise to the end and never fall",

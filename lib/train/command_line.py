@@ -169,8 +169,8 @@ def require_divisible(config: Config, ranks: int) -> None:
     from lib.train import plan
 
     problems = Problems()
-    problems.collect(lambda: plan.divide(config, 0, ranks))
-    problems.collect(lambda: plan.degrees(config).replicas(ranks))
+    problems.collect(lambda: plan.divide_batch(config, 0, ranks))
+    problems.collect(lambda: plan.get_degrees(config).replicas(ranks))
     problems.raise_if_any()
 
 

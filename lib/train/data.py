@@ -1,4 +1,4 @@
-"""The data of a run: token stores and packs made where they are missing, and this rank's stream."""
+"""Prepare the data of a run: token stores, packed samples, and the batches of each rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import TokenStore
 from lib.train.config import Config
-from lib.train.inputs import Inputs, text_field
-from lib.train.plan import Plan, degrees, launched_size
+from lib.train.inputs import Inputs, get_text_field
+from lib.train.plan import Plan, get_degrees, get_world_size
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from, and what its validation loss is measured on.
+    """The training and validation samples of a run.
 
-    chat: what its chat datasets were prepared with, None where there are none.
+    train: samples of one epoch, or documents that are tokenised while training (--streaming).
+    held_out: the validation splits. chat: facts about the chat datasets, None without any.
     """
 
     train: Samples | RawDocuments
@@ -43,40 +44,42 @@ class Data:
     chat: ChatFacts | None = None
 
     @property
-    def samples(self) -> int | None:
-        """Return the samples of an epoch, None where it has no known length."""
+    def samples_per_epoch(self) -> int | None:
+        """Return the number of samples in an epoch, None with --streaming."""
         return None if isinstance(self.train, RawDocuments) else len(self.train)
 
     @property
     def most_documents(self) -> int:
-        """Return the most documents of a sample, where they are packed."""
+        """Return the largest number of documents in a sample; see Samples."""
         return 1 if isinstance(self.train, RawDocuments) else self.train.most_documents
 
     def stream(self, plan: Plan, device: torch.device) -> DataStream:
-        """Return the steps of this rank; see Division for its part of each."""
+        """Return the stream from which this rank takes its share of each step."""
         if isinstance(self.train, RawDocuments):
             return RawStream(self.train, plan.config.seq_length, plan.division, device)
         return SampleStream(self.train, plan.config.seed, plan.division, device)
 
     def describe(self, plan: Plan) -> dict[str, str]:
-        """Return the derived numbers of a run, for a mixture those of each corpus too."""
-        numbers = plan.total_steps * plan.division.global_batch
-        rows = plan.describe() | self.train.describe(numbers)
+        """Return the derived numbers of a run as rows of a table, also for each corpus."""
+        total_samples = plan.total_steps * plan.division.global_batch
+        rows = plan.describe() | self.train.describe(total_samples)
         if isinstance(self.train, RawDocuments):
             return rows
         labels, tokens = self.train.mean_counts()
         if labels < tokens:
             kind = "trained" if self.chat else "with a label"
             rows["without padding"] = (
-                f"about {numbers * tokens:,.0f} tokens, {numbers * labels:,.0f} of them {kind}"
+                f"about {total_samples * tokens:,.0f} tokens, "
+                f"{total_samples * labels:,.0f} of them {kind}"
             )
         return rows
 
 
 def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
-    """Return the samples of all corpora, making token stores and packs where they are missing.
+    """Return the samples of all corpora; create the token stores and packs that are missing.
 
-    Must run before the process group exists: it may take hours, and no collective may time out.
+    Call this before the process group exists, because it may take hours and collectives would time
+    out. vocab_size: of the model. Raises UsageError if a tokenizer has more tokens than the model.
     """
     if inputs.shards:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
@@ -90,7 +93,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
             config.num_workers,
             not config.no_progress,
             config.prepare_only,
-            chat_policy(config, inputs.template, corpus.dataset),
+            make_chat_policy(config, inputs.template, corpus.dataset),
         )
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
@@ -104,7 +107,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         _print_samples(stores, config.show_samples, inputs.model_dir)
-    return mix(config, inputs, stores)
+    return combine_stores(config, inputs, stores)
 
 
 def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
@@ -117,19 +120,19 @@ def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path
             log.info(text)
 
 
-def chat_policy(config: Config, template: str, dataset: Dataset) -> ChatPolicy | None:
-    """Return how the conversations of a dataset become samples; None for a dataset of text.
+def make_chat_policy(config: Config, template: str, dataset: Dataset) -> ChatPolicy | None:
+    """Return the rules that turn conversations into samples; None for a dataset of text.
 
-    template: its source.
+    template: the source of the chat template.
     """
     if dataset.format != CHAT:
         return None
     return ChatPolicy(template, config.train_on, config.too_long, config.seq_length)
 
 
-def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
-    """Return the samples of all corpora, making the index of packs first where it is needed."""
-    splits = [_split(config, tokens) for tokens in stores]
+def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
+    """Return the data of a run from one token store per corpus; create missing packs."""
+    splits = [_cut_samples(config, tokens) for tokens in stores]
     train = mixture.mix_samples(inputs.corpora, [split["train"] for split in splits])
     return Data(
         train,
@@ -138,8 +141,8 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     )
 
 
-def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
-    """Return the samples of one corpus by split."""
+def _cut_samples(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
+    """Return the samples of a corpus by split: packed documents, or windows of --seq-length."""
     if config.packing == "documents":
         return packing.prepare_packs(tokens, config.seq_length)
     return {
@@ -148,37 +151,36 @@ def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
     }
 
 
-def shards_of_rank(config: Config, found: RawShards) -> RawDocuments:
-    """Return this rank's part of the shards, nothing of it read yet."""
-    divided = degrees(config)
+def select_shards(config: Config, shards: RawShards) -> RawDocuments:
+    """Return the documents that this rank reads with --streaming; nothing is read yet."""
+    degrees = get_degrees(config)
     return RawDocuments(
-        found,
-        text_field(config),
+        shards,
+        get_text_field(config),
         config.seed,
-        divided.dp_rank(log.rank()),
-        divided.dp_size(launched_size()),
+        degrees.dp_rank(log.rank()),
+        degrees.dp_size(get_world_size()),
     )
 
 
 def _prepare_shards(
-    config: Config, found: RawShards, model_dir: Path, vocab_size: int
+    config: Config, shards: RawShards, model_dir: Path, vocab_size: int
 ) -> RawDocuments:
-    """Return this rank's part, with processes that are about to tokenise it.
+    """Return the documents of this rank, and start the processes that tokenise them.
 
-    Raises UsageError when the tokenizer does not fit the model or no document has the text field,
-    ArtifactError when no document can be read.
+    Raises UsageError if the tokenizer does not fit the model or no document has the text field, and
+    ArtifactError if no document can be read.
     """
     encoder = Encoder(model_dir, 1)
     build.require_vocabulary(encoder.vocab_size, vocab_size, model_dir)
-    documents = shards_of_rank(config, found)
+    documents = select_shards(config, shards)
     sample = documents.sample()
     encoder.tune(sample)
     workers = max(1, config.num_workers // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     documents.start(workers, model_dir, sample)
     log.info(
         f"streaming: {workers} {units.plural(workers, 'worker process')} per rank tokenise "
-        f"{found.name} while training. This is for trying things out: a dataset of stages 01 "
-        "and 02 costs a step next to nothing, is shuffled as a whole and may have a "
-        "validation split"
+        f"{shards.name} while training. This is for quick trials: a dataset of stages 01 and 02 "
+        "costs a step next to nothing, is shuffled as a whole and can have a validation split"
     )
     return documents

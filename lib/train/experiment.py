@@ -12,7 +12,7 @@ from pathlib import Path
 from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
 from lib.core.artifacts import TOKENIZER_FILES
-from lib.core.errors import EXIT_BUG, Preempted, UsageError
+from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError
 from lib.core.events import Event
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
@@ -23,12 +23,11 @@ from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.train.inputs import Inputs
-from lib.train.journal import Journal, read_config
-from lib.train.launches import Launch
+from lib.train.journal import Journal, Launch, read_config
 from lib.train.plan import Plan
 from lib.train.previous_run import BOS_PREFIX
 
-_SHARED_WITHIN_S = 60.0
+_VISIBLE_WITHIN_S = 60.0  # network file systems may show a new file late
 _MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -42,12 +41,15 @@ def claim(
     launch: Launch,
     layout: ParallelLayout,
 ) -> Iterator[None]:
-    """Hold the lease of a run's directory, which all ranks must see as the same one.
+    """Hold the lease of a run's directory, and record this launch in its config.yaml.
 
-    With --overwrite, the earlier run is renamed first. chat: facts of the chat datasets, None
-    without any. All ranks must call this. Raises ExperimentHeld if another launch holds the lease.
+    With --overwrite, the earlier run is renamed first. A launch that is refused before it starts to
+    train leaves an earlier config.yaml as it was. chat: facts about the chat datasets,
+    None without any. All ranks must call this. Raises ExperimentHeld if another launch holds the
+    lease, and UsageError if the ranks do not see the same directory.
     """
     leases: list[Lease] = []
+    earlier_records: list[str] = []  # at most one: config.yaml as this launch found it
 
     def start_launch() -> str:
         leases.append(_take_lease(experiment))
@@ -55,16 +57,23 @@ def claim(
             leases.pop().release()
             _rename_replaced(experiment)
             leases.append(_take_lease(experiment))
+        with suppress(OSError, ValueError):  # there is none, or it is not text
+            earlier_records.append(experiment.config.read_bytes().decode("utf-8"))
         return _write_start(experiment, plan, inputs, chat, journal, launch)
 
-    start = on_rank_0(start_launch, layout.control)
-    _require_shared(experiment, start, layout)
     ended_together = False
     try:
+        start = on_rank_0(start_launch, layout.control)
+        _require_shared(experiment, start, layout)
         yield
         ended_together = True
     except Preempted:
         ended_together = True
+        raise
+    except (UsageError, ArtifactError):
+        if earlier_records and not journal.has_started:
+            with suppress(OSError):  # the error that refuses the launch matters more
+                manifest.write_text(experiment.config, earlier_records[0])
         raise
     finally:
         for lease in leases:
@@ -83,10 +92,11 @@ def _write_start(
     journal: Journal,
     launch: Launch,
 ) -> str:
-    """Write config.yaml and the files of the model; return the mark of this start. Rank 0 only."""
+    """Write config.yaml and the files of the model; return the ID of this start. Rank 0 only."""
     config = plan.config
-    old = inputs.stop_request  # a newer one is for this launch
-    if not launch.has_begun and old and old == file_identity.read_identities(old):
+    stop_request = inputs.stop_request  # a newer one is for this launch
+    is_old = stop_request and stop_request == file_identity.read_identities(stop_request)
+    if is_old and not launch.has_begun:
         log.info(f"{experiment.stop_file} was for an earlier launch and is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
@@ -112,19 +122,19 @@ def _write_start(
             list(chat.stops),
         )
     inputs.require_unchanged()
-    if left := commit.delete_leftovers(experiment.checkpoints):
-        journal.add_event(Event.CLEAN, 0, paths=left)
+    if deleted := commit.delete_leftovers(experiment.checkpoints):
+        journal.add_event(Event.CLEAN, 0, paths=deleted)
     return start
 
 
 def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) -> None:
-    """Raise UsageError if a rank does not see the start that rank 0 has written."""
-    seen = poll(
+    """Raise UsageError if a rank does not see the ID of the start that rank 0 has written."""
+    is_visible = poll(
         lambda: read_config(experiment).get("launch") == start,
         every=0.5,
-        patience=_SHARED_WITHIN_S,  # network file systems may show it late
+        patience=_VISIBLE_WITHIN_S,
     )
-    if not all(gather(seen, layout.control)):
+    if not all(gather(is_visible, layout.control)):
         raise UsageError(
             f"{experiment.root} is not the same directory on all nodes",
             expected="--save-dir on a file system that all nodes share",
@@ -160,7 +170,7 @@ def _rename_replaced(experiment: Experiment) -> None:
 
 
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Copy config, tokenizer and any code of the model to the run, and delete those of another."""
+    """Copy config, tokenizer and code of the model to the run; delete those of another model."""
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
     has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
@@ -181,19 +191,19 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
 def _write_config(model_dir: Path, target: Path) -> None:
     """Write config.json with the keys of transformers 5 and those that other programs read.
 
-    A file with the same content stays as it is, since checkpoints contain its digest, and an
-    earlier version of this code may have written it.
+    An existing file with the same content stays as it is, byte for byte: checkpoints contain its
+    digest, and an earlier version of this code may have written it.
     """
     content = architecture.read_config_json(model_dir)
     lacks_tying = "tie_word_embeddings" not in content
     config = architecture.read_config(model_dir) if lacks_tying else None
     tied = getattr(config, "tie_word_embeddings", None)
-    full = dialects.add_earlier_keys(content, tied)
+    full_content = dialects.add_earlier_keys(content, tied)
     with suppress(OSError, ValueError):
-        before = records.read_json(target / CONFIG)
-        if isinstance(before, dict) and dialects.add_earlier_keys(before, tied) == full:
+        existing = records.read_json(target / CONFIG)
+        if isinstance(existing, dict) and dialects.add_earlier_keys(existing, tied) == full_content:
             return
-    manifest.write_json(target / CONFIG, full)
+    manifest.write_json(target / CONFIG, full_content)
 
 
 def add_bos_to_template(source: str, model_dir: Path) -> str:
@@ -204,7 +214,8 @@ def add_bos_to_template(source: str, model_dir: Path) -> str:
     """
     from lib.tokens.chat import render  # takes time to import
 
-    tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
+    encoder = Encoder(model_dir, 1)
+    tokenizer = encoder.tokenizer
     if encoder.bos is None:
         return source
     template = render.Template(source, tokenizer.special_tokens_map)

@@ -55,19 +55,20 @@ _PREVIEW_BYTES = 2_000_000  # of text to train a tokenizer for a dry run, in a s
 class Inputs:
     """The model and data of a run.
 
-    fingerprints: of model, dataset and tokenizer, by name. begun: what the run with checkpoints in
-    this directory was started with, {} for a new run. named: the checkpoint of --resume. scratch:
-    the weights are initialised from the seed. shards: of --streaming, instead of corpora.
-    model_stamps: identities of the model's files from before its fingerprint. stop_request: of the
-    stop file that existed when this launch started. template: of chat datasets, else "". base:
-    digests of the weight files of a frozen base model, by name. adapter: of --lora-from.
+    fingerprints: of model, dataset and tokenizer, by name. earlier_run: the config.yaml of the run
+    with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
+    named_checkpoint: the one that --resume names. scratch: the weights are initialised from the
+    seed. shards: with --streaming, instead of corpora. model_stamps: identities of the model's
+    files, read before its fingerprint. stop_request: identity of the stop file that existed when
+    this launch started. template: source of the chat template, "" without chat datasets. base:
+    digests of the base model's weight files by name, for LoRA. adapter: the one of --lora-from.
     """
 
     model_dir: Path
     corpora: list[Corpus]
     fingerprints: dict[str, str]
-    begun: dict[str, Any]
-    named: Checkpoint | None
+    earlier_run: dict[str, Any]
+    named_checkpoint: Checkpoint | None
     scratch: bool
     shards: RawShards | None = None
     model_stamps: file_identity.Identities = field(default_factory=dict)
@@ -81,20 +82,20 @@ class Inputs:
         """Return the names of the datasets, with their weights."""
         return str(self.shards or ", ".join(map(str, self.corpora)))
 
-    def begun_with(self, option: str) -> Any:
+    def get_earlier_option(self, option: str) -> Any:
         """Return the value of an option with which the run was started, or None."""
-        return self.begun.get("identity", {}).get("options", {}).get(option)
+        return self.earlier_run.get("identity", {}).get("options", {}).get(option)
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return the identity of the run or checkpoint that this run resumes; {} for a new run."""
-        return _identity(self.begun, self.named)
+        return _get_identity(self.earlier_run, self.named_checkpoint)
 
     @property
     def recomputed(self) -> str:
         """Return the --activation-checkpointing of the earlier launch, "" if there was none."""
         values = [
-            self.begun.get(part, {}).get("activation_checkpointing")
+            self.earlier_run.get(part, {}).get("activation_checkpointing")
             for part in ("settled", "options")
         ]
         return next((kind for kind in values if kind in RECOMPUTATIONS), "")
@@ -107,25 +108,30 @@ class Inputs:
 
 
 def find_inputs(
-    config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any]
+    config: Config, experiment: Experiment, new_model: Path | None, earlier_run: dict[str, Any]
 ) -> Inputs:
     """Find and check the model and the data, without importing torch.
 
-    made: the directory of --model-size, else None. Without it and -m, a run keeps its model. begun:
-    see Inputs. Raises UsageError or ArtifactError that lists all problems at once.
+    new_model: the directory that --model-size has created, else None. Without it and without -m, a
+    run keeps its model. earlier_run: see Inputs. Raises UsageError or ArtifactError with all
+    problems at once.
     """
     stop_files = [experiment.stop_file] if experiment.stop_file.exists() else []
     stop_request = file_identity.read_identities(stop_files)
     problems = Problems()
     named = problems.collect(lambda: previous_run.find_named_checkpoint(config, experiment))
-    model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
+    model_dir = problems.collect(
+        lambda: _find_model(config, experiment, new_model, earlier_run, named)
+    )
     corpora = (
         []
         if config.streaming
         else problems.collect(lambda: mixture.open_corpora(config.dataset_name))
     )
-    shards = problems.collect(lambda: _open_shards(config, begun)) if config.streaming else None
-    identity = _identity(begun, named)
+    shards = (
+        problems.collect(lambda: _open_shards(config, earlier_run)) if config.streaming else None
+    )
+    identity = _get_identity(earlier_run, named)
     adapter = problems.collect(lambda: _find_adapter(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
@@ -145,19 +151,19 @@ def find_inputs(
         "model": directory.fingerprint_model(model_dir),
         "tokenizer": artifacts.tokenizer_fingerprint(model_dir),
         **(
-            _shards_identity(config, shards)
+            _identify_shards(config, shards)
             if shards
             else {"dataset": mixture.fingerprint_corpora(corpora)}
         ),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
-        **_adapter_fingerprint(config, adapter, identity),
+        **_identify_adapter(config, adapter, identity),
     }
-    scratch = _is_from_scratch(config, model_dir, bool(begun or named))
+    scratch = _is_from_scratch(config, model_dir, bool(earlier_run or named))
     return Inputs(
         model_dir,
         corpora,
         fingerprints,
-        begun,
+        earlier_run,
         named,
         scratch,
         shards,
@@ -171,17 +177,20 @@ def find_inputs(
 def _find_model(
     config: Config,
     experiment: Experiment,
-    made: Path | None,
-    begun: dict[str, Any],
+    new_model: Path | None,
+    earlier_run: dict[str, Any],
     named: Checkpoint | None,
 ) -> Path:
-    """Return the model of --model-size or -m, that of the run, or the only one; log which it is."""
-    if made:
-        lookup.log_model(made, f", {config.model_size} from scratch")
-        return made
+    """Return the directory of the model, and log which it is.
+
+    It is the one of --model-size or -m, else the model of the run, else the only prepared one.
+    """
+    if new_model:
+        lookup.log_model(new_model, f", {config.model_size} from scratch")
+        return new_model
     if config.model_name:
         return lookup.find_model(config.model_name, config.cache_dir)
-    name = previous_run.find_previous_model(experiment, begun, named, config.cache_dir)
+    name = previous_run.find_previous_model(experiment, earlier_run, named, config.cache_dir)
     if config.from_scratch and name is None:
         checks.require_model_shape(config)
     return lookup.find_model(
@@ -190,9 +199,9 @@ def _find_model(
 
 
 def _find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
-    """Return the adapter of --lora-from; None without one.
+    """Return the adapter of --lora-from, None without that option.
 
-    It is also None if the directory is gone and the run's checkpoints contain the adapter.
+    It is also None if the directory is gone but the run's checkpoints contain the adapter.
     identity: see Inputs. Raises UsageError or ArtifactError as `peft_adapter.read_adapter`.
     """
     is_kept = previous_run.ADAPTER in identity.get("inputs", {})
@@ -201,10 +210,10 @@ def _find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapt
     return peft_adapter.read_adapter(directory)
 
 
-def _adapter_fingerprint(
+def _identify_adapter(
     config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the part of a run's identity that names the adapter of --lora-from; {} without one."""
+    """Return the input of a run's identity for the adapter of --lora-from; {} without one."""
     if config.lora_from is None:
         return {}
     name = previous_run.ADAPTER
@@ -212,7 +221,7 @@ def _adapter_fingerprint(
 
 
 def has_chats(corpora: Sequence[Corpus]) -> bool:
-    """Return whether any dataset consists of conversations."""
+    """Return whether any of the datasets consists of conversations."""
     return any(corpus.dataset.format == CHAT for corpus in corpora)
 
 
@@ -221,7 +230,8 @@ def _find_template(
 ) -> str:
     """Return the source of the template that renders conversations; "" without chat datasets.
 
-    kept: the template of the run, which --chat-template can replace. Raises UsageError if there is
+    kept: the template that a resumed run was started with, if any; --chat-template can replace it.
+    Raises UsageError if there is
     no template, or if options of chat datasets are typed without one.
     """
     if has_chats(corpora):
@@ -242,13 +252,13 @@ def _find_chat_template(config: Config, model_dir: Path, kept: KeptTemplate | No
     if kept is None:
         return policy.find_template(model_dir, config.chat_template)
     if config.chat_template:
-        given = policy.find_template(model_dir, config.chat_template)
-        return kept.source if given == kept.text else given
+        typed = policy.find_template(model_dir, config.chat_template)
+        return kept.source if typed == kept.text else typed
     try:
-        is_another = policy.find_template(model_dir, None) != kept.source
+        has_changed = policy.find_template(model_dir, None) != kept.source
     except StageError:  # the model has no template, or an unreadable one
-        is_another = True
-    if is_another:
+        has_changed = True
+    if has_changed:
         log.info(
             f"chat template: {kept.path}, with which the run was begun; {model_dir} has "
             "another one now, or none"
@@ -256,9 +266,9 @@ def _find_chat_template(config: Config, model_dir: Path, kept: KeptTemplate | No
     return kept.source
 
 
-def _identity(begun: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
+def _get_identity(earlier_run: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
     """Return the identity of the run or checkpoint to resume; see Inputs."""
-    record: dict[str, Any] = begun or (named.commit() if named else {})
+    record: dict[str, Any] = earlier_run or (named.commit() if named else {})
     identity: dict[str, Any] = record.get("identity", {})
     return identity
 
@@ -266,11 +276,11 @@ def _identity(begun: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]
 def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     """Return whether this run has already reached its end, and log that; takes milliseconds.
 
-    config: as far as it is settled by files.
+    config: the options after `settle_from_files`.
     """
     checkpoint = (
         None
-        if config.overwrite or inputs.named or config.prepare_only
+        if config.overwrite or inputs.named_checkpoint or config.prepare_only
         else commit.find_newest(experiment.checkpoints)
     )
     if checkpoint is None:
@@ -290,9 +300,10 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
 def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """Return whether the first weights are initialised from the seed.
 
-    They are with --from-scratch, for a model that stage 03 made from scratch, and for a run that
-    started so, whose weights are in its checkpoints. Raises ArtifactError if weights are missing
-    otherwise; --prepare-only and --plan-gpus only warn. Raises UsageError for LoRA from scratch.
+    That is so with --from-scratch, for a model that stage 03 made from scratch, and for a resumed
+    run that started so, whose weights are in its checkpoints. In all other cases, raises
+    ArtifactError if weights are missing; --prepare-only and --plan-gpus only warn. Raises
+    UsageError for LoRA from scratch.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:
@@ -321,31 +332,34 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     return False
 
 
-def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
+def _open_shards(config: Config, earlier_run: dict[str, Any]) -> RawShards:
     """Return the shards of --streaming; UsageError or ArtifactError if there are none.
 
-    begun: see Inputs; a resumed run keeps the commit of its dataset on the Hub.
+    earlier_run: see Inputs. A resumed run keeps the commit of its dataset on the Hub.
     """
     name = config.dataset_name[0]
     if not config.online:
         return raw_shards.open_directory(find_dataset(name))
-    revision = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
+    revision = earlier_run.get("identity", {}).get("inputs", {}).get("commit", "main")
     root = paths.streaming_root(config.cache_dir, name)
     dataset = HubDataset(name, revision, config.include or ["*"], root)
     return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
 
 
-def _shards_identity(config: Config, shards: RawShards) -> dict[str, str]:
-    """Return the part of a run's identity for shards: each rank resumes in its own part of them."""
+def _identify_shards(config: Config, shards: RawShards) -> dict[str, str]:
+    """Return the inputs of a run's identity for shards.
+
+    The number of ranks is one of them, because each rank resumes in its own part of the shards.
+    """
     shared = {
         "dataset": shards.fingerprint,
-        "text field": text_field(config),
-        "ranks": str(plan.degrees(config).dp_size(plan.launched_size())),
+        "text field": get_text_field(config),
+        "ranks": str(plan.get_degrees(config).dp_size(plan.get_world_size())),
     }
     return {**shared, "commit": shards.commit} if shards.commit else shared
 
 
-def text_field(config: Config) -> str:
+def get_text_field(config: Config) -> str:
     """Return the name of the field or column that contains the text, for --streaming."""
     return config.text_field or "text"
 
@@ -354,17 +368,17 @@ def text_field(config: Config) -> str:
 def model_from_scratch(
     config: Config, experiment: Experiment, has_begun: bool
 ) -> Iterator[Path | None]:
-    """Yield the model directory of --model-size, which is created if needed; None without it.
+    """Yield the model directory of --model-size, and create it if needed; None without the option.
 
-    It stays in the cache, except after a dry run. Without --tokenizer, one is trained on the
-    datasets; a resumed run keeps its own. Raises UsageError if a tokenizer does not load or fit,
-    and as `mixture.open_corpora` for datasets.
+    The directory stays in the cache, except after a dry run. Without --tokenizer, a tokenizer is
+    trained on the datasets; a resumed run keeps its tokenizer. Raises UsageError if a tokenizer
+    does not load or fit, and the errors of `mixture.open_corpora` for datasets.
     """
     if not config.model_size:
         yield None
         return
-    has_own = has_begun and (experiment.model / directory.CONFIG).is_file()
-    copy_from = config.tokenizer or (experiment.model if has_own else None)
+    keeps_tokenizer = has_begun and (experiment.model / directory.CONFIG).is_file()
+    copy_from = config.tokenizer or (experiment.model if keeps_tokenizer else None)
     train_on = (
         ()
         if copy_from or config.streaming
@@ -386,8 +400,12 @@ def model_from_scratch(
         KIND,
         content,
         lambda: _create_model(design, target, content, config),
-        lambda made: manifest.check(
-            target, made, "the model from scratch", deep=True, run=commands.delete_and_rerun(target)
+        lambda existing: manifest.check(
+            target,
+            existing,
+            "the model from scratch",
+            deep=True,
+            run=commands.delete_and_rerun(target),
         ),
     )
     yield target

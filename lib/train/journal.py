@@ -1,4 +1,11 @@
-"""Write and read what a run records about itself: config.yaml, state.json and events.jsonl."""
+"""Write and read what a run records about itself: config.yaml, state.json and events.jsonl.
+
+config.yaml also says which launch wrote it. A launch is what a person started once, however often a
+launcher restarts it. torchrun and the launchers repeat the options that were typed. But two options
+must act only once per launch: after a restart, --overwrite would discard the launch's own work, and
+--resume never would refuse it. So config.yaml contains the marks of its launch (IDs that all
+processes of a launch share), and a process with one of these marks knows that it is a restart.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +14,37 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from lib.checkpoints import commit
-from lib.core import commands, log, manifest, records
+from lib.core import commands, launcher, log, manifest, records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
 from lib.core.paths import Experiment
+
+if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
+    from lib.parallel.layout import ParallelLayout
+    from lib.train.config import Config
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 
 
 class Journal:
-    """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks."""
+    """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
+
+    has_started: this launch has written state.json, so it was not refused.
+    """
 
     def __init__(self, experiment: Experiment, rank: int) -> None:
         self.experiment = experiment
+        self.has_started = False
         self._active = rank == 0
         self._events = AppendOnlyFile(experiment.events)
         self._lock = Lock()
@@ -48,9 +64,8 @@ class Journal:
     ) -> None:
         """Write config.yaml: options, versions, argv and the commit of the code.
 
-        resolved: values of all options. settled: choices about what the options leave open.
-        launch, run: ids of this launch and of the run. launched_by: the marks of what started the
-        launch, see launches.py.
+        resolved: values of all options. settled: values of the options that nobody typed. launch,
+        run: IDs of this start and of the run. launched_by: the marks of the launch.
         """
         if not self._active:
             return
@@ -71,9 +86,11 @@ class Journal:
     def write_state(self, status: str, **facts: Any) -> None:
         """Replace state.json, which is a hint for people and launchers; a resume ignores it.
 
-        facts: its other fields, see STATE in lib/core/figures.py. After any other status `running`
-        is ignored, since a save in the background may end after the run. Any thread may call this.
+        facts: its other fields, see STATE in lib/core/figures.py. Once another status was written,
+        `running` is ignored, because a save in the background may end after the run. Any thread may
+        call this.
         """
+        self.has_started = True
         if not self._active:
             return
         with self._lock, self._state_may_fail:
@@ -136,15 +153,15 @@ def read_config(experiment: Experiment) -> dict[str, Any]:
 def _is_valid(content: dict[str, Any]) -> bool:
     """Return whether the content of a config.yaml has the types that `write_config` writes."""
     identity = content.get("identity", {})
-    parts = [content.get("options", {}), content.get("settled", {}), identity]
+    mappings = [content.get("options", {}), content.get("settled", {}), identity]
     if isinstance(identity, dict):
-        parts += [identity.get("options", {}), identity.get("inputs", {})]
+        mappings += [identity.get("options", {}), identity.get("inputs", {})]
     ids = [content.get(key, "0") for key in ("run", "launch")]  # used in names of directories
     return (
-        all(isinstance(part, dict) for part in parts)
+        all(isinstance(mapping, dict) for mapping in mappings)
         and isinstance(content.get("model_dir", ""), str)
         and isinstance(content.get("launched_by", []), list)
-        and all(isinstance(each, str) and _ID.fullmatch(each) for each in ids)
+        and all(isinstance(id_, str) and _ID.fullmatch(id_) for id_ in ids)
     )
 
 
@@ -182,3 +199,62 @@ def format_time(seconds: float | None = None) -> str:
     seconds: since the epoch (default: now).
     """
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch of all ranks. marks: of its processes. has_begun: this start is a restart."""
+
+    marks: list[str]
+    has_begun: bool
+
+
+def join_launch(experiment: Experiment, layout: ParallelLayout) -> Launch:
+    """Return the launch of all ranks. All ranks must call this.
+
+    A rank on a machine that was replaced cannot know by itself that it is a restart.
+    """
+    from lib.parallel.layout import gather
+
+    marks_here = launcher.launch_marks() + launcher.job_marks()
+    recorded = _read_marks(experiment)
+    ranks = gather((_is_of_this_launch(recorded), marks_here, recorded), layout.control)
+    has_begun = any(is_of_launch for is_of_launch, _, _ in ranks)
+    marks = {
+        mark
+        for _, marks_there, recorded_there in ranks
+        for mark in marks_there + (recorded_there if has_begun else [])
+    }
+    return Launch(sorted(marks), has_begun)
+
+
+def is_restart(experiment: Experiment) -> bool:
+    """Return whether an earlier process of this launch has started the run."""
+    return _is_of_this_launch(_read_marks(experiment))
+
+
+def drop_one_time_options(config: Config, has_begun: bool) -> Config:
+    """Return the options of a restart without --overwrite and --resume never, and log that.
+
+    has_begun: this start is a restart; otherwise the options stay as they are.
+    """
+    typed = (["--overwrite"] if config.overwrite else []) + (
+        ["--resume never"] if config.resume == "never" else []
+    )
+    if not has_begun or not typed:
+        return config
+    log.info(f"{' and '.join(typed)} acted when this launch began: it resumes now")
+    return replace(
+        config, overwrite=False, resume="auto" if config.resume == "never" else config.resume
+    )
+
+
+def _is_of_this_launch(marks: list[str]) -> bool:
+    """Return whether these marks are of the launch that this process belongs to."""
+    marks_here = launcher.launch_marks() + (launcher.job_marks() if launcher.is_requeued() else [])
+    return not set(marks_here).isdisjoint(marks)
+
+
+def _read_marks(experiment: Experiment) -> list[str]:
+    """Return the marks of the launch that wrote config.yaml; [] if there is none."""
+    return read_config(experiment).get("launched_by") or []

@@ -1,7 +1,9 @@
-"""Check that a run fits in memory, and choose the options that depend on memory.
+"""Check that a run fits in memory, and fill in the options that depend on memory.
 
-lib/planning/memory_check.py makes the choice; this module applies it to the options and reports it.
-It also lets all ranks use the same choice, and keeps an automatic batch small enough for the data.
+These are --batch-size, --activation-checkpointing, --keep-gathered and --shard-size.
+lib/planning/memory_check.py estimates which values fit and chooses among them. This module writes
+the choice into the options, logs it, and makes all ranks use the same one. It also keeps an
+automatic batch small enough for the data.
 """
 
 from __future__ import annotations
@@ -30,48 +32,54 @@ from lib.train import plan
 from lib.train.config import AUTO, EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
 
-_STEPS = 10  # that an automatic batch leaves to a run, if the data and other options allow it
+_MIN_STEPS = 10  # an automatic batch is smaller if the run would have fewer steps
 _GIB = 1 << 30
-# From this number of nodes on, each has a replica of the model: the latency of a ring grows with
-# its number of GPUs, and the network between nodes is slower than the links within one.
-_NODES = 4
-_GPUS_PER_NODE = 8  # of the machines that --plan-gpus stands for
+# From this number of nodes on, each has its own replica of the model: the latency of a ring grows
+# with its number of GPUs, and the network between nodes is slower than the links within one.
+_MIN_NODES_FOR_REPLICAS = 4
+_GPUS_PER_NODE = 8  # assumed for --plan-gpus
 
 
-def fit_here(config: Config, check: MemoryCheck, earlier_kind: str) -> Config:
-    """Return the options with those that are open chosen for the memory of this rank.
+def fit_to_this_rank(config: Config, check: MemoryCheck, earlier_kind: str) -> Config:
+    """Return the options, with those left open filled in for the memory of this rank.
 
-    Ranks may choose different values; `agree_on_memory` takes what fits all of them. earlier_kind:
-    the --activation-checkpointing of the earlier launch, below which a resumed run does not go, or
-    "". Raises UsageError if no batch satisfies the other options. Whether the run fits at all is
-    checked by `require_memory`.
+    Ranks may choose different values; `agree_on_memory` then takes values that fit on all ranks.
+    earlier_kind: the --activation-checkpointing of the earlier launch, or "". A resumed run does
+    not recompute less than before. Raises UsageError if the other options allow no batch;
+    `require_memory` checks whether the run fits at all.
     """
-    config, notes = _choose(config, check, plan.launched_size(), _ranks_per_node(), earlier_kind)
+    config, notes = _fill_options(
+        config, check, plan.get_world_size(), _ranks_per_node(), earlier_kind
+    )
     if log.rank() == 0:
         for note in notes:
             log.info(note)
     return config
 
 
-def fit_planned(config: Config, inputs: Inputs, model: PreTrainedModel) -> dict[int, Config]:
-    """Return the options for each number of --plan-gpus, chosen for the memory of such GPUs."""
-    chosen = {}
+def fit_to_planned_gpus(
+    config: Config, inputs: Inputs, model: PreTrainedModel
+) -> dict[int, Config]:
+    """Return the options for each number of GPUs in --plan-gpus, filled in for their memory."""
+    by_ranks = {}
     for ranks in config.plan_gpus or ():
         room = config.plan_gpu_memory * _GIB
         check = MemoryCheck(model, room, float("inf"), on_gpu=True)
-        chosen[ranks], notes = _choose(config, check, ranks, _GPUS_PER_NODE, inputs.recomputed)
+        by_ranks[ranks], notes = _fill_options(
+            config, check, ranks, _GPUS_PER_NODE, inputs.recomputed
+        )
         for note in notes:
             log.info(f"on {units.counted(ranks, 'GPU')}, {note}")
-    return chosen
+    return by_ranks
 
 
 def require_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
     """Raise UsageError, with the nearest setting that fits, if a run cannot fit on this rank.
 
-    Every rank checks this alone, before there is a process group that could wait. With
-    --plan-only-warn it is a warning.
+    Each rank checks this by itself, before the process group exists. With --plan-only-warn, only
+    warns.
     """
-    error = _refusal(config, inputs, check)
+    error = _explain_excess(config, inputs, check)
     if error and not config.plan_only_warn:
         raise error
     if error and log.rank() == 0:
@@ -83,33 +91,33 @@ def warn_of_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
     """Warn in a dry run that the run itself would be refused on this machine."""
     if config.plan_gpus:
         return
-    if error := _refusal(config, inputs, check):
+    if error := _explain_excess(config, inputs, check):
         log.warn("on this machine, " + error.render().removeprefix("error: "))
     _report_copies(config, check)
 
 
-def step_config_here(
+def make_local_step_config(
     config: Config, model: PreTrainedModel, most_documents: int | None = None
 ) -> StepConfig:
-    """Return the step of this run on this rank's device; see plan.step_config."""
-    return plan.step_config(
-        config, model, plan.launched_size(), capacity.device().type == "cuda", most_documents
+    """Return the step of this run on the device of this rank; see plan.make_step_config."""
+    return plan.make_step_config(
+        config, model, plan.get_world_size(), capacity.device().type == "cuda", most_documents
     )
 
 
-def _refusal(config: Config, inputs: Inputs, check: MemoryCheck) -> UsageError | None:
+def _explain_excess(config: Config, inputs: Inputs, check: MemoryCheck) -> UsageError | None:
     """Return the error for a run that does not fit on this rank, None if it fits."""
-    step = step_config_here(config, check.model)
+    step = make_local_step_config(config, check.model)
     if not (excess := check.excess(step)):
         return None
-    global_batch = plan.divide(config, 0, plan.launched_size()).global_batch
+    global_batch = plan.divide_batch(config, 0, plan.get_world_size()).global_batch
     is_auto = "activation_checkpointing" in config.settled_by
-    return check.refusal(step, excess, global_batch, begun=bool(inputs.begun), auto=is_auto)
+    return check.refusal(step, excess, global_batch, begun=bool(inputs.earlier_run), auto=is_auto)
 
 
 def _report_copies(config: Config, check: MemoryCheck) -> None:
-    """Log before the first save that host memory has no room for copies of a checkpoint."""
-    step = step_config_here(config, check.model)
+    """Log if host memory has no room for the copies from which checkpoints are written."""
+    step = make_local_step_config(config, check.model)
     copies = sizes.count_checkpoint(check.model, config.optimizer) / step.shard_size
     uses_host = step.offload or not check.on_gpu
     used = sum(check.states(step).values()) if uses_host else 0
@@ -122,21 +130,22 @@ def _report_copies(config: Config, check: MemoryCheck) -> None:
 
 
 def agree_on_shards(config: Config, control: ProcessGroup) -> Degrees:
-    """Return the degrees of parallelism of this run. All ranks must call this.
+    """Return the degrees of parallelism that all ranks use. All ranks must call this.
 
-    If ranks have chosen different shard sizes, the largest is used, which fits all of them.
+    If ranks have chosen different shard sizes, the largest one is used, because it fits on all.
     """
-    mine = plan.degrees(config)
-    ranks = plan.launched_size()
-    largest = max(gather(mine.shard or ranks, control))
-    return mine._replace(shard=None if largest == ranks else largest)
+    degrees = plan.get_degrees(config)
+    ranks = plan.get_world_size()
+    largest = max(gather(degrees.shard or ranks, control))
+    return degrees._replace(shard=None if largest == ranks else largest)
 
 
 def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
-    """Return the options that fit on every rank. All ranks must call this.
+    """Return options that fit on every rank. All ranks must call this.
 
-    These are the smallest batch, the most recomputation, and gathered weights only if all ranks
-    keep them. samples: of an epoch, see `limit_batch`.
+    Of the values that the ranks have chosen, these are the smallest batch and the most
+    recomputation; gathered weights are kept only if all ranks keep them. samples: see
+    `limit_batch`.
     """
     batches, kinds, gathered = zip(
         *gather(
@@ -145,14 +154,15 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
         ),
         strict=True,
     )
+    smallest = min(batches)
     most = max(kinds, key=RECOMPUTATIONS.index)
     if config.has_auto_batch:
-        if log.rank() == 0 and min(batches) != config.batch_size:
+        if log.rank() == 0 and smallest != config.batch_size:
             log.info(
-                f"--batch-size auto: {min(batches)} per process instead of "
-                f"{config.batch_size}, as rank {batches.index(min(batches))} has chosen"
+                f"--batch-size auto: {smallest} per process instead of "
+                f"{config.batch_size}, as rank {batches.index(smallest)} has chosen"
             )
-        config = config.with_values("memory plan", batch_size=min(batches))
+        config = config.with_values("memory plan", batch_size=smallest)
     is_open = config.has_auto_batch or "activation_checkpointing" in config.settled_by
     if is_open and most != config.activation_checkpointing:
         if log.rank() == 0:
@@ -169,22 +179,23 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
 
 
 def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
-    """Return the options with a smaller automatic batch if the data would not fill enough steps.
+    """Return the options, with a smaller automatic batch if the run would have too few steps.
 
-    The fewer steps there are, the larger the share of the data that is dropped at their end. A
-    typed --global-batch-size stays. samples: of an epoch, None if unknown.
+    The samples left over at the end of a run are dropped, and the fewer steps there are, the larger
+    is their share. A typed --global-batch-size stays as it is. samples: number of samples in an
+    epoch, None if unknown.
     """
-    epochs = plan.epochs(config)
-    steps = min(config.step_limit or _STEPS, _STEPS)
+    epochs = plan.count_epochs(config)
+    steps = min(config.step_limit or _MIN_STEPS, _MIN_STEPS)
     if not config.has_auto_batch or config.global_batch_size or samples is None or epochs is None:
         return config
-    dp_size = plan.degrees(config).dp_size(ranks)
+    dp_size = plan.get_degrees(config).dp_size(ranks)
     most = epochs * samples // (steps * dp_size * (config.grad_accum_steps or 1))
     if config.batch_size <= most:
         return config
     tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
-    smaller = _candidates(config, ranks, tokens)
-    batch = max([b for b in smaller if b <= most] or smaller[:1])
+    candidates = _list_batches(config, ranks, tokens)
+    batch = max([size for size in candidates if size <= most] or candidates[:1])
     if log.rank() == 0:
         log.info(
             f"--batch-size auto: {batch} per process instead of {config.batch_size}, so that "
@@ -195,24 +206,29 @@ def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
 
 
 def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
-    """Warn on rank 0 if a micro-batch has too few tokens for a GPU, and name a batch that fits."""
+    """Warn on rank 0 if a micro-batch has too few tokens for a GPU; suggest a batch that fits.
+
+    has_begun: the run has checkpoints, so the suggestion must keep its global batch.
+    """
     tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
     if config.has_auto_batch or tokens >= FEW[check.on_gpu] or log.rank() != 0:
         return
-    ranks = plan.launched_size()
-    kept = config
-    division = plan.divide(config, 0, ranks)
-    whole = division.global_batch
-    if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
-        kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    larger, _ = _choose(kept.with_values("", batch_size=AUTO), check, ranks, _ranks_per_node())
+    ranks = plan.get_world_size()
+    division = plan.divide_batch(config, 0, ranks)
+    global_batch = division.global_batch
+    keeps_global_batch = bool(has_begun or config.global_batch_size or config.grad_accum_steps)
+    open_config = config.with_values("", batch_size=AUTO)
+    if keeps_global_batch:
+        open_config = replace(open_config, global_batch_size=global_batch, grad_accum_steps=None)
+    larger, _ = _fill_options(open_config, check, ranks, _ranks_per_node())
     batch = larger.batch_size
     if batch > config.batch_size:
         suggested = Pass(batch, config.seq_length).tokens_per_device
         step = (
-            f" with --global-batch-size {whole}"
-            if kept.global_batch_size
-            else f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
+            f" with --global-batch-size {global_batch}"
+            if keeps_global_batch
+            else f", and makes a step of {batch * division.dp_size} samples instead of "
+            f"{global_batch}"
         )
         log.warn(
             f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
@@ -221,24 +237,25 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
         )
 
 
-def _choose(
-    config: Config, check: MemoryCheck, ranks: int, per_node: int, kept: str = ""
+def _fill_options(
+    config: Config, check: MemoryCheck, ranks: int, ranks_per_node: int, earlier_kind: str = ""
 ) -> tuple[Config, list[str]]:
-    """Return the options with those that are open chosen for the memory, and notes for the log.
+    """Return the options, with those left open filled in for the memory, and lines for the log.
 
-    per_node: ranks of a node. kept: the least kind of activation checkpointing, or "".
+    earlier_kind: see `fit_to_this_rank`.
     """
     kinds: Sequence[str] = [config.activation_checkpointing]
     if kinds == [AUTO]:
-        kinds = RECOMPUTATIONS[RECOMPUTATIONS.index(kept) :] if kept else RECOMPUTATIONS
+        first = RECOMPUTATIONS.index(earlier_kind) if earlier_kind else 0
+        kinds = RECOMPUTATIONS[first:]
     batches = (
-        _candidates(config, ranks, ENOUGH[check.on_gpu])
+        _list_batches(config, ranks, ENOUGH[check.on_gpu])
         if config.batch_size == AUTO
         else [config.batch_size]
     )
     rows = [
         [
-            plan.step_config(
+            plan.make_step_config(
                 replace(config, batch_size=batch, activation_checkpointing=kind),
                 check.model,
                 ranks,
@@ -250,62 +267,70 @@ def _choose(
     ]
     notes: list[str] = []
     try:
-        case = _choose_step_config(
-            config, check, rows, _replica_size(config, check, ranks, per_node)
+        step = _choose_step_config(
+            config, check, rows, _choose_replica_size(config, check, ranks, ranks_per_node)
         )
     except NoAnswer as error:
-        case = rows[-1][0]  # the one with the least memory
+        step = rows[-1][0]  # the one that needs the least memory
         notes = [f"the memory of this run could not be estimated: {error}"]
     if config.activation_checkpointing == AUTO:
         config = config.with_values(
-            EARLIER_LAUNCH if case.recompute == kept else "memory plan",
-            activation_checkpointing=case.recompute,
+            EARLIER_LAUNCH if step.recompute == earlier_kind else "memory plan",
+            activation_checkpointing=step.recompute,
         )
-        if case.recompute != kinds[0]:
+        if step.recompute != kinds[0]:
             notes += [
-                f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
+                f"--activation-checkpointing auto: {step.recompute}, since less recomputation "
                 f"is not sure to fit in {units.memory(check.room)} by the memory plan"
             ]
-    if case.shard_size != rows[0][0].shard_size:
-        config = config.with_values("memory plan", shard_size=case.shard_size)
+    if step.shard_size != rows[0][0].shard_size:
+        config = config.with_values("memory plan", shard_size=step.shard_size)
         notes.append(
-            f"--shard-size {case.shard_size}: a replica of the model in each of "
-            f"{ranks // case.shard_size} nodes, since a step fits so by the memory plan; "
+            f"--shard-size {step.shard_size}: a replica of the model in each of "
+            f"{ranks // step.shard_size} nodes, since a step fits so by the memory plan; "
             f"--shard-size {ranks} shards over all ranks"
         )
-    if case.keep_gathered and not config.keep_gathered:
+    if step.keep_gathered and not config.keep_gathered:
         config = config.with_values("memory plan", keep_gathered=True)
     if config.batch_size == AUTO:
-        notes.append(_explain_batch(config, check, ranks, batches, case.batch))
-        config = config.with_values("memory plan", batch_size=case.batch)
+        notes.append(_explain_batch(config, check, ranks, batches, step.batch))
+        config = config.with_values("memory plan", batch_size=step.batch)
     return config, notes
 
 
 def _choose_step_config(
-    config: Config, check: MemoryCheck, rows: Sequence[Sequence[StepConfig]], node: int
+    config: Config, check: MemoryCheck, rows: Sequence[Sequence[StepConfig]], replica_size: int
 ) -> StepConfig:
-    """Return the step to use, as `choose_step` does.
+    """Return the fastest step that fits, as `choose_step` does.
 
-    Nothing is traced if no option is open, or if the largest step clearly fits. Raises NoAnswer if
-    a trace fails.
+    Without a trace if no option is open or if the largest step clearly fits. rows: the steps to
+    choose from; each row has more recomputation than the one before, and larger batches to the
+    right. replica_size: see `_choose_replica_size`. Raises NoAnswer if a trace fails.
     """
-    most = rows[0][-1]
-    gathers = config.keep_gathered is None and check.may_gather(most)
-    wanted = replace(
-        most, shard_size=node or most.shard_size, keep_gathered=most.keep_gathered or gathers
+    largest = rows[0][-1]
+    may_gather = config.keep_gathered is None and check.may_gather(largest)
+    fastest = replace(
+        largest,
+        shard_size=replica_size or largest.shard_size,
+        keep_gathered=largest.keep_gathered or may_gather,
     )
-    if check.is_easy(wanted) or [[wanted]] == rows:
-        return wanted
-    return check.in_child(choose_step, rows, node, gathers)
+    if check.is_easy(fastest) or [[fastest]] == rows:
+        return fastest
+    return check.in_child(choose_step, rows, replica_size, may_gather)
 
 
-def _replica_size(config: Config, check: MemoryCheck, ranks: int, per_node: int) -> int:
-    """Return the ranks of a node if they may form a replica of the model of their own, else 0."""
-    block = OPTIMIZERS[config.optimizer].block
+def _choose_replica_size(
+    config: Config, check: MemoryCheck, ranks: int, ranks_per_node: int
+) -> int:
+    """Return the ranks of a node if each node may have its own replica of the model, else 0."""
     is_open = config.shard_size is None and check.on_gpu and not config.cpu_offload
-    if not is_open or per_node < 2 or ranks % per_node or ranks // per_node < _NODES:
+    if not is_open or ranks_per_node < 2 or ranks % ranks_per_node:
         return 0
-    return 0 if list_cut_shapes(check.model, per_node, block) else per_node
+    block = OPTIMIZERS[config.optimizer].block
+    has_enough_nodes = ranks // ranks_per_node >= _MIN_NODES_FOR_REPLICAS
+    if has_enough_nodes and not list_cut_shapes(check.model, ranks_per_node, block):
+        return ranks_per_node
+    return 0
 
 
 def _ranks_per_node() -> int:
@@ -316,46 +341,48 @@ def _ranks_per_node() -> int:
 def _explain_batch(
     config: Config, check: MemoryCheck, ranks: int, batches: list[int], batch: int
 ) -> str:
-    """Return the note about the batch that --batch-size auto has chosen."""
-    enough = ENOUGH[check.on_gpu]
-    whole = config.global_batch_size
-    of_step = (
-        f"divides the {units.counted(whole, 'sample')} of a step over "
+    """Return the line of the log about the batch that --batch-size auto has chosen."""
+    global_batch = config.global_batch_size
+    divides_step = (
+        f"divides the {units.counted(global_batch, 'sample')} of a step over "
         f"{units.counted(ranks, 'rank')} and "
-        if whole
+        if global_batch
         else ""
     )
-    per_pass = batch * plan.degrees(config).dp_size(ranks)
-    if whole == per_pass:
-        limit = "all that a rank has of a step"
+    samples_per_pass = batch * plan.get_degrees(config).dp_size(ranks)
+    if global_batch == samples_per_pass:
+        reason = "all that a rank has of a step"
     elif batch < batches[-1]:
-        limit = f"the largest that {of_step}fits in {units.memory(check.room)} by the memory plan"
+        reason = (
+            f"the largest that {divides_step}fits in {units.memory(check.room)} by the memory plan"
+        )
     else:
-        limit = (
-            f"the largest that {of_step}has at most {enough:,} tokens "
+        reason = (
+            f"the largest that {divides_step}has at most {ENOUGH[check.on_gpu]:,} tokens "
             "(larger ones are hardly faster)"
         )
     tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a pass"
-    return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
+    return f"--batch-size auto: {batch} per process, {tokens}, {reason}"
 
 
-def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
-    """Return the batch sizes that the other options allow, the smallest first.
+def _list_batches(config: Config, ranks: int, max_tokens: int) -> list[int]:
+    """Return the batch sizes per process that the other options allow, smallest first.
 
-    enough: tokens of the largest one; the smallest is returned even if it has more.
+    max_tokens: tokens in the largest one; the smallest is returned even if it has more. Raises
+    UsageError if --precision fp8 allows none.
     """
 
-    def tokens(batch: int) -> int:
+    def count_tokens(batch: int) -> int:
         return Pass(batch, config.seq_length).tokens_per_device
 
-    division = plan.divide(config, 0, ranks)
+    division = plan.divide_batch(config, 0, ranks)
     share = division.global_batch // division.dp_size
     if config.global_batch_size:
         batches = [batch for batch in range(1, share + 1) if share % batch == 0]
     else:
-        batches = [1 << power for power in range(enough.bit_length())]
+        batches = [1 << power for power in range(max_tokens.bit_length())]
     if config.precision == "fp8":
-        batches = [batch for batch in batches if tokens(batch) % float8.MULTIPLE == 0]
+        batches = [batch for batch in batches if count_tokens(batch) % float8.MULTIPLE == 0]
     if not batches:
         raise UsageError(
             f"no --batch-size has tokens in multiples of {float8.MULTIPLE}, as "
@@ -363,4 +390,4 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
             found=f"{config.seq_length:,} tokens per sample (--seq-length), "
             f"{share} samples per process and step",
         )
-    return [batch for batch in batches if tokens(batch) <= enough] or batches[:1]
+    return [batch for batch in batches if count_tokens(batch) <= max_tokens] or batches[:1]

@@ -35,14 +35,14 @@ from lib.parallel.routers import BIAS, RouterLoad
 from lib.train import plan, previous_run
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
-from lib.train.model_files import require_same_on_all_nodes
+from lib.train.model_files import require_same_base_on_all_nodes
 
 
 def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
-    """Return the model on the meta device, with the changes that its memory depends on.
+    """Return the model on the meta device, with the changes that the memory estimate depends on.
 
-    Raises UsageError if --seq-length or --precision do not suit this model or machine, or if an
-    adapter of --lora-from does not fit.
+    Raises UsageError if this model or machine does not support --seq-length or --precision, or if
+    the adapter of --lora-from does not fit the model.
     """
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     longest = longest_sequence(shape)
@@ -61,7 +61,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
         )
     model = architecture.build_on_meta(
         inputs.model_dir,
-        attention.pick_implementation(config.attention, config.packing, config.precision, shape),
+        attention.choose_attention(config.attention, config.packing, config.precision, shape),
         config.trust_remote_code,
     )
     experts.use_own_function(model)
@@ -83,17 +83,17 @@ def require_usable(
 ) -> None:
     """Raise UsageError or ArtifactError if a run cannot train this model in this directory.
 
-    All that can be checked before the long work begins is checked here; only memory and data
-    follow. Warns if the hardware only emulates the compute dtype.
+    Only the memory and the data are checked later. Warns if the hardware only emulates the compute
+    dtype.
     """
     _require_router_method(config, model)
     _require_whole_blocks(config, model)
     if config.plan_gpus or config.prepare_only:  # perhaps for a run on other machines
         return
     precision.warn_if_emulated(config.precision)
-    batch = plan.divide(config, 0, plan.launched_size()).global_batch
+    batch = plan.divide_batch(config, 0, plan.get_world_size()).global_batch
     previous_run.require_usable_directory(
-        config, experiment, inputs.begun, config.identity(inputs.fingerprints, batch)
+        config, experiment, inputs.earlier_run, config.identity(inputs.fingerprints, batch)
     )
     _require_writable(experiment.root)
 
@@ -121,8 +121,8 @@ def _require_router_method(config: Config, model: PreTrainedModel) -> None:
 def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
     """Raise UsageError if sharding would cut the blocks in which an optimizer stores its state."""
     block = OPTIMIZERS[config.optimizer].block
-    here = [] if config.prepare_only else [plan.launched_size()]
-    for ranks in config.plan_gpus or here:
+    launched = [] if config.prepare_only else [plan.get_world_size()]
+    for ranks in config.plan_gpus or launched:
         shard_size = min(config.shard_size or ranks, ranks)
         cut = list_cut_shapes(model, shard_size, block)
         if block > 1 and cut:
@@ -153,10 +153,10 @@ def shard_model(
     layout: ParallelLayout,
     compiler: Compiler | None,
 ) -> RouterLoad:
-    """Shard the model and allocate its memory; return the load of its experts.
+    """Shard the model and allocate its memory; return the counter of the load of its experts.
 
-    Only frozen weights are loaded, since no checkpoint contains them. Raises UsageError if the
-    model's files have changed since it was planned.
+    Of the weights, only frozen ones are loaded here, since no checkpoint contains them. Raises
+    UsageError if the model's files have changed since this launch started.
     """
     load = _make_router_load(config, model, layout.device)
     offload = choose_update_device(config, layout) != layout.device
@@ -184,14 +184,14 @@ def shard_model(
 
 
 def _select_changes(config: Config, changes_memory_plan: bool) -> list[ModelChange]:
-    """Return the changes of the model that come before the memory plan, or those after it."""
+    """Return the changes of the model that the memory estimate depends on, or the others."""
     settings = model_changes.select_settings(config.values_of(Role.RESULT))
     changes = model_changes.build_changes(settings)
     return [change for change in changes if change.changes_memory_plan == changes_memory_plan]
 
 
 def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout) -> None:
-    require_same_on_all_nodes(inputs, layout)
+    require_same_base_on_all_nodes(inputs, layout)
     began = time.monotonic()
     load_pretrained(model, inputs.model_dir)
     inputs.require_unchanged()
@@ -211,8 +211,8 @@ def load_first_weights(
 ) -> None:
     """Load or initialise the weights of a run that starts without a checkpoint.
 
-    If part of the model is frozen, which `shard_model` has loaded, only the adapter is initialised.
-    Raises UsageError if the model's files have changed.
+    For LoRA, only the adapter: `shard_model` has loaded the frozen weights. Raises UsageError if
+    the model's files have changed since this launch started.
     """
     began = time.monotonic()
     if inputs.adapter:
@@ -244,23 +244,25 @@ def describe_weights(config: Config, inputs: Inputs) -> str:
     )
 
 
-def pick_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
-    """Choose and log the kernels of attention and of experts. All ranks must call this."""
+def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
+    """Choose the kernels of attention and of experts, and log them. All ranks must call this."""
     attention.avoid_device_reads(model, config.packing, config.seq_length)
-    kernel = attention_kernel.pick_kernel(model, config.packing, config.precision, layout.device)
+    kernel = attention_kernel.pick_attention_kernel(
+        model, config.packing, config.precision, layout.device
+    )
     log.info(f"attention: {kernel}")
-    if name := experts_trial.pick_function(model, layout):
+    if name := experts_trial.choose_experts_function(model, layout):
         log.info(f"experts: {name}")
 
 
 def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:
     """Return the row about load balancing for the head of a run; {} for a model without experts.
 
-    model: on the meta device.
+    model: may be on the meta device.
     """
     model_routers = routers.find_routers(model)
     method = routers.find_method(model, model_routers)
-    why = config.settled_by.get("router_aux_loss", "as typed")
+    reason = config.settled_by.get("router_aux_loss", "as typed")
     value = config.router_aux_loss
     if not method:
         has_experts = model_routers or getattr(
@@ -271,23 +273,23 @@ def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:
         name = model.config.model_type
         return {"experts": f"no load balancing, which is not available for {name} models"}
     if not isinstance(value, float):
-        return {"experts": f"no load balancing ({_why_off(why, method)})"}
+        return {"experts": f"no load balancing ({_explain_off(reason, method)})"}
     count = units.counted(len(model_routers), "router")
     if method == BIAS:
         return {
             "experts": f"the biases of {count} move by {value:g} a step towards an "
-            f"even load ({why})"
+            f"even load ({reason})"
         }
     note = ""
     if not routers.has_trained_inputs(model, model_routers):
         note = "; without effect, since no trained weight comes before a router"
-    return {"experts": f"load-balancing loss × {value:g} over {count} ({why}){note}"}
+    return {"experts": f"load-balancing loss × {value:g} over {count} ({reason}){note}"}
 
 
-def _why_off(why: str, method: str) -> str:
-    """Return the reason why a family's load balancing is off. why: what settled the option."""
-    if why != "fine-tuning":
-        return why
+def _explain_off(reason: str, method: str) -> str:
+    """Return why the load balancing is off, in words. reason: see Config.settled_by."""
+    if reason != "fine-tuning":
+        return reason
     if method == BIAS:
         return "fine-tuning keeps the biases of the routers"
     return "fine-tuning, and the model's config does not set output_router_logits"

@@ -1,4 +1,4 @@
-"""The files of the model that a run begins with: every byte as it was written."""
+"""Verify the files of a run's model: undamaged, and for LoRA the same base model as before."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
-def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
-    """Hash the files of the model once until they change; ArtifactError when one is damaged.
+def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
+    """Return the inputs, for LoRA with the digests of the base model's weight files.
 
-    One process of each machine does it, before any process group exists. The weights are left out
-    where they are not read: of a run that goes on, they are in its checkpoints, unless it trains
-    adapters. Returns the inputs, there with the digests of the frozen weights.
+    Hashes the files of the model, unless they have not changed since they were last hashed. Call
+    this before any process group exists; one process of each machine hashes, and the others return
+    the inputs unchanged. The weights are hashed only if the run reads them: a resumed run without
+    LoRA has them in its checkpoints. Raises ArtifactError if a file is damaged.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return inputs
-    content = _model_content(inputs.model_dir)
-    reads_weights = bool(config.lora_rank) or not (inputs.scratch or inputs.begun or inputs.named)
+    content = _read_digests(inputs.model_dir)
+    is_resumed = bool(inputs.earlier_run or inputs.named_checkpoint)
+    reads_weights = bool(config.lora_rank) or not (inputs.scratch or is_resumed)
     files = [
         entry
         for entry in content["files"]
@@ -41,7 +43,7 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
     ]
     if reads_weights and not files and not config.lora_rank:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
-    remedy = _remedy(inputs.model_dir, content)
+    remedy = _suggest_remedy(inputs.model_dir, content)
     verified.require_intact(
         inputs.model_dir,
         content | {"files": files},
@@ -53,14 +55,17 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
         **remedy,
     )
     return (
-        replace(inputs, base=_digests(config, inputs.model_dir, content))
+        replace(inputs, base=_hash_base(config, inputs.model_dir, content))
         if config.lora_rank
         else inputs
     )
 
 
-def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
-    """Return what brings the files of a model back, as parts of an error."""
+def _suggest_remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
+    """Return the hint and the command that restore the files of a model, for an error.
+
+    content: see `_read_digests`.
+    """
     kind = str(content.get("kind", ""))
     if kind == directory.KIND:
         return lookup.model_remedy(model_dir, "--overwrite")
@@ -70,18 +75,18 @@ def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
         return {"run": commands.delete_and_rerun(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):
         return {
-            "hint": "on a machine with a network, fetch it anew:",
+            "hint": "on a machine with a network, download it again:",
             "run": commands.script(
                 "03_download_model.py", "--model-name", f"{cached[1]}/{cached[2]}"
             ),
         }
-    return {"hint": "copy it again from where it came from; -m NAME names another directory"}
+    return {"hint": "copy it again from its source; -m NAME names another directory"}
 
 
-def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of a model's weight files: those that are known, else of their bytes.
+def _hash_base(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of a base model's weight files by name, and hash those without one.
 
-    Empty where files are missing, which --prepare-only has told.
+    content: see `_read_digests`. Empty if files are missing, which only --prepare-only allows.
     """
     if directory.list_missing_weights(model_dir):
         return {}
@@ -100,74 +105,81 @@ def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[s
     return {name: known[name] for name in names}
 
 
-def require_begun_base(experiment: Experiment, inputs: Inputs) -> None:
-    """Raise ArtifactError when the frozen weights are not those that a run goes on with.
+def require_base_of_run(experiment: Experiment, inputs: Inputs) -> None:
+    """Raise ArtifactError if a LoRA run would resume with other base weights than before.
 
-    Before anything is written to its directory, which would remember them.
+    Call this before anything is written to the directory of the run. A base model with another
+    config is not an error here, but a difference that `previous_run.require_same_run` reports.
     """
-    checkpoint = commit.find_newest(experiment.checkpoints) or inputs.named
+    checkpoint = commit.find_newest(experiment.checkpoints) or inputs.named_checkpoint
     if (
         checkpoint is None
         or not inputs.base
-        or not (inputs.begun or inputs.named)
+        or not (inputs.earlier_run or inputs.named_checkpoint)
         or checkpoint.commit()["identity"]["inputs"].get("model") != inputs.fingerprints["model"]
     ):
         return
     try:
         record = checkpoint.record()
     except (OSError, ValueError, ArtifactError):
-        return  # loading it will tell
-    require_same_base(record, inputs, checkpoint.path)
+        return  # loading the checkpoint will report it
+    require_base_of_checkpoint(record, inputs, checkpoint.path)
 
 
-def require_same_base(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> None:
-    """Raise ArtifactError when the frozen weights are not those that a checkpoint was made with.
+def require_base_of_checkpoint(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> None:
+    """Raise ArtifactError if the base weights differ from those that a checkpoint was trained on.
 
-    Their names, sizes and headers are the same, or it would be another model.
+    record: of the checkpoint. Names, sizes and headers of the files are known to be the same, since
+    they are part of the model's fingerprint.
     """
-    for name, digest in record.get("base", {}).items():
+    for name, expected in record.get("base", {}).items():
         path = inputs.model_dir / name
-        now = inputs.base.get(name, "")
+        actual = inputs.base.get(name, "")
+        has_same_algorithm = actual.partition(":")[0] == expected.partition(":")[0]
         is_same = (
-            now == digest
-            if now.partition(":")[0] == digest.partition(":")[0]
-            else path.is_file() and hashing.matches(path, digest)
+            actual == expected
+            if has_same_algorithm
+            else path.is_file() and hashing.matches(path, expected)
         )
         if not is_same:
-            remedy = _remedy(inputs.model_dir, _model_content(inputs.model_dir))
+            remedy = _suggest_remedy(inputs.model_dir, _read_digests(inputs.model_dir))
             raise ArtifactError(
-                f"{path} is not the file that the adapters of {checkpoint} were trained beside",
-                expected=digest,
-                found=now or "no such file",
-                hint="its bytes have changed, though it is of the same model: "
-                + remedy.get("hint", "make it anew:"),
+                f"{path} is not the file that the adapters of {checkpoint} were trained with",
+                expected=expected,
+                found=actual or "no such file",
+                hint="the model is the same, but the bytes of its weights have changed: "
+                + remedy.get("hint", "create it again:"),
                 run=remedy.get("run", ""),
             )
 
 
-def require_same_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:
-    """Raise ArtifactError when the frozen weights of a node are not those of rank 0.
+def require_same_base_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:
+    """Raise ArtifactError if the base weights on a node differ from those on the node of rank 0.
 
-    All ranks must call this. One rank of each node knows their digests.
+    All ranks must call this. One rank of each node knows the digests, see `verify_model_files`.
     """
-    found = gather(inputs.base, layout.control)
-    for rank, base in enumerate(found):
-        if base and base != found[0]:
-            wrong = sorted(
+    digests_by_rank = gather(inputs.base, layout.control)
+    expected = digests_by_rank[0]
+    for rank, digests in enumerate(digests_by_rank):
+        if digests and digests != expected:
+            names = sorted(
                 name
-                for name in base.keys() | found[0].keys()
-                if base.get(name) != found[0].get(name)
+                for name in digests.keys() | expected.keys()
+                if digests.get(name) != expected.get(name)
             )
             raise ArtifactError(
-                f"the model {inputs.model_dir} holds other bytes on the node of "
+                f"the model {inputs.model_dir} contains other bytes on the node of "
                 f"rank {rank} than on that of rank 0",
-                found=", ".join(wrong),
-                hint="copy it anew to one of them",
+                found=", ".join(names),
+                hint="copy it again to one of them",
             )
 
 
-def _model_content(model_dir: Path) -> dict[str, Any]:
-    """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
+def _read_digests(model_dir: Path) -> dict[str, Any]:
+    """Return the manifest of a model, or one made from the Hugging Face cache that it lies in.
+
+    In that cache, the name of a file with weights is its SHA-256.
+    """
     if content := manifest.read_if_any(model_dir):
         return content
     blobs = {

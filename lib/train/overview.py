@@ -1,4 +1,4 @@
-"""Print what a run is going to do, at its start and with --dry-run, also for other machines."""
+"""Print the plan of a run: at its start, and with --dry-run, also for other machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lib.tokens.chat import write
 from lib.train import checks, estimates, memory_fit
 from lib.train import plan as plans
 from lib.train.config import Config
-from lib.train.data import Data, chat_policy, mix, shards_of_rank
+from lib.train.data import Data, combine_stores, make_chat_policy, select_shards
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.inputs import Inputs
 from lib.train.model import describe_balance, describe_weights
@@ -44,7 +44,7 @@ def show_head(
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = (
         "none with --streaming"
-        if data.samples is None
+        if data.samples_per_epoch is None
         else "none that fills a sample (stage 02 makes a split with --validation-percent)"
     )
     log.table(
@@ -57,22 +57,22 @@ def show_head(
             **estimates.describe_cost(plan, cost, hardware),
         }
     )
-    _tell_doubts(plan, cost, hardware, bool(data.held_out))
+    _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
     log.info(
         f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
         + flops.described(model, config.seq_length)
     )
 
 
-def hardware_of(config: Config, layout: ParallelLayout) -> Hardware:
-    """Return the number and the peak FLOP/s of this launch's ranks. A CPU is measured."""
+def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
+    """Return the devices of this launch. The peak FLOP/s of a CPU is measured."""
     peak, source = flops.device_peak(layout.device, config.precision)
     kind = "GPU" if layout.device.type == "cuda" else "rank"
     return Hardware(layout.ranks, peak, source, kind)
 
 
 def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
-    """Print what a run would do, and write nothing.
+    """Print the plan of a dry run, and write nothing.
 
     Raises UsageError if a batch cannot be divided, after everything else has been printed.
     """
@@ -93,35 +93,39 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         }
     )
     data, samples = _open_or_estimate(config, inputs)
-    configs = memory_fit.fit_planned(config, inputs, model) or {plans.launched_size(): config}
-    for ranks, given in configs.items():
+    configs = memory_fit.fit_to_planned_gpus(config, inputs, model) or {
+        plans.get_world_size(): config
+    }
+    for ranks, filled in configs.items():
         if config.plan_gpus:
             log.info(f"on {units.counted(ranks, 'GPU')}:")
-        given = memory_fit.limit_batch(given, samples, ranks)
-        configs[ranks] = given
-        plan = problems.collect(partial(Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
+        limited = memory_fit.limit_batch(filled, samples, ranks)
+        configs[ranks] = limited
+        plan = problems.collect(
+            partial(Plan.of, limited, inputs.fingerprints, samples, ranks=ranks)
+        )
         if plan is None:
             log.info("  not possible: see the error at the end")
             continue
         if not plan.fills_a_step:
-            log.warn(_too_short(plan, ranks))
+            log.warn(_describe_shortage(plan, ranks))
         if data:
             problems.collect(
                 partial(
                     checks.require_enough_steps,
                     config,
                     plan.total_steps,
-                    has_begun=bool(inputs.begun),
+                    has_begun=bool(inputs.earlier_run),
                 )
             )
-        _tell(config, plan, data, cost, _hardware(config, ranks))
+        _print_numbers(config, plan, data, cost, _get_planned_hardware(config, ranks))
     if config.plan_gpus:
         _print_memory(config, model, configs, data.most_documents if data else None)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
 
-def _too_short(plan: Plan, ranks: int) -> str:
+def _describe_shortage(plan: Plan, ranks: int) -> str:
     """Return the warning that the data does not fill a step on this number of GPUs."""
     return (
         f"on {units.counted(ranks, 'GPU')} the dataset is too small for one step "
@@ -131,7 +135,7 @@ def _too_short(plan: Plan, ranks: int) -> str:
 
 
 def _describe_settled(config: Config) -> dict[str, str]:
-    """Return the options that were neither typed nor set by a default, each with its reason."""
+    """Return the options that a rule of settle.py has filled, each with the reason."""
     values = {name: getattr(config, name) for name in config.settled_by}
     texts = [
         f"{declared.flag(name)} {_format_value(value)} ({config.settled_by[name]})"
@@ -149,7 +153,7 @@ def _format_value(value: Any) -> str:
 
 
 def _describe_ranks(config: Config) -> dict[str, str]:
-    """Return the reason if the plan is for one rank only."""
+    """Return a row that explains why the plan is for one rank; {} if torchrun started this."""
     if config.plan_gpus or "WORLD_SIZE" in os.environ:
         return {}
     return {
@@ -157,10 +161,10 @@ def _describe_ranks(config: Config) -> dict[str, str]:
     }
 
 
-def _tell(
+def _print_numbers(
     config: Config, plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware
 ) -> None:
-    """Print the numbers of a plan. data: None when its samples are an estimate."""
+    """Print the numbers of a plan. data: None if the number of samples is an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
@@ -173,27 +177,32 @@ def _tell(
             estimates.estimate_step_seconds(plan, cost, hardware),
         )
     log.table(numbers | estimates.describe_cost(plan, cost, hardware))
-    _tell_doubts(plan, cost, hardware, bool(data.held_out) if data else cost.validates)
+    has_validation = bool(data.held_out) if data else cost.validates
+    _warn_about_unusual_options(plan, cost, hardware, has_validation)
 
 
-def _tell_doubts(plan: Plan, cost: ModelCost, hardware: Hardware, has_validation: bool) -> None:
-    """Warn of options that are odd for a run of this length and a model of this size."""
+def _warn_about_unusual_options(
+    plan: Plan, cost: ModelCost, hardware: Hardware, has_validation: bool
+) -> None:
+    """Warn about options that are unusual for a run of this length and a model of this size."""
     config = plan.config
-    doubts = [
+    warnings = [
         estimates.suggest_global_batch(plan, cost, hardware),
         checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, bool(config.lora_rank)),
         *checks.list_unusual_options(config, plan.total_steps, has_validation),
     ]
-    for doubt in filter(None, doubts):
+    for warning in filter(None, warnings):
         if log.rank() == 0:
-            log.warn(doubt)
+            log.warn(warning)
 
 
 def _open_or_estimate(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
-    """Return the data and its number of samples; if it is not prepared, None and an estimate."""
+    """Return the data and the samples of an epoch; if it is not prepared, None and an estimate."""
     if inputs.shards:
-        return Data(shards_of_rank(config, inputs.shards), []), None
-    policies = [chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
+        return Data(select_shards(config, inputs.shards), []), None
+    policies = [
+        make_chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora
+    ]
     targets = [
         store.find_store_dir(
             config.cache_dir,
@@ -229,11 +238,11 @@ def _open_or_estimate(config: Config, inputs: Inputs) -> tuple[Data | None, int 
         )
         total = sum(len(tokens.splits["train"].tokens) for tokens in stores)
         return None, total // config.seq_length
-    data = mix(config, inputs, stores)
-    return data, data.samples
+    data = combine_stores(config, inputs, stores)
+    return data, data.samples_per_epoch
 
 
-def _hardware(config: Config, ranks: int) -> Hardware:
+def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     """Return the GPUs of --plan-gpus, or the devices of this machine."""
     if config.plan_gpus:
         if config.plan_gpu_tflops:
@@ -249,15 +258,15 @@ def _hardware(config: Config, ranks: int) -> Hardware:
 def _print_memory(
     config: Config, model: PreTrainedModel, configs: dict[int, Config], most_documents: int | None
 ) -> None:
-    """Print the memory on --plan-gpus, or a warning if a model of this family cannot be traced.
+    """Print the memory per GPU of --plan-gpus, or a warning if the model cannot be traced.
 
-    configs: by number of GPUs.
+    configs: options by number of GPUs. most_documents: see plan.make_step_config.
     """
     try:
         available = config.plan_gpu_memory
         steps = [
-            plans.step_config(given, model, ranks, True, most_documents)
-            for ranks, given in configs.items()
+            plans.make_step_config(filled, model, ranks, True, most_documents)
+            for ranks, filled in configs.items()
         ]
         memory.print_memory_table(model, steps, available, not config.no_progress)
     except UsageError:
@@ -267,7 +276,7 @@ def _print_memory(
 
 
 def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> ModelCost:
-    """Return what an estimate of the run must know of the model."""
+    """Return the facts about the model that the estimates of the run need."""
     return ModelCost(
         model.num_parameters(),
         flops.per_token(model, config.seq_length),

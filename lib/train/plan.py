@@ -1,4 +1,4 @@
-"""Compute what a run will do, before any process group exists."""
+"""Compute the steps, the batch and the learning rate of a run before any process group exists."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # imports torch
 class Plan:
     """The batch, the length and the identity of a run.
 
-    inputs: fingerprints of model, dataset and tokenizer, by name. samples: of one epoch, None if
-    unknown.
+    inputs: fingerprints of model, dataset and tokenizer, by name. samples: number of samples in an
+    epoch, None if unknown.
     """
 
     config: Config
@@ -50,20 +50,20 @@ class Plan:
     ) -> Plan:
         """Return the plan of a run; UsageError if the batch cannot be divided or data is too short.
 
-        ranks: None for those of this launch. With --plan-gpus, data that is too short for one step
-        is not an error: the plan has one step then, see `fills_a_step`.
+        ranks: number of ranks (default: those of this launch). With --plan-gpus, data that is too
+        short for one step is not an error: the plan then has one step, see `fills_a_step`.
         """
-        division = divide(config, rank, ranks or launched_size())
+        division = divide_batch(config, rank, ranks or get_world_size())
         if config.plan_gpus:
-            steps = max(1, _steps(config, samples, division.global_batch))
+            steps = max(1, _count_full_steps(config, samples, division.global_batch))
         else:
-            steps = total_steps(config, samples, division.global_batch)
+            steps = count_steps(config, samples, division.global_batch)
         return cls(config, inputs, division, samples, steps)
 
     @property
     def fills_a_step(self) -> bool:
-        """Return whether the data suffices for one step; otherwise a plan only warns."""
-        return _steps(self.config, self.samples, self.division.global_batch) > 0
+        """Return whether the data suffices for one step; a dry run only warns if it does not."""
+        return _count_full_steps(self.config, self.samples, self.division.global_batch) > 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,28 +92,28 @@ class Plan:
         """
         from lib.parallel.layout import gather
 
-        mine = self.identity()
-        mine["options"] |= self.config.values_of(Role.ALIKE) | {
+        own = self.identity()
+        own["options"] |= self.config.values_of(Role.ALIKE) | {
             "ckpt_local_dir": bool(self.config.ckpt_local_dir),
             "steps": self.total_steps,
             "batch_size": self.division.micro_batch,
         }
-        mine["inputs"] = mine["inputs"] | {"samples": self.samples}
-        for rank, other in enumerate(gather(mine, layout.control)):
-            if changes := differences(other, mine):
+        own["inputs"] = own["inputs"] | {"samples": self.samples}
+        for rank, identity in enumerate(gather(own, layout.control)):
+            if changes := differences(identity, own):
                 raise UsageError(
                     f"ranks {rank} and {layout.rank} were started differently",
                     found="\n".join(
-                        each.describe(f"on rank {rank}", f"on rank {layout.rank}")
-                        for each in changes
+                        change.describe(f"on rank {rank}", f"on rank {layout.rank}")
+                        for change in changes
                     ),
                     expected="the same command, dataset and model on every node",
                 )
 
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with its derivation, as rows of a table."""
-        d = self.division
-        samples_needed = self.total_steps * self.division.global_batch
+        global_batch = self.division.global_batch
+        total_samples = self.total_steps * global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
         warmup = (
@@ -122,57 +122,63 @@ class Plan:
             else f"{self.schedule.peak:g} without warm-up"
         )
         rows = {
-            "tokens/step": product(d, self.config.seq_length),
+            "tokens/step": describe_batch(self.division, self.config.seq_length),
             "epoch": "of unknown length",
             "steps": f"{self.total_steps:,} ({tokens})",
             "learning rate": f"{self.schedule.kind}, {warmup}{down}",
         }
         if not self.samples:
             return rows if self.samples is None else rows | {"epoch": "no sample"}
-        asked = epochs(self.config)
-        passes = samples_needed / self.samples
-        left_out = asked * self.samples - samples_needed if asked else 0
-        a_pass = (
-            f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of "
-            f"{d.global_batch}"
+        epochs = count_epochs(self.config)
+        passes = total_samples / self.samples
+        left_out = epochs * self.samples - total_samples if epochs else 0
+        one_pass = (
+            f"{self.samples:,} samples = {self.samples / global_batch:,.1f} steps of {global_batch}"
         )
-        rows |= {"epoch": a_pass, "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})"}
-        if own := self.config.steps_per_epoch:
+        rows |= {
+            "epoch": one_pass,
+            "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})",
+        }
+        if steps_per_epoch := self.config.steps_per_epoch:
             rows |= {
-                "epoch": f"{units.counted(own, 'step')}; a pass over the data is {a_pass}",
+                "epoch": f"{units.counted(steps_per_epoch, 'step')}; a pass over the data is "
+                f"{one_pass}",
                 "steps": f"{self.total_steps:,} ({passes:.2f} passes over the data, {tokens})",
             }
-        if 0 < left_out < d.global_batch:
+        if 0 < left_out < global_batch:
             rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
         return rows
 
 
-def product(d: Division, seq_length: int) -> str:
-    """Return the tokens of a step as the product of its factors."""
+def describe_batch(division: Division, seq_length: int) -> str:
+    """Return the tokens of a step as a product: `64 = 2 per process × 8 tokens × …`."""
     return (
-        f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} "
-        f"tokens × {d.accumulation} accumulation × {units.counted(d.dp_size, 'rank')}"
+        f"{division.global_batch * seq_length:,} = {division.micro_batch} per process × "
+        f"{seq_length:,} tokens × {division.accumulation} accumulation × "
+        f"{units.counted(division.dp_size, 'rank')}"
     )
 
 
-def launched_size() -> int:
-    """Return the number of ranks that torchrun started; 1 without torchrun."""
+def get_world_size() -> int:
+    """Return the number of ranks of this launch; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def degrees(config: Config) -> Degrees:
+def get_degrees(config: Config) -> Degrees:
     """Return the degrees of parallelism that the options ask for."""
     return Degrees(config.shard_size)
 
 
-def divide(config: Config, rank: int, ranks: int) -> Division:
-    """Return how the samples of a step are divided; UsageError if they cannot be.
+def divide_batch(config: Config, rank: int, ranks: int) -> Division:
+    """Return the division of a global batch into micro-batches; UsageError if there is none.
 
-    rank, ranks: of this launch or of a planned one. A batch size that is still open counts as 1.
+    rank: the rank whose share it is. ranks: number of ranks, of this launch or of a planned one. A
+    --batch-size that is still open counts as 1.
     """
-    batch = _samples(config)
-    dp_rank = degrees(config).dp_rank(rank)
-    dp_size = degrees(config).dp_size(ranks)
+    batch = _get_micro_batch(config)
+    degrees = get_degrees(config)
+    dp_rank = degrees.dp_rank(rank)
+    dp_size = degrees.dp_size(ranks)
     if config.global_batch_size is None:
         return Division(batch, config.grad_accum_steps or 1, dp_rank, dp_size)
     per_pass = batch * dp_size
@@ -186,24 +192,25 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
     return Division(batch, accumulation, dp_rank, dp_size)
 
 
-def _samples(config: Config) -> int:
-    """Return the samples of a process in a micro-batch; 1 while that is open."""
+def _get_micro_batch(config: Config) -> int:
+    """Return the samples in a micro-batch of one process; 1 while --batch-size is open."""
     return 1 if config.batch_size in (None, AUTO) else config.batch_size
 
 
-def epochs(config: Config) -> int | None:
-    """Return the number of passes over the data; None if only a number of steps ends training."""
+def count_epochs(config: Config) -> int | None:
+    """Return the number of passes over the data; None if only a number of steps ends the run."""
     if config.steps_per_epoch:
         return None
     return config.num_epochs or (None if config.max_steps else 1)
 
 
-def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return the number of steps: the options' limit or --num-epochs, whichever comes first.
+def count_steps(config: Config, samples: int | None, global_batch: int) -> int:
+    """Return the number of steps of a run: --max-steps or --num-epochs, whichever ends first.
 
-    Raises UsageError if the data is too small for one step.
+    samples: in an epoch, None if unknown. global_batch: samples per step. Raises UsageError if the
+    data is too small for one step.
     """
-    if steps := _steps(config, samples, global_batch):
+    if steps := _count_full_steps(config, samples, global_batch):
         return steps
     raise UsageError(
         "the dataset is too small for one step",
@@ -212,25 +219,26 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
     )
 
 
-def _steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return the number of steps; 0 if the data is too small for one."""
+def _count_full_steps(config: Config, samples: int | None, global_batch: int) -> int:
+    """Return the number of steps as `count_steps`, or 0 if the data is too small for one."""
     limits = [config.step_limit] if config.step_limit else []
-    if samples is not None and (asked := epochs(config)):
-        limits.append(asked * samples // global_batch)
+    if samples is not None and (epochs := count_epochs(config)):
+        limits.append(epochs * samples // global_batch)
     return 0 if samples == 0 else min(limits)
 
 
-def step_config(
+def make_step_config(
     config: Config,
     model: PreTrainedModel,
     ranks: int,
     on_gpu: bool,
     most_documents: int | None = None,
 ) -> StepConfig:
-    """Return the step whose memory is planned, for a run on `ranks` devices.
+    """Return the step of a run on `ranks` devices, in the form that memory estimates take.
 
-    most_documents: in a packed sample, with its padding; None: the limit of the packing. Options
-    that are still open count as 1 sample, no recomputation, and no gathered weights.
+    most_documents: the largest number of documents in a packed sample, padding counts as one
+    (default: the limit of the packing). Options that are still open count as 1 sample, no
+    recomputation, and no gathered weights.
     """
     import torch
 
@@ -239,28 +247,28 @@ def step_config(
 
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
-    batch = _samples(config)
+    batch = _get_micro_batch(config)
     recompute = (
         "none" if config.activation_checkpointing == AUTO else config.activation_checkpointing
     )
-    a_pass = batch * degrees(config).dp_size(ranks)
-    per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
+    samples_per_pass = batch * get_degrees(config).dp_size(ranks)
+    global_batch = config.global_batch_size or samples_per_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     if most_documents is None:
         most_documents = packing.choose_document_limit(config.seq_length) + 1
-    elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
-    by_kernel = (
+    for_any_gpu = bool(config.plan_gpus) or not torch.cuda.is_available()
+    uses_packed_kernel = (
         is_packed
         and on_gpu
         and (
             config.attention == "flash_attention_2"
             or (
                 config.attention in ("auto", "varlen")
-                and not attention.varlen_problem(config.precision, model.config, elsewhere)
+                and not attention.varlen_problem(config.precision, model.config, for_any_gpu)
             )
         )
     )
-    by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
+    uses_mask = is_packed and not uses_packed_kernel and config.attention in ("auto", "sdpa")
     is_compiled = compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu"))
     return StepConfig(
         ranks,
@@ -269,11 +277,11 @@ def step_config(
         config.seq_length,
         config.precision,
         recompute,
-        per_step > a_pass,
+        global_batch > samples_per_pass,
         offload,
         bool(config.keep_gathered),
-        by_mask,
-        most_documents * by_kernel,
+        uses_mask,
+        most_documents if uses_packed_kernel else 0,
         optimizer=config.optimizer,
         on_gpu=on_gpu,
         compiled=is_compiled,
@@ -281,10 +289,10 @@ def step_config(
 
 
 def next_command(config: Config, experiment: Experiment) -> str:
-    """Return the line that names the command to type after a complete run."""
+    """Return a line with the command to type after a complete run."""
     save_dir = experiment.root.parent
-    where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
+    location = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
     trust = ["--trust-remote-code"] if config.trust_remote_code else []
     return "next: " + commands.script(
-        "05_export_checkpoint.py", "-e", experiment.root.name, *where, *trust
+        "05_export_checkpoint.py", "-e", experiment.root.name, *location, *trust
     )

@@ -87,24 +87,24 @@ def read_previous(experiment: Experiment) -> dict[str, Any]:
 
 
 def find_previous_model(
-    experiment: Experiment, begun: dict[str, Any], named: Checkpoint | None, cache_dir: Path
+    experiment: Experiment, earlier_run: dict[str, Any], named: Checkpoint | None, cache_dir: Path
 ) -> str | None:
     """Return the directory of the model that a run was started with; None for a new run.
 
-    This also works with --overwrite, and for a run that has saved nothing yet. If the directory is
-    gone, a prepared model with the same content is used. begun: see `read_previous`. named: the
-    checkpoint of --resume. Raises ArtifactError if there is neither.
+    Works also with --overwrite, and for a run that has saved nothing yet. If the directory is gone,
+    returns a prepared model with the same content. earlier_run: see `read_previous`. named: the
+    checkpoint that --resume names. Raises ArtifactError if there is no such model either.
     """
-    recorded = begun or journal.read_config(experiment) or (named.commit() if named else {})
+    recorded = earlier_run or journal.read_config(experiment) or (named.commit() if named else {})
     path = recorded.get("model_dir", "")
     fingerprint = recorded.get("identity", {}).get("inputs", {}).get("model")
-    found = lookup.find_recorded_model(path, fingerprint, cache_dir)
-    if found is None and path:
+    model_dir = lookup.find_recorded_model(path, fingerprint, cache_dir)
+    if model_dir is None and path:
         raise ArtifactError(
             f"the model {path}, with which {experiment.root} was begun, is gone",
             hint="copy it there; -m NAME names it elsewhere, or another model",
         )
-    return found
+    return model_dir
 
 
 def find_kept_template(directories: Sequence[Path], fingerprint: str | None) -> KeptTemplate | None:
@@ -183,8 +183,8 @@ def _other_settings(
 
 
 def _is_own_run(root: Path, config: Config) -> bool:
-    own = Experiment(config.save_dir, config.experiment_name).root
-    return own.resolve() == root.resolve()
+    own_root = Experiment(config.save_dir, config.experiment_name).root
+    return own_root.resolve() == root.resolve()
 
 
 def _continue_from(
@@ -194,15 +194,17 @@ def _continue_from(
     names = {each.name for each in changed}
     if not names & _TENSOR_OPTIONS.keys() and not (config.trains_lora and "model" in names):
         return _RESUME_WITH_CHANGES, commands.as_typed("--resume-with-changes")
-    own = Experiment(config.save_dir, config.experiment_name)
+    own_run = Experiment(config.save_dir, config.experiment_name)
     root = _run_of(checkpoint)
-    if has_checkpoints(own) or not _has_recorded(journal.read_config(_experiment(root)), earlier):
+    if has_checkpoints(own_run) or not _has_recorded(
+        journal.read_config(_open_experiment(root)), earlier
+    ):
         return "", ""
-    words = ("--config", root / "config.yaml", "-e", own.root, "--resume", checkpoint)
+    words = ("--config", root / "config.yaml", "-e", own_run.root, "--resume", checkpoint)
     return "the settings that it was saved with", commands.with_options(*words)
 
 
-def _experiment(root: Path) -> Experiment:
+def _open_experiment(root: Path) -> Experiment:
     return Experiment(root.parent, root.name)
 
 
@@ -220,7 +222,7 @@ def _continue_run(
     The options in its config.yaml help if they still name the inputs that it was started with. They
     do not if an input was replaced under the same name, or if a later launch recorded others.
     """
-    record = journal.read_config(_experiment(where))
+    record = journal.read_config(_open_experiment(where))
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
@@ -257,9 +259,9 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
         "use another --experiment-name, --overwrite to start this one anew (the old one is "
         "kept), or --resume-with-changes to go on all the same"
     )
-    own = ("--chat-template", kept)
+    template_option = ("--chat-template", kept)
     if any(each.name != TEMPLATE for each in changed):
-        run = commands.with_options("--config", _run_of(where) / "config.yaml", *own)
+        run = commands.with_options("--config", _run_of(where) / "config.yaml", *template_option)
         return UsageError(
             f"{where} was begun with other settings",
             found=list_differences(changed),
@@ -270,7 +272,7 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
         f"{where} was begun with other settings",
         found=list_differences(changed),
         hint=f"{ways}, or the template that it was started with:",
-        run=commands.as_typed(*own, drop=own[:1]),
+        run=commands.as_typed(*template_option, drop=template_option[:1]),
     )
 
 
@@ -384,11 +386,11 @@ def descends_from(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 
 
 def mark_complete(experiment: Experiment, step: int) -> None:
-    """Write to state.json that a run is complete, which a crash after the last save left out."""
+    """Write to state.json that a run is complete, which a crash after the last save omits."""
     state = journal.read_state(experiment)
     if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
         return
-    if state.get("step") != step:  # drop what it says about another step
+    if state.get("step") != step:  # drop the fields about another step
         state = {key: value for key, value in state.items() if key not in _STEP_FIELDS}
-    now = {"status": "complete", "step": step, "global_step": step}
-    manifest.write_json(experiment.state, state | now)
+    completed = {"status": "complete", "step": step, "global_step": step}
+    manifest.write_json(experiment.state, state | completed)

@@ -18,12 +18,12 @@ from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
-from lib.parallel.loss import LossSum
+from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import metrics, symptoms
-from lib.train.estimates import MEASURED
+from lib.train.estimates import MEASURED_STEPS
 from lib.train.journal import Journal
 from lib.train.meters import Meters, Pace
 from lib.train.metrics import Metrics
@@ -164,14 +164,16 @@ class Report:
             self._speeds(),
         )
 
-    def add_validation(self, evaluation: Evaluation, model: nn.Module, loss_sum: LossSum) -> None:
+    def add_validation(
+        self, evaluation: Evaluation, model: nn.Module, compute_loss: LossFunction
+    ) -> None:
         """Measure the validation loss, print it and add it to the row that was captured.
 
         All ranks must call this.
         """
         assert self._captured is not None, "no row was captured"
         began = time.monotonic()
-        figures = evaluation.measure(model, loss_sum, self._show_batches)
+        figures = evaluation.measure(model, compute_loss, self._show_batches)
         loss = figures["eval/loss"]
         self._captured.validation.update(figures)
         log.info(
@@ -225,7 +227,7 @@ class Report:
         if (seconds := self._pace.seconds_per_step) is not None:
             left = self._plan.total_steps - self._state.step
             self._show_on_bar(eta=units.duration(left * seconds))
-            if self._pace.steps == MEASURED and left * seconds > _LONG_RUN_S:
+            if self._pace.steps == MEASURED_STEPS and left * seconds > _LONG_RUN_S:
                 self._log_duration(left)
 
     def _log_duration(self, left: int) -> None:
@@ -235,7 +237,7 @@ class Report:
         seconds = self._pace.seconds_per_step or 0.0
         saves = self._plan.config.ckpt_freq * seconds
         log.info(
-            f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
+            f"measured over {MEASURED_STEPS - 1} steps: {seconds:.3g} s per step, "
             f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the remaining {left:,} steps take "
             f"{units.duration(left * seconds)}, with a checkpoint every "
             f"{units.duration(saves)}"

@@ -18,7 +18,7 @@ from lib.tokens.batches import BEGINNING
 from lib.train import previous_run, symptoms
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal
-from lib.train.model_files import require_same_base
+from lib.train.model_files import require_base_of_checkpoint
 from lib.train.report import Report
 from lib.train.rows import Divergence
 from lib.train.state import TrainState
@@ -42,12 +42,12 @@ def resume(
     control = state.layout.control
     plan = state.plan
     is_named = False
-    named = inputs.named
+    named = inputs.named_checkpoint
     if named is not None and not on_rank_0(
         lambda: previous_run.descends_from(commit.find_newest(experiment.checkpoints), named),
         control,
     ):
-        search.require_intact(named, control)
+        search.verify_checkpoint(named, control)
         checkpoint = named
         is_named = True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
@@ -63,7 +63,10 @@ def resume(
         plan.config,
     )
     if is_frozen(state.model) and not any(change.name == "model" for change in changes):
-        on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)
+        on_rank_0(
+            lambda: require_base_of_checkpoint(checkpoint.record(), inputs, checkpoint.path),
+            control,
+        )
     began = time.monotonic()
     if not is_frozen(state.model):  # otherwise the base model's files have filled it already
         restore_ties(state.model)

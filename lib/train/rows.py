@@ -13,7 +13,7 @@ from torch import nn
 
 from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
-from lib.parallel.loss import LossSum
+from lib.parallel.loss import LossFunction
 from lib.parallel.routers import LoadFigures, RouterLoad
 from lib.parallel.trial import eval_mode
 from lib.tokens.batches import DataStream, MicroBatch, Position, evaluation_batches
@@ -33,7 +33,7 @@ def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
     return torch.stack([scalar.double() for scalar in scalars]).to("cpu", non_blocking=True)
 
 
-class LossSums(NamedTuple):
+class CapturedLoss(NamedTuple):
     """Summed losses of this rank, and label tokens of all ranks.
 
     sums: [2], last step and window, see `copy_to_host`. steps: steps in the window.
@@ -82,10 +82,10 @@ class LossWindow:
         self._window_tokens += label_tokens
         self._steps += 1
 
-    def capture(self) -> LossSums:
+    def capture(self) -> CapturedLoss:
         """Return the sums of this rank's metrics, to be read later, and start a new window."""
         sums = copy_to_host(self._last, self._window)
-        captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
+        captured = CapturedLoss(sums, self._last_tokens, self._window_tokens, self._steps)
         self._window = self._zero()
         self._window_tokens = 0
         self._steps = 0
@@ -106,7 +106,7 @@ class CapturedRow(NamedTuple):
     learning_rate: float
     tokens: int
     position: Position
-    loss: LossSums
+    loss: CapturedLoss
     norm_and_skipped: torch.Tensor
     load: LoadFigures
     speeds: dict[str, float]
@@ -244,7 +244,7 @@ class Evaluation:
     def measure(
         self,
         model: nn.Module,
-        loss_sum: LossSum,
+        compute_loss: LossFunction,
         show: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
     ) -> dict[str, float]:
         """Return the validation loss as figures of a row. All ranks must call this.
@@ -256,7 +256,7 @@ class Evaluation:
             batches = evaluation_batches(
                 part.samples, self._plan.config.eval_batches, self._plan.division
             )
-            losses[part.name] = measure_loss(model, loss_sum, show(batches), self._layout)
+            losses[part.name] = measure_loss(model, compute_loss, show(batches), self._layout)
         weights = sum(part.weight for part in self._held_out)
         loss = sum(part.weight * losses[part.name] for part in self._held_out) / weights
         figures = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
@@ -267,14 +267,17 @@ class Evaluation:
 
 @torch.no_grad()
 def measure_loss(
-    model: nn.Module, loss_sum: LossSum, batches: Iterable[MicroBatch], layout: ParallelLayout
+    model: nn.Module,
+    compute_loss: LossFunction,
+    batches: Iterable[MicroBatch],
+    layout: ParallelLayout,
 ) -> float:
     """Return the mean loss over the label tokens of all ranks. All ranks must call this."""
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
     tokens = 0
     with eval_mode(model):
         for batch in batches:
-            total += loss_sum(batch.to(layout), 1.0)
+            total += compute_loss(batch.to(layout), 1.0)
             tokens += int((batch.labels != IGNORED).sum())
     loss_total, token_total = layout.total([total.item(), tokens])
     return loss_total / max(token_total, 1)

@@ -1,10 +1,11 @@
 """Settle the options that nobody typed, by one ordered list of rules.
 
-`RULES` lists every option that can be left open, with the rule that gives it a value. What depends
-on the memory of all ranks is agreed on afterwards (`agree_on_options`). To add a derived option,
-add a field to lib/train/config.py and a row to `RULES`. A rule is called while its option is None
-or `auto`, after the rows above it, and returns `config.with_values(REASON, option=value)`. The head
-of a run prints the value with the reason, in the row `settled` (lib/train/overview.py).
+`RULES` lists every option that can be left open, with the rule that gives it a value. To add a
+derived option, add a field to lib/train/config.py and a row to `RULES`. A rule is called while its
+option is None or `auto`, after the rows above it, and returns
+`config.with_values(REASON, option=value)`. The head of a run prints the value with the reason, in
+the row `settled` (lib/train/overview.py). Ranks may choose different values for options that depend
+on memory; they agree on them afterwards (`agree_on_options`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
 
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory_check import MemoryCheck
-    from lib.train.launches import Launch
+    from lib.train.journal import Launch
 
 _SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 _BIAS_STEP = 1e-3  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2)
@@ -34,7 +35,7 @@ _ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "l
 
 
 class Known(IntEnum):
-    """What a launch must know before a rule can decide, in the order in which it finds it out."""
+    """Says what a rule must know to decide. A launch learns these things in this order."""
 
     FILES = 1  # the model's and datasets' files, and earlier launches; torch is not imported
     HARDWARE = 2  # this machine, and the model's config
@@ -44,7 +45,7 @@ class Known(IntEnum):
 
 @dataclass
 class Facts:
-    """What rules decide by. model, memory: None until they are known. notes: lines for the log."""
+    """The facts by which rules decide. model, memory: None until known. notes: for the log."""
 
     inputs: Inputs
     model: PreTrainedModel | None = None
@@ -57,11 +58,11 @@ def _is_open(config: Config, names: list[str]) -> bool:
 
 
 class OptionRule(NamedTuple):
-    """How options that were left open get their values.
+    """The rule that gives values to options that were left open.
 
-    options: their fields, separated by blanks. known: what `settle` needs. settle: returns the
-    options with these settled, or unchanged if the rule cannot decide. applies: whether to call
-    it; None: while any of the options is None or `auto`.
+    options: the names of their fields, separated by blanks. known: what the rule must know. settle:
+    returns the config with values for these options, or unchanged if the rule cannot decide.
+    applies: whether to call it; None: if any of the options is None or `auto`.
     """
 
     options: str
@@ -74,7 +75,7 @@ class OptionRule(NamedTuple):
         return self.applies(config) if self.applies else _is_open(config, self.options.split())
 
 
-class Settled(NamedTuple):
+class SettledOptions(NamedTuple):
     """The options of a run, with the model and the memory check that decided some of them."""
 
     config: Config
@@ -83,7 +84,7 @@ class Settled(NamedTuple):
 
 
 def settle_from_files(config: Config, inputs: Inputs) -> Config:
-    """Return the options as far as files decide them, which is enough for the run's identity.
+    """Return the options after the rules that need only files; these decide the run's identity.
 
     Takes milliseconds and logs nothing. Raises UsageError if options contradict the files or each
     other.
@@ -93,8 +94,8 @@ def settle_from_files(config: Config, inputs: Inputs) -> Config:
     return settled
 
 
-def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Settled:
-    """Return the options of this launch, with a value for each one that one rank can decide alone.
+def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> SettledOptions:
+    """Return the options of this launch, with a value for each one that a rank can decide alone.
 
     Checks the options against the model and the run's directory before the memory is estimated,
     which may take a minute. Raises UsageError or ArtifactError for options that this model, this
@@ -115,7 +116,7 @@ def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Se
     )  # only now: the rule for --router-aux-loss asks for it
     model.require_usable(config, experiment, inputs, facts.model)
     facts.memory = MemoryCheck.here(facts.model)
-    return Settled(apply_rules(config, facts, Known.MEMORY), facts.model, facts.memory)
+    return SettledOptions(apply_rules(config, facts, Known.MEMORY), facts.model, facts.memory)
 
 
 def agree_on_options(
@@ -125,10 +126,10 @@ def agree_on_options(
 
     samples: of an epoch, None if unknown.
     """
-    from lib.train import launches, memory_fit
+    from lib.train import journal, memory_fit
 
     agreed = memory_fit.agree_on_memory(config, samples, layout)
-    return launches.act_once(agreed, launch.has_begun)
+    return journal.drop_one_time_options(agreed, launch.has_begun)
 
 
 def apply_rules(config: Config, facts: Facts, known: Known) -> Config:
@@ -143,17 +144,17 @@ def _keep_option(name: str) -> Callable[[Config, Facts], Config]:
     """Return a rule that keeps the value with which the run was started."""
 
     def keep(config: Config, facts: Facts) -> Config:
-        value = facts.inputs.begun_with(name)
+        value = facts.inputs.get_earlier_option(name)
         return config.with_values(EARLIER_LAUNCH, **{name: value}) if value else config
 
     return keep
 
 
 def _keep_global_batch(config: Config, facts: Facts) -> Config:
-    """Keep the samples of a step with which the run was started.
+    """Keep the global batch with which the run was started.
 
-    On other ranks, with another --batch-size or in other memory, a step is divided anew. Raises
-    UsageError if it cannot be.
+    Another number of ranks, another --batch-size or another memory only divides it differently.
+    Raises UsageError if it cannot be divided.
     """
     batch = facts.inputs.identity.get("options", {}).get("global_batch_size")
     is_auto = config.batch_size == AUTO
@@ -162,12 +163,12 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     kept = config.with_values(EARLIER_LAUNCH, global_batch_size=batch, grad_accum_steps=None)
     if is_auto:
         return kept
-    typed = plan.divide(config, 0, plan.launched_size())
+    typed = plan.divide_batch(config, 0, plan.get_world_size())
     if typed.global_batch == batch:
         return config
     samples = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
     try:
-        divided = plan.divide(kept, 0, plan.launched_size())
+        divided = plan.divide_batch(kept, 0, plan.get_world_size())
     except UsageError as error:
         raise UsageError(
             f"{samples} cannot be divided",
@@ -191,9 +192,9 @@ def _fill_packing(config: Config, facts: Facts) -> Config:
 
 
 def _take_adapter_options(config: Config, facts: Facts) -> Config:
-    """Use the options of the adapter that --lora-from names; UsageError for others that were typed.
+    """Use the options of the adapter of --lora-from; UsageError if other values were typed.
 
-    If its directory is gone, they are those of the run whose checkpoints contain the adapter.
+    If the directory of the adapter is gone, uses those of the run whose checkpoints contain it.
     """
     adapter = facts.inputs.adapter
     recorded = facts.inputs.identity.get("options", {})
@@ -203,13 +204,13 @@ def _take_adapter_options(config: Config, facts: Facts) -> Config:
         else recorded.get(name, getattr(DEFAULTS, name))
         for name in _ADAPTER_OPTIONS
     }
-    taken = {}
+    adapter_values = {}
     problems = Problems()
     for name, value in values.items():
         typed = getattr(config, name)
         default = getattr(DEFAULTS, name)
         if typed == default != value:
-            taken[name] = value
+            adapter_values[name] = value
         elif typed not in (default, value) and name != "lora_dropout":  # which is free to change
             problems.add(
                 f"{declared.flag(name)} {typed} is not that of {config.lora_from}",
@@ -217,7 +218,7 @@ def _take_adapter_options(config: Config, facts: Facts) -> Config:
                 hint="leave it out: the adapter defines it",
             )
     problems.raise_if_any()
-    return config.with_values("--lora-from", **taken)
+    return config.with_values("--lora-from", **adapter_values)
 
 
 def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
@@ -257,10 +258,10 @@ def _fill_batch_size(config: Config, facts: Facts) -> Config:
             return auto
         return _keep_global_batch(auto, facts)
     if config.settled_by.get("global_batch_size") == EARLIER_LAUNCH:
-        divided = plan.divide(config, 0, plan.launched_size())
+        divided = plan.divide_batch(config, 0, plan.get_world_size())
         facts.notes.append(
             f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
-            f"begun with are kept: {plan.product(divided, config.seq_length or 1)}"
+            f"begun with are kept: {plan.describe_batch(divided, config.seq_length or 1)}"
         )
     return replace(config, batch_size=1)
 
@@ -299,9 +300,9 @@ def _fill_seq_length(config: Config, facts: Facts) -> Config:
 
 
 def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
-    """Balance the experts as the family does from scratch, and in fine-tuning if its config asks.
+    """Use the family's load balancing from scratch; in fine-tuning, only if the config sets it.
 
-    A resumed run without a recorded value had it off, or is older than the option.
+    A resumed run without a recorded value had load balancing off, or is older than the option.
     """
     from lib.parallel import routers
 
@@ -310,7 +311,7 @@ def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
     method = routers.find_method(model, routers.find_routers(model))
     if not method:
         return config
-    if facts.inputs.begun or facts.inputs.named:
+    if facts.inputs.earlier_run or facts.inputs.named_checkpoint:
         return config.with_values(EARLIER_LAUNCH, router_aux_loss=OFF)
     is_loss = method == routers.LOSS
     coefficient = routers.find_coefficient(model) if is_loss else _BIAS_STEP
@@ -322,13 +323,13 @@ def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
 
 
 def _fit_in_memory(config: Config, facts: Facts) -> Config:
-    """Choose what fits in the memory of this rank; other ranks may choose otherwise."""
+    """Choose values that fit in the memory of this rank; other ranks may choose differently."""
     from lib.train import memory_fit
 
     assert facts.memory is not None
     if config.plan_gpus or config.prepare_only:
         return config
-    return memory_fit.fit_here(config, facts.memory, facts.inputs.recomputed)
+    return memory_fit.fit_to_this_rank(config, facts.memory, facts.inputs.recomputed)
 
 
 RULES = (

@@ -18,9 +18,9 @@ from lib.parallel import meeting
 from lib.parallel.degrees import list_more_recomputation
 from lib.train import journal, meters
 from lib.train.config import Config
-from lib.train.plan import launched_size
+from lib.train.plan import get_world_size
 
-_MORE = "docs/how-to/troubleshooting.md says more"
+_SEE_PAGE = "docs/how-to/troubleshooting.md says more"
 
 
 @contextmanager
@@ -29,16 +29,18 @@ def explain_errors(config: Config, experiment: Experiment) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (explained := explain(error, config, experiment)) is not None:
+        if (explained := explain_error(error, config, experiment)) is not None:
             raise explained from error
         raise
 
 
-def explain(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
+def explain_error(
+    error: BaseException, config: Config, experiment: Experiment
+) -> StageError | None:
     """Return an error that says what to do, None for an error that is clear or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return _out_of_memory(text, config, experiment)
+        return _memory_error(text, config, experiment)
     if "does not have a deterministic implementation" in text:
         return UsageError(
             "--deterministic on cannot train this model",
@@ -47,7 +49,7 @@ def explain(error: BaseException, config: Config, experiment: Experiment) -> Sta
             run=commands.as_typed("--deterministic", "off"),
         )
     if isinstance(error, dist.DistError) or re.search(r"Connection (closed|reset) by peer", text):
-        return meeting.launcher_error() if launcher.is_gone() else _lost_rank(text)
+        return meeting.launcher_error() if launcher.is_gone() else _lost_rank_error(text)
     return None
 
 
@@ -66,7 +68,7 @@ def require_finite(loss: float, step: int, config: Config) -> None:
             f"the loss of the first step is {loss}",
             expected=remedy,
             found="no step was taken before, so the weights or the precision are the cause, "
-            f"not the learning rate; {_MORE}",
+            f"not the learning rate; {_SEE_PAGE}",
         )
 
 
@@ -85,7 +87,7 @@ def divergence_error(
     return UsageError(
         f"training has diverged: {in_a_row} bad steps in a row{tried}",
         found=f"the weights have not changed since step {step - in_a_row}",
-        hint=f"a lower learning rate, under another experiment name; {_MORE}",
+        hint=f"a lower learning rate, under another experiment name; {_SEE_PAGE}",
         run=_lower_rate_command(config, experiment),
     )
 
@@ -108,7 +110,7 @@ def _lower_rate_command(config: Config, experiment: Experiment) -> str:
     )
 
 
-def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageError:
+def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageError:
     """Return the error for a failed allocation. On CUDA, write a snapshot of the allocator."""
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
@@ -126,13 +128,13 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
     return UsageError(
         "out of memory",
         found=text.splitlines()[0],
-        expected=f"in this order: {'; '.join(remedies)} ({_MORE})",
-        run=commands.as_typed("--dry-run", "--plan-gpus", launched_size()),
+        expected=f"in this order: {'; '.join(remedies)} ({_SEE_PAGE})",
+        run=commands.as_typed("--dry-run", "--plan-gpus", get_world_size()),
     )
 
 
-def _lost_rank(text: str) -> StageError:
-    """Return the error for a rank that was lost. text: the error of torch."""
+def _lost_rank_error(text: str) -> StageError:
+    """Return the error for a connection to another rank that broke. text: the error of torch."""
     timed_out = "timeout" in text.lower() or "timed out" in text.lower()
     problem = (
         "a collective timed out: a rank has stopped, or the network between nodes fails"
@@ -143,6 +145,6 @@ def _lost_rank(text: str) -> StageError:
         problem,
         found=text.splitlines()[0][:300],
         expected="the cause in that rank's log (the file logs/rank_*.log that ends first)",
-        hint=_MORE,
+        hint=_SEE_PAGE,
         run=commands.as_typed(),
     )

@@ -89,9 +89,7 @@ def newest(
     Fails where any of what was loaded is not of that step.
     """
     left: Left = []
-    found = tier.find_newest_valid(
-        identity, after, lambda step, why: left.append((step, why)), before
-    )
+    found = tier.find_usable(identity, after, lambda step, why: left.append((step, why)), before)
     if found is None:
         return 0, left
     assert tier.holds(found) and found.commit()["tokens"] == 10 * found.step

@@ -52,12 +52,11 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             assert (
-                tier.find_newest_valid({"options": {}}, 0, lambda step, why: reasons.append(why))
-                is None
+                tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why)) is None
             )
     reasons += [text for text in caplog.messages if "stays where it is" in text]
     assert len(reasons) == 4 and all("does not mean that it is damaged" in why for why in reasons)
-    found = tier.find_newest_valid({"options": {}}, 0, lambda step, why: reasons.append(why))
+    found = tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why))
     assert found is not None and found.step == 3 and not commit.list_quarantined(tmp_path)
     tier.delete_all(3)
     assert recorded[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()

@@ -61,7 +61,7 @@ def _compare_loss_head(place: Place, dtype: torch.dtype, compiled: bool) -> dict
         place.size(CHUNK_LOGITS["cuda"], rows * vocabulary // 3),
         make_strict_compiler() if compiled else None,
     )
-    loss = head.forward.loss_sum(
+    loss = head.forward.chunked_loss_sum(
         lambda states: SimpleNamespace(logits=head(states)), {"states": hidden}, labels, 0.5
     )
     loss.backward()

@@ -49,7 +49,7 @@ def main() -> None:
                 buffer.fill_(0.5)
     if layout.rank == 1:
         experts.combine = fail
-    lines = gather(experts_trial.pick_function(model, layout), layout.control)
+    lines = gather(experts_trial.choose_experts_function(model, layout), layout.control)
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(lines))
     layout.stop()

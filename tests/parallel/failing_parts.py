@@ -52,7 +52,7 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     wrap = compiler.for_part("the update").wrap if compiler else None
     adamw = registry.build_optimizer("adamw8bit", model, 1e-2, wrap=wrap)
     guard = StepGuard("fp32", 30.0, layout.device, layout.ranks)
-    loss_sum = loss.build_loss(model, layout, "concat", compiler)
+    compute_loss = loss.build_loss(model, layout, "concat", compiler)
     tokens = torch.randint(
         0, 96, (STEPS, layout.ranks, 2, 33), generator=torch.Generator().manual_seed(1)
     )[:, layout.rank]
@@ -60,7 +60,7 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     for step in range(STEPS):
         batch = MicroBatch(tokens[step, :, :-1], tokens[step, :, 1:])
         scaled = guard.scale_for(64 * layout.ranks)
-        total = loss_sum(batch, scaled.loss)
+        total = compute_loss(batch, scaled.loss)
         total.backward()
         guard.clip(adamw, 1.0, scaled)
         adamw.step()

@@ -50,8 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_packed_documents_use_a_mask_without_the_varlen_kernel(gpu) -> None:
     gpu(9, 0)
-    assert attention.pick_implementation("auto", "documents", "bf16", LLAMA) == "varlen"
-    assert attention.pick_implementation("auto", "concat", "fp32", LLAMA) == "sdpa"
+    assert attention.choose_attention("auto", "documents", "bf16", LLAMA) == "varlen"
+    assert attention.choose_attention("auto", "concat", "fp32", LLAMA) == "sdpa"
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)  # 260 numbers per head
     cases = [
         ((9, 0), "fp32", LLAMA, "does not support fp32"),
@@ -63,9 +63,9 @@ def test_packed_documents_use_a_mask_without_the_varlen_kernel(gpu) -> None:
     ]
     for capability, precision, config, says in cases:
         gpu(*capability)
-        assert attention.pick_implementation("auto", "documents", precision, config) == "sdpa"
+        assert attention.choose_attention("auto", "documents", precision, config) == "sdpa"
         with pytest.raises(UsageError, match="varlen cannot train here") as error:
-            attention.pick_implementation("varlen", "documents", precision, config)
+            attention.choose_attention("varlen", "documents", precision, config)
         assert says in error.value.render()
 
 
@@ -77,7 +77,7 @@ def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, caps
     monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn")
     assert attention.resolve_flash("bf16", LLAMA) == "flash_attention_2"
     assert (
-        attention.pick_implementation("flash_attention_2", "concat", "bf16", LLAMA)
+        attention.choose_attention("flash_attention_2", "concat", "bf16", LLAMA)
         == "flash_attention_2"
     )
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
@@ -91,7 +91,7 @@ def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, caps
         told = capsys.readouterr().out
         assert says in told and "the fastest kernel available" in told and told.count("\n") == 1
         with pytest.raises(UsageError, match="flash_attention_2 cannot train here") as error:
-            attention.pick_implementation("flash_attention_2", "concat", precision, config)
+            attention.choose_attention("flash_attention_2", "concat", precision, config)
         assert says in error.value.render() and "--attention flash" in error.value.run
 
 

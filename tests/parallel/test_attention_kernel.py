@@ -59,7 +59,9 @@ def settled(
 ) -> str:
     config = config or LlamaConfig(**LLAMA)
     config._attn_implementation = name
-    return attention_kernel.pick_kernel(SimpleNamespace(config=config), packing, precision, device)
+    return attention_kernel.pick_attention_kernel(
+        SimpleNamespace(config=config), packing, precision, device
+    )
 
 
 def test_flash_attention_3_is_used_if_its_results_agree(hopper) -> None:

@@ -399,7 +399,7 @@ def here() -> Iterator[SimpleNamespace]:
 def test_our_function_is_used_after_a_trial(family: str, here: SimpleNamespace) -> None:
     model = make_model(family)
     experts.use_own_function(model)
-    line = experts_trial.pick_function(model, here)
+    line = experts_trial.choose_experts_function(model, here)
     assert line.startswith(f"{experts.NAME}, by grouped products")
     assert model.config._experts_implementation == experts.NAME
     assert not any("forward" in module.__dict__ for module in experts.experts_modules(model))
@@ -412,7 +412,7 @@ def test_a_model_without_experts_logs_nothing(here: SimpleNamespace) -> None:
     before = model.config._experts_implementation
     experts.use_own_function(model)
     assert model.config._experts_implementation == before
-    assert experts_trial.pick_function(model, here) == ""
+    assert experts_trial.choose_experts_function(model, here) == ""
 
 
 def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
@@ -452,7 +452,7 @@ def test_other_results_leave_experts_to_transformers(
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, "selective", None)
     monkeypatch.setattr(experts, "combine", combine)
-    line = experts_trial.pick_function(model, here)
+    line = experts_trial.choose_experts_function(model, here)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert said in line and "\n" not in line
     (ours, found) = gradients(model)

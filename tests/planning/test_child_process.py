@@ -93,7 +93,7 @@ def test_stage_04_takes_safe_settings_after_one_failure(
     began = time.monotonic()
     config, found = fit(given, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
-    assert found.excess(memory_fit.step_config_here(config, model)) == {}
+    assert found.excess(memory_fit.make_local_step_config(config, model)) == {}
     assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 

@@ -176,21 +176,21 @@ def test_the_estimate_uses_the_attention_of_the_run(
     options: dict[str, Any], precision: str, on_gpu: bool, told: tuple[bool, int]
 ) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
-    planned = plan.step_config(given, on_meta(), 1, on_gpu, 65)
+    planned = plan.make_step_config(given, on_meta(), 1, on_gpu, 65)
     assert (planned.masked, planned.documents) == told
 
 
 def test_documents_are_estimated_before_they_are_packed() -> None:
     """As many as a pack holds without being divided, and its padding."""
     given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
-    assert plan.step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
+    assert plan.make_step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
 
 
 def test_a_mask_is_estimated_if_no_kernel_takes_packed_documents() -> None:
     given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
-        planned = plan.step_config(given, model, 8, True)
+        planned = plan.make_step_config(given, model, 8, True)
         assert planned.masked and not planned.documents
 
 
@@ -324,12 +324,12 @@ def test_a_failed_estimate_is_one_line_of_the_log(
     monkeypatch.setattr(memory.log, "info", lines.append)
     model = on_meta()
     small = memory.MemoryEstimate(model, "fp32")
-    small.begin(plan.step_config(ASKED, model, 1, False))
+    small.begin(plan.make_step_config(ASKED, model, 1, False))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     told = memory.MemoryEstimate(model, "fp32")
-    told.begin(plan.step_config(ASKED, model, 1, False))
+    told.begin(plan.make_step_config(ASKED, model, 1, False))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -347,7 +347,7 @@ def test_on_a_gpu_a_child_process_without_gpus_makes_the_estimate(
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory.MemoryEstimate(model, "fp32")
-        told.begin(plan.step_config(ASKED, model, 1, False))
+        told.begin(plan.make_step_config(ASKED, model, 1, False))
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
@@ -434,7 +434,7 @@ def test_the_least_costly_setting_that_fits_is_printed(
     given = replace(ASKED, seq_length=1024, compile=False, **options)
     gib = usable_gib / 0.9
     memory.print_memory_table(
-        on_meta(), [plan.step_config(given, on_meta(), 8, True)], gib, shown=False
+        on_meta(), [plan.make_step_config(given, on_meta(), 8, True)], gib, shown=False
     )
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 

@@ -198,7 +198,7 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
     told: list[str] = []
     monkeypatch.setattr(memory_check.log, "info", told.append)
-    monkeypatch.setattr(memory_fit, "step_config_here", lambda config, model: case(ranks=1))
+    monkeypatch.setattr(memory_fit, "make_local_step_config", lambda config, model: case(ranks=1))
     for copies in (11.9, 13.5):  # of which a tenth stays free
         fitted.host = copies * trained
         memory_fit._report_copies(ASKED, fitted)

@@ -45,7 +45,7 @@ def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig)
             activation_checkpointing="none",
             plan_gpus=[gpus],
         )
-        case = plan.step_config(given, model, gpus, True)
+        case = plan.make_step_config(given, model, gpus, True)
         assert needed == pytest.approx(planned.step(case).total, rel=0.1)
     assert memory.per_gpu[1] > 3 * memory.per_gpu[8] and set(memory.per_gpu) == {1, 8, 64}
 
@@ -64,7 +64,7 @@ def test_experts_are_shared_by_more_ranks_than_there_are(tmp_path: Path) -> None
         plan_gpus=[16, 24, 32],
     )
     needed = [
-        planned.step(plan.step_config(given, model, gpus, True)).total / 2**30
+        planned.step(plan.make_step_config(given, model, gpus, True)).total / 2**30
         for gpus in given.plan_gpus
     ]
     assert needed[0] < 0.9 * 80e9 / 2**30 and needed[0] > needed[1] > needed[2]

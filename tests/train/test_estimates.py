@@ -27,9 +27,9 @@ def planned(
     given = options(
         seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every, **changes
     )
-    division = plan.divide(given, 0, ranks)
+    division = plan.divide_batch(given, 0, ranks)
     return Plan(
-        given, {}, division, samples, plan.total_steps(given, samples, division.global_batch)
+        given, {}, division, samples, plan.count_steps(given, samples, division.global_batch)
     )
 
 

@@ -42,8 +42,8 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
 
 def of(model_dir: Path, **more: object) -> Inputs:
     facts = {
-        "begun": {},
-        "named": None,
+        "earlier_run": {},
+        "named_checkpoint": None,
         "scratch": False,
         "model_stamps": file_identity.read_identities(directory.list_model_files(model_dir)),
     }
@@ -59,7 +59,7 @@ def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
         seed=0,
         lora_rank=0,
     )
-    model_files.require_whole_model(opts, of(model_dir, **more))
+    model_files.verify_model_files(opts, of(model_dir, **more))
 
 
 def flip(path: Path) -> None:
@@ -77,7 +77,11 @@ def test_damaged_weights_are_told_before_anything_is_trained(
     monkeypatch.setattr(verified, "_RACY_NS", -(10**18))
     require_whole(model_dir, tmp_path)
     flip(model_dir / "model.safetensors")
-    for run in ({"scratch": True}, {"begun": {"identity": {}}}, {"named": "step_00000002"}):
+    for run in (
+        {"scratch": True},
+        {"earlier_run": {"identity": {}}},
+        {"named_checkpoint": "step_00000002"},
+    ):
         require_whole(model_dir, tmp_path, **run)  # which read other weights
     with pytest.raises(ArtifactError, match=r"the model .* is damaged") as caught:
         require_whole(model_dir, tmp_path)

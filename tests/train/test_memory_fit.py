@@ -215,7 +215,7 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
 
 def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None:
     given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
-    asked = memory_fit.fit_planned(given, inputs(), on_meta())
+    asked = memory_fit.fit_to_planned_gpus(given, inputs(), on_meta())
     assert {ranks: config.shard_size for ranks, config in asked.items()} == {
         8: None,
         24: None,
@@ -243,7 +243,7 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
             },
         )
         config, found = fit(given, model)
-        case = memory_fit.step_config_here(config, model)
+        case = memory_fit.make_local_step_config(config, model)
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
         return config.keep_gathered
 
@@ -304,12 +304,12 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
         if not gpu and batch == "auto":
             batch = 1
         assert config.batch_size == batch and config.grad_accum_steps == accumulation
-        division = plan.divide(config, 0, 1)
+        division = plan.divide_batch(config, 0, 1)
         assert division.global_batch == (
             whole or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
     chosen, _ = fit(replace(asked, compile=False), on_meta(), begun)
-    assert plan.divide(chosen, 0, 1).global_batch == (
+    assert plan.divide_batch(chosen, 0, 1).global_batch == (
         whole or chosen.batch_size * (accumulation or 1)
     )
 
@@ -337,7 +337,7 @@ def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
         pickle.dumps((found, memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest))
     )
     assert asked[1:] == (memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest)
-    case = plan.step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
+    case = plan.make_step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
     known = {case: KnownSteps(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
@@ -355,12 +355,12 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
-    asked = memory_fit.fit_planned(given, inputs(), model)
+    asked = memory_fit.fit_to_planned_gpus(given, inputs(), model)
     assert asked[1].batch_size == 4 and asked[64].batch_size == 8
-    three = memory_fit.fit_planned(replace(given, batch_size=3), inputs(), model)
+    three = memory_fit.fit_to_planned_gpus(replace(given, batch_size=3), inputs(), model)
     assert [each.batch_size for each in three.values()] == [3, 3]
     both = replace(given, batch_size=8, activation_checkpointing="auto")
-    kinds = memory_fit.fit_planned(both, inputs(), model).values()
+    kinds = memory_fit.fit_to_planned_gpus(both, inputs(), model).values()
     assert [each.activation_checkpointing for each in kinds] == ["selective", "none"]
 
 

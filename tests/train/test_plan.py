@@ -32,13 +32,13 @@ def options(**changes: Any) -> Config:
 def make(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
     given = options(**{"batch_size": 4} | changes)
-    division = plan.divide(given, 0, 1)
+    division = plan.divide_batch(given, 0, 1)
     return Plan(
         given,
         {"model": "m", "dataset": "d", "tokenizer": "t"},
         division,
         samples,
-        plan.total_steps(given, samples, division.global_batch),
+        plan.count_steps(given, samples, division.global_batch),
     )
 
 
@@ -54,7 +54,7 @@ def make(samples: int = 103, **changes: Any) -> Plan:
     ],
 )
 def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> None:
-    division = plan.divide(options(**given), ranks - 1, ranks)
+    division = plan.divide_batch(options(**given), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
     assert (division.dp_rank, division.dp_size) == (ranks - 1, ranks)
 
@@ -62,7 +62,7 @@ def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> No
 @pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
 def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
     with pytest.raises(UsageError, match="--global-batch-size 24 cannot be divided") as caught:
-        plan.divide(options(batch_size=batch, global_batch_size=24), 0, ranks)
+        plan.divide_batch(options(batch_size=batch, global_batch_size=24), 0, ranks)
     assert f"a multiple of {batch * ranks} = {batch} per process" in caught.value.expected
     assert f"{ranks} ranks" in caught.value.expected
 
@@ -84,7 +84,7 @@ def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
     ],
 )
 def test_where_training_ends(given: dict, steps: int) -> None:
-    assert plan.total_steps(options(**given), samples=103, global_batch=10) == steps
+    assert plan.count_steps(options(**given), samples=103, global_batch=10) == steps
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_where_training_ends(given: dict, steps: int) -> None:
 )
 def test_too_little_data_for_a_step(given: dict, samples: int) -> None:
     with pytest.raises(UsageError, match="too small for one step") as caught:
-        plan.total_steps(options(**given), samples, global_batch=10)
+        plan.count_steps(options(**given), samples, global_batch=10)
     assert f"{samples} samples in an epoch, 10 in a step" in caught.value.found
 
 
 def test_little_data_is_enough_when_epochs_do_not_end() -> None:
-    assert plan.total_steps(options(max_steps=5), samples=1, global_batch=10) == 5
-    assert plan.total_steps(options(num_epochs=20), samples=1, global_batch=10) == 2
+    assert plan.count_steps(options(max_steps=5), samples=1, global_batch=10) == 5
+    assert plan.count_steps(options(num_epochs=20), samples=1, global_batch=10) == 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PLAIN = Config(batch_size=4, precision="bf16", activation_checkpointing="none")
 
 
 def explain(error: BaseException, **options: object):
-    return symptoms.explain(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
+    return symptoms.explain_error(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
 
 
 def test_an_allocation_that_fails_names_the_remedies_in_order() -> None:
