@@ -287,13 +287,14 @@ class LocalTier(Tier):
         seen = sorted(
             int(path.name.removeprefix(launch)) for path in self._directory.glob(f"{launch}*")
         )
-        sets = gather((problem, seen), self._control)
-        mark.unlink(missing_ok=True)
-        problems = [text for text, _ in sets if text] or [
+        answers = gather((problem, seen), self._control)
+        with suppress(OSError):  # `problem` says why it could not be written
+            mark.unlink(missing_ok=True)
+        problems = [text for text, _ in answers if text] or [
             f"ranks {rank} and {other} do not see the same files in {self._directory}"
-            for rank, (_, ranks) in enumerate(sets)
+            for rank, (_, ranks) in enumerate(answers)
             for other in ranks
-            if sets[other][1] != ranks
+            if answers[other][1] != ranks
         ]
         if problems:
             raise UsageError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
 from lib.core.artifacts import TOKENIZER_FILES
-from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError
+from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from_os_error
 from lib.core.events import Event
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
@@ -44,9 +44,9 @@ def claim(
     """Hold the lease of a run's directory, and record this launch in its config.yaml.
 
     With --overwrite, the earlier run is renamed first. A launch that is refused before it starts to
-    train leaves an earlier config.yaml as it was. chat: facts about the chat datasets,
-    None without any. All ranks must call this. Raises ExperimentHeld if another launch holds the
-    lease, and UsageError if the ranks do not see the same directory.
+    train leaves an earlier config.yaml as it was. chat: facts about the chat datasets, None without
+    any. All ranks must call this. Raises ExperimentHeld if another launch holds the lease, and
+    UsageError if the ranks do not see the same directory.
     """
     leases: list[Lease] = []
     earlier_records: list[str] = []  # at most one: config.yaml as this launch found it
@@ -70,8 +70,8 @@ def claim(
     except Preempted:
         ended_together = True
         raise
-    except (UsageError, ArtifactError):
-        if earlier_records and not journal.has_started:
+    except Exception as error:
+        if earlier_records and not journal.has_started and _is_refusal(error):
             with suppress(OSError):  # the error that refuses the launch matters more
                 manifest.write_text(experiment.config, earlier_records[0])
         raise
@@ -82,6 +82,12 @@ def claim(
                     experiment.stop_file.unlink(missing_ok=True)
             with suppress(OSError):  # the next launch sees that the process of a lease has ended
                 lease.release()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether an error refuses the launch (exit code 2 or 3), which no launcher repeats."""
+    cause = from_os_error(error) if isinstance(error, OSError) else error
+    return isinstance(cause, (UsageError, ArtifactError))
 
 
 def _write_start(
