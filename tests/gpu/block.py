@@ -88,7 +88,9 @@ def compute_gradients(
         if setting != REFERENCE:  # the reference needs its mask, and this change cannot be undone
             attention.avoid_device_reads(model, packing, 8192)
         if setting.flash_3:
-            kernel = attention_kernel.pick_attention_kernel(model, packing, setting.precision, device)
+            kernel = attention_kernel.pick_attention_kernel(
+                model, packing, setting.precision, device
+            )
             assert "FlashAttention 3" in kernel, kernel
         loss.token_loss_sum(model, _make_batch(place, packing, model.config.vocab_size)).backward()
         gradients = {
