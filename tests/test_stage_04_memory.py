@@ -91,7 +91,7 @@ def test_what_does_not_fit_otherwise_is_computed_again(project: Path) -> None:
         "--activation-checkpointing auto: selective, since less recomputation is not sure"
         in done.stdout
     )
-    assert "--activation-checkpointing selective (memory plan)" in done.stdout
+    assert "--activation-checkpointing selective (memory estimate)" in done.stdout
     kept = run_stage(
         "04_train_fsdp.py", "-e", "auto", *TRAIN[:3], 2, *TRAIN[4:], *wide, "--dry-run", cwd=project
     )

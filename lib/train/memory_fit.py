@@ -162,7 +162,7 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
                 f"--batch-size auto: {smallest} per process instead of "
                 f"{config.batch_size}, as rank {batches.index(smallest)} has chosen"
             )
-        config = config.with_values("memory plan", batch_size=smallest)
+        config = config.with_values("memory estimate", batch_size=smallest)
     is_open = config.has_auto_batch or "activation_checkpointing" in config.settled_by
     if is_open and most != config.activation_checkpointing:
         if log.rank() == 0:
@@ -170,7 +170,9 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
                 f"--activation-checkpointing: {most} instead of "
                 f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen"
             )
-        config = config.with_values("memory plan of another rank", activation_checkpointing=most)
+        config = config.with_values(
+            "memory estimate of another rank", activation_checkpointing=most
+        )
     if "keep_gathered" in config.settled_by and not all(gathered):
         config = config.without_value("keep_gathered")
     if "shard_size" in config.settled_by and config.shard_size != layout.fsdp.size(-1):
@@ -232,7 +234,7 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
         )
         log.warn(
             f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
-            f"{batch} fits by the memory plan ({suggested:,} tokens){step}; "
+            f"{batch} fits by the memory estimate ({suggested:,} tokens){step}; "
             "--batch-size auto takes what fits"
         )
 
@@ -275,26 +277,26 @@ def _fill_options(
         notes = [f"the memory of this run could not be estimated: {error}"]
     if config.activation_checkpointing == AUTO:
         config = config.with_values(
-            EARLIER_LAUNCH if step.recompute == earlier_kind else "memory plan",
+            EARLIER_LAUNCH if step.recompute == earlier_kind else "memory estimate",
             activation_checkpointing=step.recompute,
         )
         if step.recompute != kinds[0]:
             notes += [
                 f"--activation-checkpointing auto: {step.recompute}, since less recomputation "
-                f"is not sure to fit in {units.memory(check.room)} by the memory plan"
+                f"is not sure to fit in {units.memory(check.room)} by the memory estimate"
             ]
     if step.shard_size != rows[0][0].shard_size:
-        config = config.with_values("memory plan", shard_size=step.shard_size)
+        config = config.with_values("memory estimate", shard_size=step.shard_size)
         notes.append(
             f"--shard-size {step.shard_size}: a replica of the model in each of "
-            f"{ranks // step.shard_size} nodes, since a step fits so by the memory plan; "
+            f"{ranks // step.shard_size} nodes, since a step fits so by the memory estimate; "
             f"--shard-size {ranks} shards over all ranks"
         )
     if step.keep_gathered and not config.keep_gathered:
-        config = config.with_values("memory plan", keep_gathered=True)
+        config = config.with_values("memory estimate", keep_gathered=True)
     if config.batch_size == AUTO:
         notes.append(_explain_batch(config, check, ranks, batches, step.batch))
-        config = config.with_values("memory plan", batch_size=step.batch)
+        config = config.with_values("memory estimate", batch_size=step.batch)
     return config, notes
 
 
@@ -354,7 +356,8 @@ def _explain_batch(
         reason = "all that a rank has of a step"
     elif batch < batches[-1]:
         reason = (
-            f"the largest that {divides_step}fits in {units.memory(check.room)} by the memory plan"
+            f"the largest that {divides_step}fits in {units.memory(check.room)} "
+            "by the memory estimate"
         )
     else:
         reason = (

@@ -389,7 +389,7 @@ def test_compiled_blocks_have_no_break(
 
 @pytest.fixture
 def here() -> Iterator[SimpleNamespace]:
-    """Give the layout of one rank; the memory plan makes a group of its own."""
+    """Give the layout of one rank; the memory estimate makes a group of its own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(device=torch.device("cpu"), control=dist.group.WORLD)
     dist.destroy_process_group()

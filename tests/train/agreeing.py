@@ -22,12 +22,12 @@ def main() -> None:
     """Agree, and write the result."""
     is_first = os.environ["RANK"] == "0"
     config = Config(seq_length=16, precision="fp32").with_values(
-        "memory plan",
+        "memory estimate",
         batch_size=4 if is_first else 2,
         activation_checkpointing="none" if is_first else "full",
     )
     if is_first:
-        config = config.with_values("memory plan", keep_gathered=True, shard_size=1)
+        config = config.with_values("memory estimate", keep_gathered=True, shard_size=1)
     layout = ParallelLayout.start(partial(memory_fit.agree_on_shards, config))
     config = memory_fit.agree_on_memory(config, None, layout)
     mine = {

@@ -94,7 +94,7 @@ def test_no_more_is_computed_again_than_needed(
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
         config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": kept}})
         assert config.settled_by["activation_checkpointing"] == (
-            "earlier launch" if config.activation_checkpointing == kept else "memory plan"
+            "earlier launch" if config.activation_checkpointing == kept else "memory estimate"
         )
         assert config.to_record()["activation_checkpointing"] == "auto"
         return config.activation_checkpointing, config.batch_size
@@ -103,7 +103,7 @@ def test_no_more_is_computed_again_than_needed(
     assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
     assert said == [
         "--activation-checkpointing auto: full, since less recomputation is not sure "
-        f"to fit in {units.memory(capacity.room(None))} by the memory plan"
+        f"to fit in {units.memory(capacity.room(None))} by the memory estimate"
     ]
     assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
     assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
@@ -146,7 +146,7 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
             activation_checkpointing="selective",
             **changes,
         )
-        given = given.with_values("memory plan", batch_size=32) if auto else given
+        given = given.with_values("memory estimate", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
         agreed = memory_fit.agree_on_memory(given, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
@@ -191,7 +191,7 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
         said.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
         config = fit(given, on_meta())[0]
-        assert (config.settled_by.get("shard_size") == "memory plan") == bool(said)
+        assert (config.settled_by.get("shard_size") == "memory estimate") == bool(said)
         assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
 
@@ -199,7 +199,7 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
     assert shards() == 8
     assert said == [
         "--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
-        "so by the memory plan; --shard-size 32 shards over all ranks"
+        "so by the memory estimate; --shard-size 32 shards over all ranks"
     ]
     assert shards(shard_size=16) == 16 and shards(shard_size=32) == 32
     nodes(3, 1000, shards=8)
@@ -390,7 +390,7 @@ def test_too_few_tokens_are_told_with_what_fits(
             ASKED,
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
-        given = given.with_values("memory plan", batch_size=1) if auto else given
+        given = given.with_values("memory estimate", batch_size=1) if auto else given
         memory_fit.suggest_batch(given, MemoryCheck.here(on_meta()), has_begun)
         return "".join(said)
 
