@@ -110,7 +110,7 @@ def make_identity(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> dict:
 
 def require_all_files(dst: Path) -> None:
     """Raise ArtifactError if existing splits have lost files."""
-    splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
+    splits = manifest.read_manifest(dst, KIND, "the splits")["summary"].get("splits")
     try:
         problems = place.list_missing_files(
             dst, {name: int(split["files"]) for name, split in splits.items()}

@@ -59,7 +59,7 @@ def build_docker_image(*, dry_run: bool = False, **wanted: Any) -> str:
     wanted: options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
     Raises UsageError or DiskFullError with the cause and its remedy.
     """
-    log.setup_unless_heard()
+    log.ensure_setup()
     return build_and_push(declared.from_values(ImageOptions, **wanted), dry_run)
 
 

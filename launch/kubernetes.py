@@ -376,7 +376,7 @@ def deploy_training_job(
     often and how long to try. wanted: options of `deploy` or of stage 04 by their names, such as
     job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
     """
-    log.setup_unless_heard()
+    log.ensure_setup()
     ours = declared.fields_by_spelling(JobOptions)
     theirs = declared.fields_by_spelling(Config)
     declared.require_known(wanted, [*ours, *theirs])

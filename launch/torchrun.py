@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
-    os.environ.setdefault(commands.LAUNCHED_AS, shlex.join(commands.typed()))
+    os.environ.setdefault(commands.LAUNCHED_AS, shlex.join(commands.typed_words()))
     import torch
     from torch import distributed
 

@@ -14,7 +14,7 @@ import pytest
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
 from lib.core import manifest, options
-from lib.core.errors import StageError, visible
+from lib.core.errors import StageError, escape_controls
 from lib.core.paths import Experiment
 from lib.corpus import inputs
 from lib.models import architecture, directory
@@ -106,7 +106,7 @@ def test_records_of_tokens(tmp_path: Path):
     path.mkdir()
     for name in ("train.tokens.bin", "train.ends.bin"):
         (path / name).write_bytes(bytes(16))
-    manifest.write(
+    manifest.write_manifest(
         path,
         kind=store.KIND,
         stage="04_train_fsdp.py",
@@ -173,4 +173,4 @@ def test_records_of_a_run(tmp_path: Path):
 
 
 def test_what_a_terminal_obeys_is_spelled_out():
-    assert visible("a\x1b[2J\r\x07b\n\tc\x9b") == "a\\x1b[2J\\x0d\\x07b\n\tc\\x9b"
+    assert escape_controls("a\x1b[2J\r\x07b\n\tc\x9b") == "a\\x1b[2J\\x0d\\x07b\n\tc\\x9b"

@@ -563,14 +563,14 @@ def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
 def _hash_without_xxhash(patch: pytest.MonkeyPatch) -> None:
     with patch.context() as inner:
         inner.delitem(hashing._ALGORITHMS, "xxh3")
-        hashing.new("xxh3")
+        hashing.new_hasher("xxh3")
 
 
 def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
     patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
     yield lambda: _hash_without_xxhash(patch)
-    yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
+    yield lambda: _raise(stage._find_known_error(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(
         architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
@@ -713,7 +713,7 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     begun, now = ({"options": {}, "inputs": {previous_run.TEMPLATE: text}} for text in "ab")
     yield lambda: _raise(
         previous_run._other_template(
-            identity.differences(begun, now), Path("a.jinja"), Path("outputs/run")
+            identity.find_differences(begun, now), Path("a.jinja"), Path("outputs/run")
         )
     )
     cached = Path("hub/models--org--name/snapshots/c")

@@ -120,11 +120,11 @@ def test_changed_code_is_not_run(evil: Path, tmp_path: Path):
 
 def test_no_command_that_runs_code_is_given_to_be_pasted():
     made = {"stage": "03_download_model.py", "options": {"model_name": "org/evil"}}
-    assert manifest.remedy(made)["run"].endswith("03_download_model.py --model-name org/evil")
-    told = manifest.remedy({**made, "options": {**made["options"], "trust_remote_code": True}})
+    assert manifest.make_remedy(made)["run"].endswith("03_download_model.py --model-name org/evil")
+    told = manifest.make_remedy({**made, "options": {**made["options"], "trust_remote_code": True}})
     assert list(told) == ["hint"] and TRUST in told["hint"]
     for stage_name in ("/tmp/evil.py", "../03_evil.py", "", None, 5):
-        assert list(manifest.remedy({**made, "stage": stage_name})) == ["hint"]
+        assert list(manifest.make_remedy({**made, "stage": stage_name})) == ["hint"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks there first")

@@ -113,7 +113,7 @@ def prepared_as(model: Path, target: Path) -> None:
     """Copy a model to where stage 03 would have prepared it."""
     shutil.copytree(model, target)
     files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
-    manifest.write(
+    manifest.write_manifest(
         target,
         kind="model/1",
         stage="03_download_model.py",

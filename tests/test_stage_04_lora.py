@@ -78,7 +78,7 @@ def prepared(root: Path, name: str) -> Path:
     target = root / ".cache/models" / name
     shutil.copytree(root / "model", target)
     files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
-    manifest.write(
+    manifest.write_manifest(
         target,
         kind="model/1",
         stage="03_download_model.py",

@@ -33,7 +33,7 @@ from lib.parallel.layout import ParallelLayout
 
 _PIECE = 4 << 20  # bytes of a raw write or read
 Ways = Mapping[str, Callable[[], Any]]
-_new_hasher = hashing.new
+_new_hasher = hashing.new_hasher
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ class Bench:
 
     def write_ours(self, hasher: Callable[..., Any] = _new_hasher) -> None:
         """Write and commit."""
-        with mock.patch.object(hashing, "new", hasher):
+        with mock.patch.object(hashing, "new_hasher", hasher):
             write_snapshot(self.work / "ours", self.capture(), self.layout.saving)
 
     def write_raw(self) -> None:

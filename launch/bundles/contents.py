@@ -177,7 +177,7 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     exact = [
         place
         for place in (path, root / name)
-        if manifest.kind_of(place) in (store.KIND, packing.KIND)
+        if manifest.read_kind(place) in (store.KIND, packing.KIND)
     ]
     chosen = (
         exact[:1]
@@ -188,7 +188,7 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
         tokens = packed.with_name(packed.name.partition(_PACKS)[0])
         chosen = (
             [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))]
-            if manifest.kind_of(packed) == store.KIND
+            if manifest.read_kind(packed) == store.KIND
             else [tokens, packed]
         )
     chosen = [place for place in chosen if _UNFINISHED not in place.name]
@@ -201,8 +201,8 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
         )
     for place in chosen:
         kind = packing.KIND if _PACKS in place.name else store.KIND
-        content = manifest.read(place, kind, "token store")
-        manifest.check(place, content, "token store")
+        content = manifest.read_manifest(place, kind, "token store")
+        manifest.require_intact(place, content, "token store")
     return [list_directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
 
 
@@ -275,7 +275,7 @@ def describe_missing(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
     lines = []
     for artifact in chosen:
         if artifact.kind == store.KIND:
-            content = manifest.read(artifact.source, store.KIND, "token store")
+            content = manifest.read_manifest(artifact.source, store.KIND, "token store")
             if _inputs(content).get("dataset") not in made_of:
                 lines.append(
                     f"{artifact.to} belongs to a dataset that is not packed; stage 04 needs "

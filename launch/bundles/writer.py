@@ -152,7 +152,7 @@ class Writer:
         parts = self._layout[payload.to]
         algorithm = payload.digest.partition(":")[0]
         is_hashed = len(parts) == 1 and algorithm == "sha256"  # the part's hash is the file's
-        file_hash = hashing.new(algorithm) if algorithm and not is_hashed else None
+        file_hash = hashing.new_hasher(algorithm) if algorithm and not is_hashed else None
         entries = []
         for part in parts:
             path = self._place / part["path"]
@@ -169,7 +169,7 @@ class Writer:
         found = (
             entries[0]["digest"]
             if is_hashed
-            else file_hash and hashing.digest(file_hash, algorithm)
+            else file_hash and hashing.format_digest(file_hash, algorithm)
         )
         is_grown = (
             isinstance(payload.source, Path) and payload.source.stat().st_size != payload.bytes

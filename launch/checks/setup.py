@@ -175,7 +175,7 @@ def _code() -> Iterator[Finding]:
         name
         for name, parts in code.items()
         if not (ROOT / name).is_file()
-        or (len(parts) == 1 and not hashing.matches(ROOT / name, parts[0]["digest"]))
+        or (len(parts) == 1 and not hashing.has_digest(ROOT / name, parts[0]["digest"]))
     ]
     text = f"commit {content['summary']['commit'][:12]}, unpacked from a bundle"
     yield Finding(

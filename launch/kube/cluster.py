@@ -213,7 +213,7 @@ def manage_eks_cluster(
     options of `check.py cluster` by their names, such as num_nodes=4. Raises UsageError without
     kubectl or the AWS command line, and if AWS refuses a call.
     """
-    log.setup_unless_heard()
+    log.ensure_setup()
     needs = declared.from_values(JobNeeds, **wanted)
     name = cluster_name or aws.find_only_cluster(region)
     if create_if_missing:

@@ -19,7 +19,7 @@ import yaml
 from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
-from lib.core.errors import Problems, UsageError, visible
+from lib.core.errors import Problems, UsageError, escape_controls
 from lib.train import command_line
 from lib.train.config import Config
 
@@ -159,7 +159,7 @@ def render_manifests(found: list[Document], headline: str) -> str:
     headline: a comment about their origin. Control characters are spelled out in it, since YAML
     does not allow them in comments.
     """
-    comment = "".join(f"# {visible(line)}\n" for line in headline.splitlines())
+    comment = "".join(f"# {escape_controls(line)}\n" for line in headline.splitlines())
     return comment + yaml.dump_all(
         found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf, allow_unicode=True
     )

@@ -15,7 +15,7 @@ from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome
 from lib.core import units
-from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, visible
+from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, escape_controls
 from lib.core.retry import poll
 
 ANNOUNCE_AFTER_S = 10.0
@@ -63,7 +63,7 @@ class NodeLauncher(ABC):
 
     def announce(self, text: str) -> None:
         who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
-        print(visible(f"{who}: {text}"), flush=True)
+        print(escape_controls(f"{who}: {text}"), flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
         """Wait a moment, read the notes of other nodes and post this node's."""

@@ -78,7 +78,7 @@ class Checkpointer:
         self._is_shared = True
         self._failures = 0
         self._waited: float | None = None  # seconds that training waited for the save
-        self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError, done="deleted")
+        self._prune_may_fail = log.WarnOnce("old checkpoints", OSError, StageError, done="deleted")
 
     def find_newest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest valid checkpoint of both tiers; see `find_newest_valid`."""

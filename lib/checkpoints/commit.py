@@ -312,7 +312,7 @@ def delete_leftovers(checkpoints: Path) -> list[str]:
 def delete_attempt(attempt: Path) -> None:
     """Delete an unfinished or half-deleted directory; disk errors are ignored."""
     with suppress(OSError):
-        partial_dirs.remove(attempt)
+        partial_dirs.delete_marked(attempt)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:

@@ -35,7 +35,7 @@ from lib.checkpoints.contents import TrainRecord, select_facts
 from lib.checkpoints.snapshot import Snapshot, require_same_specs
 from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.models.tensor_file import encode_tensors
 from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 
@@ -128,7 +128,9 @@ class HyperPodTier(tier.Tier):
         for step, content in on_rank_0(
             lambda: self._list_committed(is_wanted, reject), self._control
         ):
-            if content["world_size"] != self._ranks or differences(content["identity"], identity):
+            if content["world_size"] != self._ranks or find_differences(
+                content["identity"], identity
+            ):
                 continue
             part, problem = self._read_part(step, content["parts"][self._rank])
             problems = list(filter(None, gather(problem, self._control)))

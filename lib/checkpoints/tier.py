@@ -38,7 +38,7 @@ from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_erro
 from lib.core import log, manifest, partial_dirs, paths, publish
 from lib.core.errors import StageError, UsageError
 from lib.core.events import Event
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.models.sharded import local_tensor
 from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 
@@ -152,7 +152,7 @@ class LocalTier(Tier):
         self._ranks = dist.get_world_size(control)
         self._node = self._find_node_ranks()
         self._is_node_leader = self._rank == self._node[0]
-        self._prune_may_fail = log.Tolerated(
+        self._prune_may_fail = log.WarnOnce(
             f"old checkpoints in {directory}", OSError, StageError, done="deleted"
         )
         cleaned = gather(
@@ -207,7 +207,7 @@ class LocalTier(Tier):
             for step, facts in self._read_commits().items()
             if facts["world_size"] == self._ranks
             and facts["ranks"] == self._node
-            and not differences(facts["identity"], identity)
+            and not find_differences(facts["identity"], identity)
         }
         on_all_nodes = set.intersection(*gather(usable, self._control))
         for step, _ in sorted(on_all_nodes, reverse=True):
@@ -230,7 +230,7 @@ class LocalTier(Tier):
         A disk error costs only this tier; the run falls back to the shared checkpoints.
         """
         commits = {}
-        with log.Tolerated(str(self._directory), StageError, done="read"):
+        with log.WarnOnce(str(self._directory), StageError, done="read"):
             for checkpoint in commit.list_checkpoints(self._directory):
                 try:
                     if not checkpoint.problems():

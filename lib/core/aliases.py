@@ -34,8 +34,10 @@ END = "<!-- end of the table -->"
 
 
 class Row(NamedTuple):
-    """option: ours; a parser without it has no use for the row. text: what to type instead of the
-    names, empty where they are taken as they are. names: by system, with spaces between.
+    """Maps option names of other trainers to an option of ours.
+
+    option: ours; parsers without it ignore the row. text: what to type instead of the names; empty
+    if the names are accepted themselves. names: by system, separated by spaces.
     """
 
     option: str
@@ -43,11 +45,11 @@ class Row(NamedTuple):
     names: dict[str, str]
 
 
-def _same(option: str, **names: str) -> Row:
+def _alias(option: str, **names: str) -> Row:
     return Row(option, "", names)
 
 
-def _other(option: str, text: str, **names: str) -> Row:
+def _advise(option: str, text: str, **names: str) -> Row:
     return Row(option, text, names)
 
 
@@ -56,16 +58,16 @@ _OF_TEXT = "text_column text_column_name dataset_text_field"
 _BATCH = "per_device_train_batch_size"
 ROWS = (
     # What is trained, on what, and where it goes.
-    _same("--src-dir", offline="src_dir"),
-    _same("--data-folder", offline="data_folder"),
-    _same(
+    _alias("--src-dir", offline="src_dir"),
+    _alias("--data-folder", offline="data_folder"),
+    _alias(
         "--model-name",
         offline="model_name",
         scratch="hf_model",
         trainer="model_name_or_path",
         axolotl="base_model",
     ),
-    _other(
+    _advise(
         "--model-name",
         "--model-name NAME",
         trainer="config_name model",
@@ -73,23 +75,23 @@ ROWS = (
         titan="model.name model.flavor model.hf_assets_path",
         aws="model_type",
     ),
-    _same("--model-size", scratch="model_size"),
-    _same("--vocab-size", scratch="vocab_size", aws="vocab_size"),
-    _other(
+    _alias("--model-size", scratch="model_size"),
+    _alias("--vocab-size", scratch="vocab_size", aws="vocab_size"),
+    _advise(
         "--model-size",
         "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
         trainer="config_overrides",
         aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size",
     ),
-    _other(
+    _advise(
         "--tokenizer",
         "a model's directory holds its tokenizer; --tokenizer DIR only goes with --from-scratch",
         trainer="tokenizer_name",
         axolotl="tokenizer_config",
         titan="model.tokenizer_path",
     ),
-    _same("--dataset-name", offline="dataset_name"),
-    _other(
+    _alias("--dataset-name", offline="dataset_name"),
+    _advise(
         "--dataset-name",
         "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
         trainer="train_file dataset_path dataset_config_name",
@@ -97,32 +99,32 @@ ROWS = (
         titan="training.dataset training.dataset_path",
         aws="dataset dataset_config_name dataset_path",
     ),
-    _other("--fields", "--fields NAME", trainer=_OF_TEXT, axolotl="field"),
-    _other(
+    _advise("--fields", "--fields NAME", trainer=_OF_TEXT, axolotl="field"),
+    _advise(
         "--text-field",
         "stage 02 has --fields NAME; --text-field NAME with --streaming",
         trainer=_OF_TEXT,
         axolotl="field",
     ),
-    _same("--validation-percent", trainer="validation_split_percentage"),
-    _other("--validation-percent", "--validation-percent P", axolotl="val_set_size"),
-    _other(
+    _alias("--validation-percent", trainer="validation_split_percentage"),
+    _advise("--validation-percent", "--validation-percent P", axolotl="val_set_size"),
+    _advise(
         "--eval-freq",
         "stage 02 makes the validation split: --validation-percent P",
         trainer="validation_split_percentage validation_file",
         axolotl="val_set_size test_datasets",
         titan="validation.dataset",
     ),
-    _same("--experiment-name", offline="experiment_name"),
-    _same("--save-dir", offline="save_dir"),
-    _same(
+    _alias("--experiment-name", offline="experiment_name"),
+    _alias("--save-dir", offline="save_dir"),
+    _alias(
         "--checkpoint-dir",
         scratch="checkpoint_dir",
         aws="checkpoint_dir",
         trainer="output_dir",
         axolotl="output_dir",
     ),
-    _other(
+    _advise(
         "--out",
         "stage 05 takes -e DIR for the run, and --out DIR for the model that it writes",
         scratch="checkpoint_dir",
@@ -130,24 +132,24 @@ ROWS = (
         trainer="output_dir",
         axolotl="output_dir",
     ),
-    _other(
+    _advise(
         "--experiment-name",
         "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
         trainer="logging_dir run_name",
         axolotl="wandb_name",
         titan="job.dump_folder",
     ),
-    _other("--config", "--config FILE", trainer="config_file", titan="job.config_file"),
+    _advise("--config", "--config FILE", trainer="config_file", titan="job.config_file"),
     # Length and batch.
-    _same(
+    _alias(
         "--num-epochs",
         offline="num_epochs",
         trainer="num_train_epochs",
         axolotl="num_epochs",
         aws="epochs",
     ),
-    _same("--steps-per-epoch", scratch="steps_per_epoch"),
-    _same(
+    _alias("--steps-per-epoch", scratch="steps_per_epoch"),
+    _alias(
         "--max-steps",
         trainer="max_steps",
         axolotl="max_steps",
@@ -155,7 +157,7 @@ ROWS = (
         aws="max_steps",
         eks="max_steps",
     ),
-    _same(
+    _alias(
         "--batch-size",
         offline="batch_size",
         scratch="batch_size",
@@ -164,21 +166,21 @@ ROWS = (
         titan="training.local_batch_size training.batch_size",
         aws="train_batch_size",
     ),
-    _other(
+    _advise(
         "--batch-size",
         "--batch-size N, for validation too",
         trainer="per_device_eval_batch_size",
         axolotl="eval_batch_size",
         aws="val_batch_size",
     ),
-    _same("--global-batch-size", titan="training.global_batch_size"),
-    _same(
+    _alias("--global-batch-size", titan="training.global_batch_size"),
+    _alias(
         "--grad-accum-steps",
         trainer="gradient_accumulation_steps",
         axolotl="gradient_accumulation_steps",
         titan="training.gradient_accumulation_steps",
     ),
-    _same(
+    _alias(
         "--seq-length",
         offline="seq_length",
         trainer="max_seq_length max_length block_size model_max_length",
@@ -186,55 +188,55 @@ ROWS = (
         titan="training.seq_len",
         aws="max_context_width",
     ),
-    _same("--chat-template", trainer="chat_template_path"),
-    _other(
+    _alias("--chat-template", trainer="chat_template_path"),
+    _advise(
         "--chat-template",
         "--chat-template FILE, where the model's own is not meant "
         "(chat_templates/ has one of ChatML)",
         axolotl="chat_template_jinja",
     ),
-    _other(
+    _advise(
         "--train-on",
         "--train-on assistant (the default: all answers), last or all",
         trainer="assistant_only_loss completion_only_loss",
         axolotl="train_on_inputs roles_to_train train_on_eos train_on_eot",
     ),
     # Adapters.
-    _same("--lora-rank", trainer="lora_r", axolotl="lora_r"),
-    _other(
+    _alias("--lora-rank", trainer="lora_r", axolotl="lora_r"),
+    _advise(
         "--lora-rank",
         "--lora-rank N trains adapters of that rank",
         trainer="use_peft",
         axolotl="adapter",
     ),
-    _other(
+    _advise(
         "--lora-rank",
         "nothing is quantised: the model is kept in bf16, shared by all ranks; "
         "--cpu-offload on where that does not fit",
         trainer="load_in_4bit load_in_8bit bnb_4bit_quant_type",
         axolotl="load_in_4bit load_in_8bit",
     ),
-    _other(
+    _advise(
         "--lora-targets",
         "--lora-targets all-linear, attention, mlp or 'q_proj|v_proj'",
         trainer="lora_target_modules",
         axolotl="lora_target_modules lora_target_linear",
     ),
-    _other(
+    _advise(
         "--lora-targets",
         "adapters are plain LoRA on linears of the blocks; nothing else is trained beside them",
         trainer="use_dora lora_modules_to_save",
         axolotl="peft_use_dora lora_modules_to_save",
     ),
-    _other("--lora-from", "--lora-from DIR", axolotl="lora_model_dir"),
-    _other("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
-    _other(
+    _advise("--lora-from", "--lora-from DIR", axolotl="lora_model_dir"),
+    _advise("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
+    _advise(
         "--packing",
         "--packing documents, or concat (the default for text)",
         axolotl="sample_packing pad_to_sequence_len eval_sample_packing",
     ),
     # Optimizer.
-    _same(
+    _alias(
         "--lr",
         offline="lr",
         scratch="max_lr",
@@ -243,50 +245,50 @@ ROWS = (
         titan="optimizer.lr",
         aws="lr",
     ),
-    _same("--min-lr", aws="min_lr"),
-    _other("--min-lr", "--min-lr X", titan="lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
-    _other(
+    _alias("--min-lr", aws="min_lr"),
+    _advise("--min-lr", "--min-lr X", titan="lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
+    _advise(
         "--lr-scheduler",
         "--lr-scheduler cosine|linear|constant|wsd, down to --min-lr X",
         trainer="lr_scheduler_type",
         titan="lr_scheduler.decay_type lr_scheduler.decay_ratio",
         aws="lr_decay_style lr_decay_iters plateau",
     ),
-    _same(
+    _alias(
         "--warmup-steps",
         trainer="warmup_steps",
         axolotl="warmup_steps",
         titan="lr_scheduler.warmup_steps",
     ),
-    _other(
+    _advise(
         "--warmup-steps",
         "--warmup-steps N, a number of steps and not a share",
         trainer="warmup_ratio",
         axolotl="warmup_ratio",
         aws="warmup",
     ),
-    _same(
+    _alias(
         "--weight-decay",
         trainer="weight_decay",
         axolotl="weight_decay",
         titan="optimizer.weight_decay",
         aws="weight_decay",
     ),
-    _same(
+    _alias(
         "--beta1", trainer="adam_beta1", axolotl="adam_beta1", titan="optimizer.beta1", aws="beta1"
     ),
-    _same(
+    _alias(
         "--beta2", trainer="adam_beta2", axolotl="adam_beta2", titan="optimizer.beta2", aws="beta2"
     ),
-    _same(
+    _alias(
         "--grad-clip",
         trainer="max_grad_norm",
         axolotl="max_grad_norm",
         titan="training.max_norm",
         aws="grad_clip",
     ),
-    _other("--optimizer", "--optimizer NAME", trainer="optim", titan="optimizer.name"),
-    _same(
+    _advise("--optimizer", "--optimizer NAME", trainer="optim", titan="optimizer.name"),
+    _alias(
         "--seed",
         offline="seed",
         trainer="seed",
@@ -294,8 +296,8 @@ ROWS = (
         aws="seed",
         titan="training.seed debug.seed",
     ),
-    _other("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
-    _other(
+    _advise("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
+    _advise(
         "--router-aux-loss",
         "--router-aux-loss X; auto follows output_router_logits in the model's config.json",
         trainer="router_aux_loss_coef output_router_logits",
@@ -303,8 +305,8 @@ ROWS = (
         megatron="moe_aux_loss_coeff moe_router_load_balancing_type moe_router_bias_update_rate",
     ),
     # Precision, speed, memory.
-    _same("--precision", scratch="mixed_precision"),
-    _other(
+    _alias("--precision", scratch="mixed_precision"),
+    _advise(
         "--precision",
         "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
         trainer=f"{_FLAGS} torch_dtype dtype",
@@ -312,42 +314,42 @@ ROWS = (
         titan="training.mixed_precision_param training.dtype",
         aws="bf16",
     ),
-    _same(
+    _alias(
         "--activation-checkpointing",
         trainer="gradient_checkpointing",
         axolotl="gradient_checkpointing",
         aws="activation_checkpointing",
     ),
-    _other(
+    _advise(
         "--activation-checkpointing",
         "--activation-checkpointing selective, or full",
         titan="activation_checkpoint.mode activation_checkpoint.selective_ac_option",
         aws="offload_activations",
     ),
-    _same("--attention", scratch="use_flash_attn"),
-    _other(
+    _alias("--attention", scratch="use_flash_attn"),
+    _advise(
         "--attention",
         "--attention flash, or auto|sdpa|varlen|flash_attention_2|flex",
         trainer="attn_implementation",
         axolotl="flash_attention sdp_attention xformers_attention flex_attention",
         titan="model.use_flex_attn",
     ),
-    _other(
+    _advise(
         "--deterministic",
         "--deterministic on",
         trainer="full_determinism",
         titan="debug.deterministic training.deterministic",
     ),
-    _other(
+    _advise(
         "--compile",
         "--compile auto|on|off",
         trainer="torch_compile",
         axolotl="torch_compile",
         titan="training.compile compile.enable",
     ),
-    _same("--cpu-offload", offline="cpu_offload", aws="cpu_offload"),
-    _other("--cpu-offload", "--cpu-offload on", titan="training.enable_cpu_offload"),
-    _other(
+    _alias("--cpu-offload", offline="cpu_offload", aws="cpu_offload"),
+    _advise("--cpu-offload", "--cpu-offload on", titan="training.enable_cpu_offload"),
+    _advise(
         "--shard-size",
         "FSDP2 is always on; --shard-size N for replicas of N ranks (HSDP)",
         trainer="fsdp fsdp_config deepspeed",
@@ -355,20 +357,20 @@ ROWS = (
         titan="parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree",
         aws="sharding_strategy",
     ),
-    _other(
+    _advise(
         "--keep-gathered",
         "--keep-gathered auto|on|off",
         titan="parallelism.fsdp_reshard_after_forward",
     ),
-    _other("--device", "--device cpu", trainer="use_cpu no_cuda"),
-    _other(
+    _advise("--device", "--device cpu", trainer="use_cpu no_cuda"),
+    _advise(
         "--num-workers",
         "--num-workers N",
         axolotl="dataset_processes dataloader_num_workers",
         trainer="dataloader_num_workers preprocessing_num_workers",
     ),
     # Checkpoints, logs, evaluation.
-    _same(
+    _alias(
         "--ckpt-freq",
         offline="ckpt_freq",
         scratch="checkpoint_interval",
@@ -377,14 +379,14 @@ ROWS = (
         titan="checkpoint.interval",
         aws="checkpoint_freq",
     ),
-    _same(
+    _alias(
         "--ckpt-keep",
         trainer="save_total_limit",
         axolotl="save_total_limit",
         titan="checkpoint.keep_latest_k",
     ),
-    _other("--ckpt-async", "--ckpt-async on (the default)", titan="checkpoint.async_mode"),
-    _other(
+    _advise("--ckpt-async", "--ckpt-async on (the default)", titan="checkpoint.async_mode"),
+    _advise(
         "--resume",
         "run the same command again to resume; --resume PATH takes one checkpoint",
         trainer="resume_from_checkpoint",
@@ -393,8 +395,8 @@ ROWS = (
         "checkpoint.enable_checkpoint",
         aws="resume_from_checkpoint",
     ),
-    _other("--overwrite", "--overwrite", trainer="overwrite_output_dir overwrite_cache"),
-    _same(
+    _advise("--overwrite", "--overwrite", trainer="overwrite_output_dir overwrite_cache"),
+    _alias(
         "--log-freq",
         offline="log_freq",
         scratch="log_interval",
@@ -403,80 +405,80 @@ ROWS = (
         titan="metrics.log_freq",
         aws="logging_freq",
     ),
-    _same(
+    _alias(
         "--eval-freq",
         trainer="eval_steps",
         axolotl="eval_steps",
         titan="validation.freq",
         aws="validation_freq",
     ),
-    _other(
+    _advise(
         "--eval-freq",
         "--eval-freq N, 0 for only at the end",
         trainer="eval_strategy evaluation_strategy do_eval",
         axolotl="evals_per_epoch",
         titan="validation.enable",
     ),
-    _same("--eval-batches", titan="validation.steps", aws="validation_batches"),
-    _other("--eval-batches", "--eval-batches N (global batches)", trainer="max_eval_samples"),
-    _other(
+    _alias("--eval-batches", titan="validation.steps", aws="validation_batches"),
+    _advise("--eval-batches", "--eval-batches N (global batches)", trainer="max_eval_samples"),
+    _advise(
         "--wandb",
         "--wandb on",
         trainer="report_to",
         axolotl="wandb_project wandb_mode",
         titan="metrics.enable_wandb",
     ),
-    _other(
+    _advise(
         "--profile",
         "--profile START:END",
         titan="profiling.enable_profiling profiling.profile_freq",
     ),
     # The Hub.
-    _same("--token", trainer="hub_token", eks="hf_token"),
-    _other("--token", "--token TOKEN, or HF_TOKEN", trainer="use_auth_token"),
-    _same("--revision", trainer="model_revision", axolotl="revision_of_model"),
+    _alias("--token", trainer="hub_token", eks="hf_token"),
+    _advise("--token", "--token TOKEN, or HF_TOKEN", trainer="use_auth_token"),
+    _alias("--revision", trainer="model_revision", axolotl="revision_of_model"),
     # A cluster.
-    _same("--nodes", eks="num_nodes", hyperpod="node_count"),
-    _same("--gpus-per-node", eks="gpu_per_node", hyperpod="tasks_per_node accelerators"),
-    _same("--efa-per-node", hyperpod="efa_interfaces"),
-    _same("--image", eks="image_uri", hyperpod="image"),
-    _same("--instance-type", eks="instance_type", hyperpod="instance_type"),
-    _same("--job-name", eks="job_name", hyperpod="job_name"),
-    _same("--namespace", hyperpod="namespace"),
-    _same("--service-account", hyperpod="service_account_name"),
-    _same("--max-restarts", hyperpod="max_retry"),
-    _other("--kind", "the options of stage 04, after `--`", hyperpod="command args"),
-    _same("--cluster-name", eks="cluster_name"),
-    _same("--region", eks="region"),
-    _same("--monitor", eks="monitor"),
-    _other(
+    _alias("--nodes", eks="num_nodes", hyperpod="node_count"),
+    _alias("--gpus-per-node", eks="gpu_per_node", hyperpod="tasks_per_node accelerators"),
+    _alias("--efa-per-node", hyperpod="efa_interfaces"),
+    _alias("--image", eks="image_uri", hyperpod="image"),
+    _alias("--instance-type", eks="instance_type", hyperpod="instance_type"),
+    _alias("--job-name", eks="job_name", hyperpod="job_name"),
+    _alias("--namespace", hyperpod="namespace"),
+    _alias("--service-account", hyperpod="service_account_name"),
+    _alias("--max-restarts", hyperpod="max_retry"),
+    _advise("--kind", "the options of stage 04, after `--`", hyperpod="command args"),
+    _alias("--cluster-name", eks="cluster_name"),
+    _alias("--region", eks="region"),
+    _alias("--monitor", eks="monitor"),
+    _advise(
         "--attempts",
         "--attempts 1 for a single submission; in Python also auto_retry=False",
         eks="auto_retry",
     ),
-    _other(
+    _advise(
         "--kind",
         "--kind hyperpod for the operator of HyperPod; kubectl submits every kind",
         eks="use_hyperpod_cli",
     ),
-    _other(
+    _advise(
         "--code-dir",
         "leave it out: the ranks are started by the Python of the image",
         eks="torchrun_path",
     ),
-    _same("--validate-components", eks="validate_components"),
-    _same("--auto-fix", eks="auto_fix"),
-    _other(
+    _alias("--validate-components", eks="validate_components"),
+    _alias("--auto-fix", eks="auto_fix"),
+    _advise(
         "--validate-components",
         "nothing here makes a cluster: eksctl create cluster; in "
         "Python create_if_missing=True asks whether there is one",
         eks="create_if_missing infrastructure_type",
     ),
-    _same("--dockerfile", eks="dockerfile"),
-    _same("--tag", eks="tag"),
-    _same("--base-image", eks="base_image"),
-    _same("--max-attempts", eks="max_attempts"),
-    _other("--dockerfile", "leave it out: what docker prints is always shown", eks="verbose"),
+    _alias("--dockerfile", eks="dockerfile"),
+    _alias("--tag", eks="tag"),
+    _alias("--base-image", eks="base_image"),
+    _alias("--max-attempts", eks="max_attempts"),
+    _advise("--dockerfile", "leave it out: what docker prints is always shown", eks="verbose"),
 )
 
 
@@ -485,23 +487,23 @@ def find_option(name: str, ours: Collection[str]) -> str:
 
     name: as typed, or without leading dashes. ours: the options of the parser.
     """
-    wanted = _plain(name)
+    wanted = _normalize(name)
     return next(
         (
             row.option
             for row in ROWS
-            if not row.text and row.option in ours and wanted in _names(row)
+            if not row.text and row.option in ours and wanted in _list_names(row)
         ),
         "",
     )
 
 
-def advice(name: str, ours: Collection[str]) -> str:
+def find_advice(name: str, ours: Collection[str]) -> str:
     """Return what to type instead of another trainer's option; empty for an unknown name.
 
     name, ours: as in `find_option`.
     """
-    wanted = _plain(name)
+    wanted = _normalize(name)
     for row in ROWS:
         places = [SYSTEMS[system] for system, names in row.names.items() if wanted in names.split()]
         if row.text and places and row.option in ours:
@@ -511,7 +513,9 @@ def advice(name: str, ours: Collection[str]) -> str:
 
 def spellings(options: Collection[str]) -> list[str]:
     """Return all names under which commands accept some of our options, ours first."""
-    names = [name for row in ROWS if not row.text and row.option in options for name in _names(row)]
+    names = [
+        name for row in ROWS if not row.text and row.option in options for name in _list_names(row)
+    ]
     long = [*(option[2:] for option in options if option.startswith("--")), *names]
     both = [f"--{name.replace(*way)}" for name in long for way in (("_", "-"), ("-", "_"))]
     return list(dict.fromkeys([*options, *both]))
@@ -532,11 +536,11 @@ def make_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _names(row: Row) -> Iterator[str]:
+def _list_names(row: Row) -> Iterator[str]:
     return (name for names in row.names.values() for name in names.split())
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
@@ -545,7 +549,7 @@ def suggest_option(flag: str, ours: Collection[str]) -> tuple[str, str]:
 
     ours: the options of the parser.
     """
-    if text := advice(flag, ours):
+    if text := find_advice(flag, ours):
         return "", text
     options = {option.lstrip("-"): option for option in ours if option.startswith("--")}
     words = set(flag.lstrip("-").split("-"))

@@ -1,4 +1,4 @@
-"""A file to which whole pieces are appended: a failing disk leaves no part of a piece."""
+"""Append records to a file so that a failing disk leaves no partial record."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-_MOST_WAITING = 16 << 20  # bytes
+_MOST_WAITING_BYTES = 16 << 20
 
 
 class AppendOnlyFile:
-    """Writes each piece at once. Pieces that cannot be written wait in memory for the next one.
+    """Appends each record with one write. Any thread may append.
 
-    If more than 16 MiB wait, the oldest are dropped. is_text: pieces are lines, and a line that a
-    crash has torn stays on a line of its own. Any thread may write.
+    Records that cannot be written wait in memory and are written before the next one. If more than
+    16 MiB wait, the oldest are dropped. is_text: records are lines; a line that a crash has torn is
+    ended before the next record.
     """
 
     def __init__(self, path: Path, is_text: bool = True) -> None:
         self._path = path
         self._is_text = is_text
         self._file: FileIO | None = None
-        self._size = -1  # up to here the file contains whole pieces of ours, once it is open
+        self._size = -1  # bytes of complete records, once the file is open
         self._torn = False  # whether the file ends within a line
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
 
-    def write(self, piece: bytes) -> None:
-        """Append a piece after those that wait. Raises OSError if it has to wait as well."""
+    def write(self, record: bytes) -> None:
+        """Append a record after those that wait. Raises OSError if it has to wait as well."""
         with self._lock:
-            self._waiting.append(piece)
-            while sum(map(len, self._waiting)) > _MOST_WAITING:
+            self._waiting.append(record)
+            while sum(map(len, self._waiting)) > _MOST_WAITING_BYTES:
                 self._waiting.popleft()
             self._append()
 
     def take_back(self) -> list[bytes]:
-        """Return the pieces that wait, and forget them."""
+        """Remove and return the records that still wait."""
         with self._lock:
-            pieces = list(self._waiting)
+            records = list(self._waiting)
             self._waiting.clear()
-            return pieces
+            return records
 
     def close(self) -> None:
-        """Write the pieces that wait and close the file. Raises OSError if any are lost."""
+        """Write the records that wait and close the file. Raises OSError if any are lost."""
         with self._lock:
             try:
                 if self._waiting:
@@ -69,7 +70,7 @@ class AppendOnlyFile:
         self._waiting.clear()
 
     def _open(self) -> FileIO:
-        """Open the file at its end, without the partial piece that a failed write of ours left."""
+        """Open the file at its end, and cut off a partial record of an earlier failed write."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("ab+", buffering=0)
         try:

@@ -36,8 +36,8 @@ _KINDS = (
 class FoundArtifact:
     """A directory with a manifest.
 
-    content: of the manifest; None if it is damaged. remedy: how to fetch or build the artifact
-    again, as parts of an error. problems: one sentence each.
+    content: the manifest, None if it is damaged. remedy: the parts of an error that say how to
+    fetch or build the artifact again. problems: one sentence each.
     """
 
     directory: Path
@@ -82,7 +82,7 @@ def find_artifacts(
         if any(PARTIAL in part for part in directory.parts):
             continue
         content = manifest.read_if_any(directory)
-        kind = manifest.kind_of(directory).partition("/")[0]
+        kind = manifest.read_kind(directory).partition("/")[0]
         is_in_place = directory.name == paths.RAW_RECORD or directory.parent in (
             paths.models_root(cache_dir),
             paths.tokens_root(cache_dir),
@@ -117,7 +117,7 @@ def list_unfinished(cache_dir: Path) -> list[Path]:
 
 
 def hash_artifacts(artifacts: Sequence[FoundArtifact], workers: int, show_progress: bool) -> None:
-    """Hash all files of artifacts, and add what is wrong to the problems of each.
+    """Hash all files of artifacts, and add a sentence to `problems` for each damaged file.
 
     Raises StageError if a disk fails to read a file after retries; that does not mean damage.
     """
@@ -156,7 +156,7 @@ def require_intact_artifacts(artifacts: Sequence[FoundArtifact]) -> None:
 
 
 def _join_lines(parts: Iterable[str | None]) -> str:
-    """Return texts as lines, each one once; None and "" are omitted."""
+    """Join texts as lines, without repetitions, None and ""."""
     return "\n".join(dict.fromkeys(filter(None, parts)))
 
 
@@ -167,7 +167,7 @@ def _join_paths(places: Sequence[Path]) -> str:
 def _find_remedy(
     directory: Path, content: dict[str, Any] | None, model_remedy: Callable[..., Remedy]
 ) -> Remedy:
-    """Return how to fetch or build an artifact again, as parts of an error."""
+    """Return the parts of an error that say how to fetch or build an artifact again."""
     script = (content or {}).get("stage", "")
     if directory.parent.name == paths.models_root(Path()).name or script.startswith("03"):
         remedy = model_remedy(directory, "--overwrite")
@@ -175,7 +175,7 @@ def _find_remedy(
             remedy["run"] = commands.move_away(directory, remedy["run"])
         return remedy
     if content and script[:2] in ("01", "02"):
-        return manifest.remedy(content, "--overwrite")
+        return manifest.make_remedy(content, "--overwrite")
     return {
         "run": commands.shell("rm", "-r", directory),
         "hint": "stage 04 builds token stores again (without training: --prepare-only); first:",

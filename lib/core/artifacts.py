@@ -67,7 +67,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
     vocabularies = [name for name in VOCABULARIES if name in present]
     names = [name for name in _FINGERPRINTED if name in present]
     if not set(vocabularies) & {*_FINGERPRINTED}:
-        # Otherwise these stay out, so that token stores of earlier versions keep their identity.
+        # Adding them in every case would change the identity of existing token stores.
         names += vocabularies
     return hashing.fingerprint(
         [[name, hashing.file_digest(directory / name, "sha256")] for name in names]
@@ -103,9 +103,9 @@ class NotADataset(UsageError):
 class DatasetFiles:
     """Names the files of a dataset.
 
-    manifest: of stage 02, None for a dataset of another program. homes: split → its directory,
-    empty for Arrow files without a description. splits: split → its shards in order, always with
-    `train`.
+    manifest: written by stage 02, None for a dataset of another program. homes: split → its
+    directory; empty for Arrow files without a description. splits: split → its shards in order,
+    always with `train`.
     """
 
     path: Path
@@ -221,7 +221,7 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
             return None
         raise NotADataset(f"{path} is a file, not a dataset")
     content = manifest.read_if_any(path)
-    kind = manifest.kind_of(path)
+    kind = manifest.read_kind(path)
     if kind.startswith("splits/"):
         raise NotADataset(f"{path} contains splits of stage 01 and is not a dataset yet")
     if kind and not kind.startswith("dataset/"):
@@ -229,8 +229,8 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
             f"{path} is not a dataset", expected="a dataset made by stage 02", found=f"kind {kind}"
         )
     if content is not None:
-        manifest.check(
-            path, content, "dataset", **manifest.remedy(content, "--overwrite", save_dir=path)
+        manifest.require_intact(
+            path, content, "dataset", **manifest.make_remedy(content, "--overwrite", save_dir=path)
         )
     elif (path / MANIFEST).exists():
         raise ArtifactError(
@@ -283,7 +283,7 @@ def _list_datasets(directory: Path) -> list[Path]:
     datasets = [
         path
         for path in sorted(directory.iterdir())
-        if manifest.kind_of(path).startswith("dataset/")
+        if manifest.read_kind(path).startswith("dataset/")
         or ((path / _STATE).is_file() and (path / _DATASET_INFO).is_file())
     ]
     return sorted(datasets, key=lambda path: path.name != "train")

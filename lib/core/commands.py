@@ -45,13 +45,14 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     drop: options to leave out with their values, under all their names. If an option is given twice
     the last one counts, so only flags and options that collect values need to be dropped.
     """
-    return _join([*_drop_options(typed(), drop), *_words(more)])
+    return _join([*_drop_options(typed_words(), drop), *_words(more)])
 
 
-def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
-    """Return the command that was typed, with another value of an option (or of its `old=…`).
+def replace_value(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
+    """Return the command that was typed, with `new` instead of the value `old` of an option.
 
-    option: its short and its long form; it is found under all its names. drop: see `as_typed`.
+    option: its short and its long form; its aliases count as well. A value `old=WEIGHT` keeps its
+    weight. drop: see `as_typed`.
     """
     option = aliases.spellings(option)
     value = re.compile(
@@ -60,10 +61,10 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
     )
     words = []
     before = ""
-    for word in _drop_options(typed(), drop):
-        found = value.fullmatch(word)
-        if found and (found["flag"] or before in option):
-            words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}")
+    for word in _drop_options(typed_words(), drop):
+        match = value.fullmatch(word)
+        if match and (match["flag"] or before in option):
+            words.append(f"{match['flag'] or ''}{new}{match['rest'] or ''}")
         else:
             words.append(word)
         before = word
@@ -71,13 +72,13 @@ def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str
 
 
 def with_options(*words: object) -> str:
-    """Return the command that was typed, with other options instead of all of its own."""
-    given = typed()
-    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or [
-        i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT
+    """Return the command that was typed, with `words` instead of all its options."""
+    typed = typed_words()
+    ends = [i for i, word in enumerate(typed) if word in ("--", sys.argv[0])] or [
+        i for i, word in enumerate(typed) if Path(word).name == _BATCH_SCRIPT
     ]
     end = ends[0] + 1 if ends else len(_program())
-    return _join([*given[:end], *_words(words)])
+    return _join([*typed[:end], *_words(words)])
 
 
 def script(name: str, *words: object) -> str:
@@ -99,7 +100,7 @@ def train(*words: object) -> str:
 
 def on_ranks(count: int) -> str:
     """Return the command that was typed, for `count` ranks on this machine; "" if unknown."""
-    words = typed()
+    words = typed_words()
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
@@ -134,7 +135,7 @@ def pip_install_optional(name: str) -> str:
 
 
 def shell(*words: object) -> str:
-    """Return the command line of a program of others, quoted for a shell."""
+    """Return the command line of another program, quoted for the shell."""
     return _join(_words(words))
 
 
@@ -166,7 +167,7 @@ def move_away(directory: Path, then: str) -> str:
     return f"{shell('mv', directory, f'{directory}.aside')}\n{then}".strip()
 
 
-def typed() -> list[str]:
+def typed_words() -> list[str]:
     """Return the command that starts this process again, as a list of words.
 
     Under a launcher, it is the command of the launcher as it was typed. Under plain torchrun it is
@@ -185,9 +186,10 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name)) and not _PUBLIC.search(name)
 
 
-def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
-    """Return a command line with the values of secret options and variables, and the user info
-    of URLs, replaced.
+def redact_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
+    """Return a command line with `instead` in place of its secrets.
+
+    Secrets are the values of secret options and variables, and the user info of URLs.
     """
     shown: list[str] = []
     hide_next = False
@@ -208,11 +210,11 @@ def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
 
 def _redact_variable(word: str, instead: str) -> str:
     """Return `NAME=value`, or `--option NAME=value`, with a secret value replaced."""
-    found = _VARIABLE.fullmatch(word)
-    if not found or not is_secret(found[2]):
+    match = _VARIABLE.fullmatch(word)
+    if not match or not is_secret(match[2]):
         return word
-    is_dataset = not found[2].isupper() and _WEIGHT.fullmatch(found[3])
-    return word if is_dataset else found[1] + instead
+    is_dataset = not match[2].isupper() and _WEIGHT.fullmatch(match[3])
+    return word if is_dataset else match[1] + instead
 
 
 def _words(words: Sequence[object]) -> list[str]:
@@ -225,7 +227,7 @@ def _words(words: Sequence[object]) -> list[str]:
 
 def _join(words: Sequence[str]) -> str:
     """Return words quoted for the shell, with variables in place of secrets."""
-    return " ".join(map(_quote, redacted_argv(words, REDACTED)))
+    return " ".join(map(_quote, redact_argv(words, REDACTED)))
 
 
 def _quote(word: str) -> str:
@@ -286,13 +288,13 @@ def _ranks_command(torchrun: Mapping[str, str]) -> list[str]:
     ranks = torchrun.get("LOCAL_WORLD_SIZE", "1")
     per_node = ["--nproc-per-node", ranks] if ranks != "1" else []
     if nodes != "1":
-        where = {
+        rendezvous = {
             "--nnodes": nodes,
             "--node-rank": torchrun["GROUP_RANK"],
             "--master-addr": torchrun["MASTER_ADDR"],
             "--master-port": torchrun["MASTER_PORT"],
         }
-        per_node = [word for option in where.items() for word in option] + per_node
+        per_node = [word for option in rendezvous.items() for word in option] + per_node
     elif per_node and Path(sys.argv[0]).name == _TRAINER and (start := _launcher()):
         return [*start, *per_node, "--", *sys.argv[1:]]
     return [*_torchrun(), *per_node, *sys.argv]
@@ -314,8 +316,8 @@ def _launcher() -> list[str]:
 
 def _is_found(program: str) -> bool:
     """Return whether the shell finds a program beside the current interpreter."""
-    found = shutil.which(program)
-    return found is not None and Path(found).absolute().parent == Path(sys.executable).parent
+    path = shutil.which(program)
+    return path is not None and Path(path).absolute().parent == Path(sys.executable).parent
 
 
 def path_of(name: str) -> str:

@@ -19,7 +19,11 @@ _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits"
 
 
 def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises UsageError, beginning with `label`, without one."""
+    """Return the mapping in a YAML file.
+
+    label: the beginning of an error message. Raises UsageError if the file is missing or contains
+    no mapping.
+    """
     try:
         content = records.read_yaml(path)
     except FileNotFoundError:
@@ -31,12 +35,13 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     return content
 
 
-def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, Any]:
-    """Return the options in a file: its keys, or what a run or a stage has recorded as its options.
+def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, Any]:
+    """Return the options in a file: its keys, or the options that a run or a stage recorded in it.
 
-    ours: names of the options that there are. A run's config.yaml and an artifact's manifest.json
-    hold more than options. Secrets, `leave_out`, what belongs to one launch, and options that are
-    no more, are not taken. Raises UsageError for the manifest of another stage.
+    ours: the options of this script. A run's config.yaml and an artifact's manifest.json contain
+    more than options. Of their options, these are ignored: secrets, `leave_out`, options for a
+    single launch, and options that no longer exist. Raises UsageError for the manifest of another
+    stage.
     """
     content = read_yaml(config, "--config: ")
     recorded = content.get("options")
@@ -46,24 +51,24 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     script = Path(sys.argv[0]).name
     if stage and script != stage and script[:1].isdigit():
         raise UsageError(f"--config: {config} contains options of {stage}, not of {script}")
-    taken = {
+    values = {
         key: value
         for key, value in recorded.items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
-    if gone := sorted(taken.keys() - ours):
+    if unknown := sorted(values.keys() - ours):
         log.info(
-            f"--config: {config} contains {', '.join(gone)}, which this version does not know "
+            f"--config: {config} contains {', '.join(unknown)}, which this version does not know "
             "and ignores"
         )
-        taken = {key: value for key, value in taken.items() if key in ours}
-    if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
-        taken["model_name"] = content["model_dir"]
+        values = {key: value for key, value in values.items() if key in ours}
+    if content.get("model_dir") and not values.keys() & {"model_name", "model_size"}:
+        values["model_name"] = content["model_dir"]
     log.info(
-        f"--config: uses the {len(taken)} options recorded in {config}; those on the "
+        f"--config: uses the {len(values)} options recorded in {config}; those on the "
         "command line win"
     )
-    return taken
+    return values
 
 
 def as_arguments(

@@ -27,7 +27,7 @@ TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 CALLS = "tool_calls"
 DEEPEST = 254  # levels of nested tools and calls; orjson writes no more
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Role → the roles that may precede it; "" stands for the beginning.
+# Role → the roles that may precede it; "" stands for the beginning of the conversation.
 _FOLLOWS = {
     "user": ("", "system", "developer", "assistant", "tool"),
     "assistant": ("user", "tool"),
@@ -37,7 +37,7 @@ _FOLLOWS = {
 }
 
 
-class Refused(Exception):
+class InvalidConversation(Exception):
     """Raised if a record is not a valid conversation. kind: the cause, as in errors.jsonl."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Names where a conversation begins: its file, and if known the line from 1 and the byte."""
+    """Locates a conversation: its file, and if known its first line (from 1) and byte."""
 
     source: str
     line: int | None = None
@@ -62,7 +62,10 @@ class Place(NamedTuple):
 
 
 def require_text(message: Message, number: int) -> None:
-    """Raise Refused if a question or an answer is empty. number: of the turn, from 1."""
+    """Raise InvalidConversation if a question or an answer is empty.
+
+    number: of the turn, from 1.
+    """
     role = message["role"]
     content = message["content"]
     if (
@@ -70,16 +73,19 @@ def require_text(message: Message, number: int) -> None:
         and (not content or content.isspace())
         and CALLS not in message
     ):
-        raise Refused(
+        raise InvalidConversation(
             "empty answer" if role == "assistant" else "empty turn",
             f"turn {number} ({role}) has no text",
         )
 
 
 def require_order(roles: Sequence[str]) -> None:
-    """Raise Refused if turns of known roles do not follow each other as a template expects."""
+    """Raise InvalidConversation if the order of the roles is not one that templates expect.
+
+    roles: each one of ROLES.
+    """
     if problem := _find_disorder(tuple(roles)):
-        raise Refused(*problem)
+        raise InvalidConversation(*problem)
 
 
 @lru_cache(maxsize=4096)

@@ -39,7 +39,7 @@ def flag(name: str) -> str:
 
 
 class Role(Enum):
-    """Which ranks and launches of one run must be given the same value of an option."""
+    """Says which ranks and launches of a run must be given the same value of an option."""
 
     RESULT = "it decides the result: each launch of a run must be given the same"
     ALIKE = "all ranks of a launch must be given the same"
@@ -68,11 +68,11 @@ def option(
     older than the option continue; a tuple names the values that are not part of it. more:
     arguments for argparse.
     """
-    given: dict[str, Any] = (
+    default_argument: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     )
     return dataclasses.field(
-        **given,
+        **default_argument,
         kw_only=True,
         metadata={
             "flags": flags,
@@ -101,32 +101,36 @@ class CommonOptions:
 def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> None:
     """Add the options that a class declares, in the order of its fields.
 
-    other_help: help texts of this command, by field, instead of those of the declaration.
+    other_help: by field, help texts that replace the declared ones for this command.
     """
     groups = {group.title: group for group in parser._action_groups}
-    where: argparse._ActionsContainer = parser
+    container: argparse._ActionsContainer = parser
     for field in list_fields(declared):
-        about = field.metadata
+        metadata = field.metadata
         default = default_of(field)
-        if not about["help"]:
+        if not metadata["help"]:
             continue
-        if title := about["group"]:
-            where = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        more = {**about["more"], "help": other_help.get(field.name, about["help"])}
-        more |= {"required": True} if default is dataclasses.MISSING else {"default": default}
+        if title := metadata["group"]:
+            container = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        arguments = {**metadata["more"], "help": other_help.get(field.name, metadata["help"])}
+        arguments |= {"required": True} if default is dataclasses.MISSING else {"default": default}
         if is_flag(declared, field.name):
-            more["action"] = "store_true"
+            arguments["action"] = "store_true"
         else:
-            more = {"metavar": _METAVARS.get(about["parse"]), **more, "type": about["parse"]}
-            more = ({"action": "append"} if isinstance(default, list) else {}) | more
-        flags = [flag(field.name), *about["flags"]]
-        where.add_argument(*sorted(flags, key=lambda text: text.startswith("--")), **more)
+            arguments = {
+                "metavar": _METAVARS.get(metadata["parse"]),
+                **arguments,
+                "type": metadata["parse"],
+            }
+            arguments = ({"action": "append"} if isinstance(default, list) else {}) | arguments
+        flags = [flag(field.name), *metadata["flags"]]
+        container.add_argument(*sorted(flags, key=lambda text: text.startswith("--")), **arguments)
 
 
 def with_options_of(*sources: type, after: str) -> Callable[[type[Declared]], type[Declared]]:
     """Return a decorator that adds the options of other classes, behind the field `after`.
 
-    It stands below `@dataclass`. Raises TypeError for an option that two of the classes declare; a
+    Write it below `@dataclass`. Raises TypeError for an option that two of the classes declare; a
     declaration that they inherit from the same class counts once.
     """
 
@@ -212,16 +216,16 @@ def fields_by_spelling(declared: type) -> dict[str, dataclasses.Field[Any]]:
     }
 
 
-def require_known(given: Iterable[str], known: Collection[str]) -> None:
+def require_known(names: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError for unknown names of arguments, with the nearest names."""
     problems = Problems()
-    for name in given:
+    for name in names:
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=aliases.SIMILAR)
         problems.add(
             f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else ""),
-            hint=aliases.advice(name, [flag(each) for each in known]),
+            hint=aliases.find_advice(name, [flag(each) for each in known]),
         )
     problems.raise_if_any()
 
@@ -233,18 +237,18 @@ def merge_spellings(declared: type, values: Mapping[str, Any]) -> dict[str, Any]
     differ.
     """
     known = fields_by_spelling(declared)
-    given = dict[str, Any]()
+    by_field = dict[str, Any]()
     problems = Problems()
     require_known(values, known)
     for name, value in values.items():
-        if value is not None and given.setdefault(known[name].name, value) != value:
+        if value is not None and by_field.setdefault(known[name].name, value) != value:
             problems.add(
-                f"{name}={value!r} contradicts {given[known[name].name]!r}, given for another "
-                "spelling of the same option",
+                f"{name}={value!r} contradicts {by_field[known[name].name]!r}, given for "
+                "another spelling of the same option",
                 expected="one of them",
             )
     problems.raise_if_any()
-    return given
+    return by_field
 
 
 def from_values(declared: type[Declared], **values: Any) -> Declared:
@@ -253,12 +257,12 @@ def from_values(declared: type[Declared], **values: Any) -> Declared:
     values: by any spelling of a field. None means the default.
     """
     known = fields_by_spelling(declared)
-    given = merge_spellings(declared, values)
+    by_field = merge_spellings(declared, values)
     problems = Problems()
-    for name, value in given.items():
+    for name, value in by_field.items():
         field = known[name]
         try:
-            given[name] = value = _parse_value(declared, field, value)
+            by_field[name] = value = _parse_value(declared, field, value)
         except (argparse.ArgumentTypeError, ValueError) as error:
             problems.add(f"{flag(name)}: {error}")
         if value not in field.metadata["more"].get("choices", (value,)):
@@ -267,10 +271,10 @@ def from_values(declared: type[Declared], **values: Any) -> Declared:
                 expected=f"one of {', '.join(field.metadata['more']['choices'])}",
             )
     for field in list_fields(declared):
-        if default_of(field) is dataclasses.MISSING and field.name not in given:
+        if default_of(field) is dataclasses.MISSING and field.name not in by_field:
             problems.add(f"{flag(field.name)} is missing", expected=field.metadata["help"])
     problems.raise_if_any()
-    return declared(**given)
+    return declared(**by_field)
 
 
 def _parse_value(declared: type, field: dataclasses.Field[Any], value: Any) -> Any:

@@ -46,7 +46,7 @@ _CONTROLS = {
 }
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a string with its control characters escaped, except newlines and tabs."""
     return text.translate(_CONTROLS)
 
@@ -87,7 +87,7 @@ class StageError(Exception):
                 for option, name in TYPED_AS.items()
                 if option in words and f" {name}, which is " not in self.problem
             ]
-        return visible("\n".join(lines))
+        return escape_controls("\n".join(lines))
 
 
 class UsageError(StageError):

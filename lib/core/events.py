@@ -37,7 +37,7 @@ class EventDescription(NamedTuple):
 DESCRIPTIONS = {
     Event.START: EventDescription("A run begins at step 0.", {"ranks": "number of ranks"}),
     Event.RESUME: EventDescription(
-        "A launch continues from a checkpoint, whose step this is.",
+        "A launch continues from the checkpoint of this step.",
         {
             "path": "the checkpoint",
             "ranks": "number of ranks",

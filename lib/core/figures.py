@@ -88,7 +88,7 @@ METRICS = {
         "share", "share of the step time spent waiting for data; with `--streaming`"
     ),
     "perf/loader_tokens_per_sec_per_device": Figure(
-        "tokens/s", "what the workers of this rank can produce; with `--streaming`"
+        "tokens/s", "tokens that the workers of this rank could produce; with `--streaming`"
     ),
     "memory/current_gib": Figure("GiB", "memory in use, rank 0"),
     "memory/reserved_gib": Figure("GiB", "memory held by the allocator, rank 0"),

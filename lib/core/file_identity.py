@@ -1,7 +1,7 @@
 """Identify files without reading them, to notice whether one was replaced or written to.
 
-A run decides something by the content of files at one moment and reads them at another. Identities
-taken before the first and compared after the last show whether the content was the same.
+A run checks files at one moment and reads them at another. If their identities are the same before
+the first and after the last of these, so was their content.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fingerprint(identities: Identities) -> str:
 def require_same(before: Identities, subject: str, doing: str) -> None:
     """Raise UsageError if a file has changed.
 
-    subject, doing: words of the error, for what the files are and what a stage did meanwhile.
+    subject, doing: the error begins with "SUBJECT was replaced or changed while DOING".
     """
     changes = [text for path, file in before.items() if (text := _describe_change(path, file))]
     if changes:

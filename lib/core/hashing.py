@@ -36,7 +36,7 @@ FAST = [*_ALGORITHMS][-1]
 _CHUNK = 1 << 22
 
 
-def new(algorithm: str = FAST) -> Hasher:
+def new_hasher(algorithm: str = FAST) -> Hasher:
     """Return a hasher for `xxh3` (128 bits) or `sha256`. Raises ArtifactError if unavailable."""
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]()
@@ -46,7 +46,7 @@ def new(algorithm: str = FAST) -> Hasher:
     )
 
 
-def digest(hasher: Hasher, algorithm: str = FAST) -> str:
+def format_digest(hasher: Hasher, algorithm: str = FAST) -> str:
     """Return the digest string of the bytes that a hasher has read."""
     return f"{algorithm}:{hasher.hexdigest()}"
 
@@ -58,12 +58,12 @@ def file_digest(
 
     advance: called with the bytes of each piece.
     """
-    hasher = new(algorithm)
+    hasher = new_hasher(algorithm)
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             hasher.update(chunk)
             advance(len(chunk))
-    return digest(hasher, algorithm)
+    return format_digest(hasher, algorithm)
 
 
 class HashedFile(io.RawIOBase):
@@ -84,7 +84,7 @@ class HashedFile(io.RawIOBase):
         self.path = path
         self.bytes = keep
         self._algorithm = algorithm
-        self._hasher = new(algorithm)
+        self._hasher = new_hasher(algorithm)
         self._file: Any = path.open("r+b" if keep else "wb", buffering)
         if keep:
             self._file.truncate(keep)
@@ -121,7 +121,7 @@ class HashedFile(io.RawIOBase):
 
     def digest(self) -> str:
         """Return the digest string of the bytes so far."""
-        return digest(self._hasher, self._algorithm)
+        return format_digest(self._hasher, self._algorithm)
 
     def close(self) -> None:
         """Close the file; its digest remains available."""
@@ -132,9 +132,9 @@ class HashedFile(io.RawIOBase):
 
 def bytes_digest(data: bytes, algorithm: str = FAST) -> str:
     """Return the digest string of a byte string."""
-    hasher = new(algorithm)
+    hasher = new_hasher(algorithm)
     hasher.update(data)
-    return digest(hasher, algorithm)
+    return format_digest(hasher, algorithm)
 
 
 def ends_digest(path: Path, size: int, algorithm: str = FAST) -> str:
@@ -145,7 +145,9 @@ def ends_digest(path: Path, size: int, algorithm: str = FAST) -> str:
         return bytes_digest(head + file.read(), algorithm)
 
 
-def matches(path: Path, expected: str, advance: Callable[[int], None] = lambda size: None) -> bool:
+def has_digest(
+    path: Path, expected: str, advance: Callable[[int], None] = lambda size: None
+) -> bool:
     """Return whether a file's content has the digest string from a manifest."""
     return file_digest(path, expected.partition(":")[0], advance) == expected
 

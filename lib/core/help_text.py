@@ -49,16 +49,18 @@ def with_default(action: argparse.Action) -> str:
     return f"{text} (default: {str(default).replace('%', '%%')})"
 
 
-def usage(parser: argparse.ArgumentParser) -> str:
+def format_usage(parser: argparse.ArgumentParser) -> str:
     """Return a usage of one line: required options, and `[options]` for the rest."""
     needed = [
-        _named(action) for action in parser._actions if action.option_strings and action.required
+        _spell_option(action)
+        for action in parser._actions
+        if action.option_strings and action.required
     ]
-    places = [_place(action) for action in parser._actions if not action.option_strings]
+    places = [_spell_positional(action) for action in parser._actions if not action.option_strings]
     return " ".join([parser.prog, *places, *needed, "[options]"])
 
 
-def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, str]) -> str:
+def format_short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, str]) -> str:
     """Return the page of the most important options, one line each, and the names of the groups.
 
     first: purpose of an option by destination, without its default. The page begins with the
@@ -66,10 +68,11 @@ def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, 
     """
     head = "\n\n".join((parser.description or "").strip().split("\n\n")[:2])
     by_name = {action.dest: action for action in reversed(parser._actions)}
-    named = {name: _named(by_name[name]) for name in first}
+    named = {name: _spell_option(by_name[name]) for name in first}
     width = max(map(len, named.values())) + 2
     lines = [
-        f"  {named[name]:<{width}}{text} {_default(by_name[name])}" for name, text in first.items()
+        f"  {named[name]:<{width}}{text} {_find_default(by_name[name])}"
+        for name, text in first.items()
     ]
     groups = "; ".join(
         (group.title or "").partition(" (")[0] for group in parser._action_groups[2:]
@@ -90,16 +93,16 @@ def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, 
     )
 
 
-def _named(action: argparse.Action) -> str:
+def _spell_option(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else f" {action.metavar or '|'.join(action.choices or [])}"
     return action.option_strings[0] + value
 
 
-def _place(action: argparse.Action) -> str:
+def _spell_positional(action: argparse.Action) -> str:
     name = str(action.metavar or "|".join(action.choices or [action.dest]))
     return f"[{name}]" if action.nargs == "?" else name
 
 
-def _default(action: argparse.Action) -> str:
+def _find_default(action: argparse.Action) -> str:
     found = _DEFAULT.search(with_default(action))
     return found[0].replace("%%", "%") if found else ""

@@ -11,8 +11,8 @@ _LONGEST_FLOAT = 10  # characters of a float that is printed with all its digits
 class Difference(NamedTuple):
     """A value that differs between two identities.
 
-    kind: option, input or format. name: of an option the field, of an input with dots between
-    levels. there, now: its values in the artifact and in this launch.
+    kind: option, input or format. name: the field of an option, or the path of an input with dots
+    between levels. there, now: the values in the artifact and in this launch.
     """
 
     kind: str
@@ -23,15 +23,14 @@ class Difference(NamedTuple):
     def describe(self, there: str = "there", now: str = "now") -> str:
         """Return a phrase that names both values. there, now: words for the two identities."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
-        return (
-            f"{label}: {_shown(self.there, self.now)} {there}, {_shown(self.now, self.there)} {now}"
-        )
+        earlier = _format_value(self.there, self.now)
+        return f"{label}: {earlier} {there}, {_format_value(self.now, self.there)} {now}"
 
     def __str__(self) -> str:
         return self.describe()
 
 
-def differences(old: Any, new: Any, path: str = "") -> list[Difference]:
+def find_differences(old: Any, new: Any, path: str = "") -> list[Difference]:
     """Return the differences of two identities, `{"options": …, "inputs": …}`, sorted by name.
 
     path: where the values stand in their identities, with dots between levels.
@@ -40,7 +39,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[Difference]:
         return [
             difference
             for key in sorted(old.keys() | new.keys())
-            for difference in differences(
+            for difference in find_differences(
                 old.get(key), new.get(key), f"{path}.{key}" if path else key
             )
         ]
@@ -57,7 +56,7 @@ def list_differences(differences: Iterable[Difference]) -> str:
     return "\n".join(map(str, differences))
 
 
-def _shown(value: Any, other: Any) -> str:
+def _format_value(value: Any, other: Any) -> str:
     """Return a value as a person would type it, with all digits only if they matter."""
     if value is None:
         return "not given"

@@ -37,8 +37,8 @@ def is_gone() -> bool:
 
 def launch_marks() -> list[str]:
     """Return texts that identify this launch; none for a process that a person started."""
-    given = [os.environ[MARK]] if os.environ.get(MARK) else []
-    return given + ([liveness.process_identity(parent_pid())] if is_torchrun() else [])
+    marks = [os.environ[MARK]] if os.environ.get(MARK) else []
+    return marks + ([liveness.process_identity(parent_pid())] if is_torchrun() else [])
 
 
 def job_marks() -> list[str]:
@@ -55,10 +55,10 @@ def is_requeued() -> bool:
 def record_failure(kind: str, code: int, text: str) -> None:
     """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE, if it names one.
 
-    kind: the class of the error. code: the exit code that follows. torchrun prints the call stack
-    in the report with which it ends, and buries earlier lines. So an error of rank 0 stands there
-    in full, and one line of a traceback or of another rank's error. torchrun compares the times
-    (seconds) to find the rank that failed first.
+    kind: the class of the error. code: the exit code that follows. torchrun ends with a long report
+    that contains the call stack from this file. So an error of rank 0 is written there in full, but
+    of a traceback or of another rank's error only one line. torchrun compares the times (seconds)
+    to find the rank that failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -84,8 +84,8 @@ def record_failure(kind: str, code: int, text: str) -> None:
 def end_at_once(code: int, *last_words: Callable[[], object]) -> NoReturn:
     """End the process within seconds, even if disks or pipes hang.
 
-    last_words: functions to call before, each in its own thread. One that fails, or hangs on a disk
-    or an unread pipe, delays neither the others nor the end.
+    last_words: functions to call before, each in its own thread. A function that fails, or hangs on
+    a disk or an unread pipe, delays neither the others nor the end.
     """
     try:
         threads = [

@@ -33,7 +33,7 @@ _POLL_S = 1.0
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class Held(UsageError):
+class DirectoryHeld(UsageError):
     """Another process holds the directory. holder: a text about that process, empty if unknown."""
 
     def __init__(self, problem: str, *, holder: str = "", hint: str = "") -> None:
@@ -41,7 +41,7 @@ class Held(UsageError):
         self.holder = holder
 
 
-class ExperimentHeld(Held):
+class ExperimentHeld(DirectoryHeld):
     """Another launch trains the experiment. A launcher knows this class by its name."""
 
 
@@ -53,10 +53,9 @@ class Lease:
     """
 
     def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
-        """Take the directory of the record `path`.
+        """Take the directory that contains the record `path`, for this process alone.
 
-        After that only this process holds it. Raises Held if another process does, and
-        FileNotFoundError if the directory is gone.
+        Raises DirectoryHeld if another process holds it, and FileNotFoundError if it is gone.
         """
         self._path = path
         self._lost = lost
@@ -66,9 +65,9 @@ class Lease:
             **liveness.process_record(os.getpid()),
             "id": f"{time.time_ns():x}-{os.getpid()}",
         }
-        self._lock = lock(path.parent)
+        self._lock = lock_directory(path.parent)
         if self._lock < 0:
-            raise self._held(records.read_mapping(path))
+            raise self._make_held_error(records.read_mapping(path))
         try:
             self._file = self._take()
         except BaseException:
@@ -98,11 +97,16 @@ class Lease:
         os.close(self._file)
         os.close(self._lock)
 
-    def _held(self, record: dict[str, Any]) -> Held:
-        return Held(f"another process uses {self._path.parent} now", holder=holder(record))
+    def _make_held_error(self, record: dict[str, Any]) -> DirectoryHeld:
+        return DirectoryHeld(
+            f"another process uses {self._path.parent} now", holder=describe_holder(record)
+        )
 
     def _take(self) -> int:
-        """Return the open record of this process. Raises Held if another process has one."""
+        """Create the record and return its descriptor.
+
+        Raises DirectoryHeld if another process holds the directory.
+        """
         is_shared = False
         file = None
         while file is None:
@@ -115,18 +119,18 @@ class Lease:
             time.sleep(SETTLE_S)
             if (now := records.read_mapping(self._path)).get("id") != self._record["id"]:
                 os.close(file)
-                raise self._held(now)
+                raise self._make_held_error(now)
         return file
 
     def _create(self) -> int | None:
-        """Return the open record if this process created it, None if there is one already."""
-        own = self._path.with_name(f"{self._path.name}.{self._record['id']}")
-        file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        """Create the record and return its descriptor; None if there is one already."""
+        temporary = self._path.with_name(f"{self._path.name}.{self._record['id']}")
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         is_created = False
         try:
             self._write(file)
             try:
-                os.link(own, self._path)
+                os.link(temporary, self._path)
                 is_created = True
             except FileExistsError:  # a file server may also report this for a link it just made
                 with suppress(FileNotFoundError):
@@ -141,59 +145,60 @@ class Lease:
                     self._write(file)
                     is_created = True
         finally:
-            own.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             if not is_created and file >= 0:
                 os.close(file)
         return file if is_created else None
 
-    def _require_abandoned(self, found: dict[str, Any]) -> bool:
-        """Wait until a record is known to be abandoned. Raises Held if its holder is alive.
+    def _require_abandoned(self, earlier: dict[str, Any]) -> bool:
+        """Wait until a record is known to be abandoned.
 
-        Returns whether another machine may be taking it over as well.
+        Returns whether another machine may be taking it over as well. Raises DirectoryHeld if its
+        holder is alive.
         """
-        alive = liveness.is_alive(found)
-        if found.get("released") or alive is not None:
-            if alive and not found.get("released"):
-                raise self._held(found)
+        alive = liveness.is_alive(earlier)
+        if earlier.get("released") or alive is not None:
+            if alive and not earlier.get("released"):
+                raise self._make_held_error(earlier)
             return alive is None
         # An unreadable record is being written at this moment, or was torn by a power failure.
-        patience = PATIENCE_S if found else SETTLE_S
+        patience = PATIENCE_S if earlier else SETTLE_S
         began = time.monotonic()
         is_logged = False
 
         def is_released() -> bool:
-            """Return whether the record is gone. Raises Held if its holder has changed it."""
+            """Return whether the record is gone. Raises DirectoryHeld if it has changed."""
             nonlocal is_logged
-            if (now := records.read_mapping(self._path)) != found:
+            if (now := records.read_mapping(self._path)) != earlier:
                 if now:
-                    raise self._held(now)
+                    raise self._make_held_error(now)
                 return True
             if not is_logged and time.monotonic() - began > BEAT_S:
                 is_logged = True
                 log.info(
-                    f"{self._path} belongs to {holder(found)}, which has shown no sign of life for "
-                    f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all"
+                    f"{self._path} belongs to {describe_holder(earlier)}, which has shown no sign "
+                    f"of life for {BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all"
                 )
             return False
 
-        if not poll(is_released, _POLL_S, patience) and found:
-            log.info(f"{holder(found)} is gone: taking over {self._path.parent}")
+        if not poll(is_released, _POLL_S, patience) and earlier:
+            log.info(f"{describe_holder(earlier)} is gone: taking over {self._path.parent}")
         return True
 
-    def _remove_record(self, found: dict[str, Any]) -> None:
-        """Remove the record that was found, but no other that has replaced it."""
-        aside = self._path.with_name(f"{self._path.name}.{self._record['id']}.old")
+    def _remove_record(self, earlier: dict[str, Any]) -> None:
+        """Remove an earlier record, but no other that has replaced it."""
+        renamed = self._path.with_name(f"{self._path.name}.{self._record['id']}.old")
         try:
-            self._path.rename(aside)
+            self._path.rename(renamed)
         except FileNotFoundError:
             return
-        if records.read_mapping(aside) != found:  # another process was faster; this is its record
+        if records.read_mapping(renamed) != earlier:  # the record of a process that was faster
             with suppress(OSError):
-                os.link(aside, self._path)
-        aside.unlink()
+                os.link(renamed, self._path)
+        renamed.unlink()
 
     def _beat(self) -> None:
-        may_fail = log.Tolerated(str(self._path))  # the kernel lock is still held then
+        may_fail = log.WarnOnce(str(self._path))  # the kernel lock is still held then
         while not self._ended.wait(BEAT_S):
             with may_fail:
                 if not self._is_own():
@@ -205,10 +210,10 @@ class Lease:
 
     def _is_own(self) -> bool:
         """Return whether the record is still this process's. Otherwise call `lost`."""
-        found = records.read_mapping(self._path)
-        if found.get("id", self._record["id"]) == self._record["id"]:
+        record = records.read_mapping(self._path)
+        if record.get("id", self._record["id"]) == self._record["id"]:
             return True
-        self._lost(f"{self._path.parent} was taken over by {holder(found)}")
+        self._lost(f"{self._path.parent} was taken over by {describe_holder(record)}")
         return False
 
     def _restore(self) -> None:
@@ -225,7 +230,7 @@ class Lease:
         os.fsync(file)
 
 
-def lock(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
     """Return a descriptor that holds the kernel lock on a directory.
 
     Returns -1 if another process holds it, or has just removed or published the directory.
@@ -246,6 +251,6 @@ def lock(directory: Path) -> int:
     return -1
 
 
-def holder(record: dict[str, Any]) -> str:
+def describe_holder(record: dict[str, Any]) -> str:
     """Return a text about the process that wrote a record; empty without a record."""
     return f"process {record.get('pid', '?')} on {record.get('host', '?')}" if record else ""

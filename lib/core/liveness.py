@@ -48,8 +48,8 @@ def read_process(pid: object) -> Process | None:
 
 def list_processes() -> list[Process]:
     """Return all processes of this machine that this one can see."""
-    found = (read_process(entry.name) for entry in Path("/proc").glob("[0-9]*"))
-    return [process for process in found if process]
+    processes = (read_process(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+    return [process for process in processes if process]
 
 
 def list_descendants(pid: int) -> list[Process]:
@@ -57,13 +57,13 @@ def list_descendants(pid: int) -> list[Process]:
     children: defaultdict[int, list[Process]] = defaultdict(list)
     for process in list_processes():
         children[process.parent].append(process)
-    found: list[Process] = []
+    descendants: list[Process] = []
     parents = [pid]
     while parents:
         below = children[parents.pop()]
-        found += below
+        descendants += below
         parents += [process.pid for process in below]
-    return found
+    return descendants
 
 
 def start_time(pid: object) -> str | None:
@@ -101,8 +101,8 @@ def is_alive(record: dict[str, Any]) -> bool | None:
 class SilenceClock:
     """Measures how long values that other processes keep changing have stayed the same.
 
-    longest_gap: seconds between two looks that count at most, so that a process that was suspended
-    itself does not take all others for gone.
+    longest_gap: the most seconds that count between two looks. Without this limit, a process that
+    was itself suspended would consider all others dead.
     """
 
     def __init__(self, longest_gap: float = math.inf) -> None:
@@ -130,5 +130,5 @@ class SilenceClock:
         return self._seen[key][1] if key in self._seen else 0.0
 
     def has_changed(self, key: Hashable) -> bool:
-        """Return whether a value was seen to change, so that a process is or was behind it."""
+        """Return whether a value was seen to change: a process writes it, or wrote it meanwhile."""
         return key in self._seen and self._seen[key][2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lib.core.append_only import AppendOnlyFile
-from lib.core.errors import visible
+from lib.core.errors import escape_controls
 
 _logger = logging.getLogger("pipeline")
 
@@ -25,7 +25,7 @@ class _Console(logging.StreamHandler):
     shows_times = False
 
     def format(self, record: logging.LogRecord) -> str:
-        text = visible(record.getMessage())
+        text = escape_controls(record.getMessage())
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         if (rank() or self.shows_times) and not text.startswith("[rank="):
@@ -54,26 +54,26 @@ class _RankFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = AppendOnlyFile(path)
-        self._may_fail = Tolerated(str(path))
+        self._may_fail = WarnOnce(str(path))
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._may_fail:
-            text = visible(self.format(record))
+            text = escape_controls(self.format(record))
             self._file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
-class Tolerated:
-    """Lets writing fail without ending the run. The first of several failures in a row is logged.
+class WarnOnce:
+    """Suppresses errors of the code in its `with` block, and warns about the first in a row.
 
-    >>> with may_fail:          # Tolerated("metrics.jsonl")
+    >>> with may_fail:          # WarnOnce("metrics.jsonl")
     ...     file.write(line)
 
-    what: the name of what is written, for the message. errors: classes to tolerate. done: another
-    participle for the message.
+    subject, done: the warning says "SUBJECT cannot be DONE". errors: the classes to suppress
+    (default: OSError).
     """
 
-    def __init__(self, what: str, *errors: type[Exception], done: str = "written") -> None:
-        self._what = what
+    def __init__(self, subject: str, *errors: type[Exception], done: str = "written") -> None:
+        self._subject = subject
         self._errors = errors or (OSError,)
         self._done = done
         self.is_failing = False
@@ -87,12 +87,12 @@ class Tolerated:
         if (error is not None) != self.is_failing:
             self.is_failing = error is not None
             if error is None:
-                info(f"{self._what} can be {self._done} again")
+                info(f"{self._subject} can be {self._done} again")
             else:
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 warn(
-                    f"{self._what} cannot be {self._done}: {why}; the run continues, and this is "
-                    "logged once"
+                    f"{self._subject} cannot be {self._done}: {why}; the run continues, and this "
+                    "is logged once"
                 )
         return True
 
@@ -121,7 +121,7 @@ def show_times(are_shown: bool) -> None:
             handler.shows_times = are_shown
 
 
-def setup_unless_heard() -> None:
+def ensure_setup() -> None:
     """Send log lines to the console if the calling program has no handler for them."""
     if not _logger.hasHandlers():
         setup()
@@ -142,12 +142,12 @@ def info(text: str) -> None:
 def to_console(text: str) -> None:
     """Print to the console only, on rank 0 only."""
     if rank() == 0:
-        _pass_on(text, logging.INFO, to_files=False)
+        _log_to(text, logging.INFO, to_files=False)
 
 
 def to_file(text: str) -> None:
     """Log something expected to this rank's file only."""
-    _pass_on(text, logging.INFO, to_files=True)
+    _log_to(text, logging.INFO, to_files=True)
 
 
 def warn(text: str) -> None:
@@ -157,10 +157,10 @@ def warn(text: str) -> None:
 
 def error(text: str) -> None:
     """Log the error that ends the run to this rank's file; the stage prints it on exit."""
-    _pass_on(text, logging.ERROR, to_files=True)
+    _log_to(text, logging.ERROR, to_files=True)
 
 
-def _pass_on(text: str, level: int, to_files: bool) -> None:
+def _log_to(text: str, level: int, to_files: bool) -> None:
     for handler in _logger.handlers:
         if isinstance(handler, _RankFile) == to_files:
             handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))

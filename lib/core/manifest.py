@@ -55,7 +55,7 @@ def file_entry(root: Path, path: Path, algorithm: str = hashing.FAST) -> dict[st
     }
 
 
-def write(
+def write_manifest(
     directory: Path,
     *,
     kind: str,
@@ -114,23 +114,25 @@ def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:
                 path.unlink()
 
 
-def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -> dict[str, Any]:
+def read_manifest(
+    directory: Path, kind: str, name: str, run: str = "", hint: str = ""
+) -> dict[str, Any]:
     """Return the manifest of a finished artifact.
 
-    what: name of the artifact in the message. run, hint: how to make it. Raises ArtifactError if
-    the directory is missing, unfinished, unreadable or of another kind.
+    name: of the artifact in messages, such as "the splits". run, hint: how to make it. Raises
+    ArtifactError if the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
-        verb = "do" if _is(what) == "are" else "does"
+        verb = "do" if _is(name) == "are" else "does"
         raise ArtifactError(
-            f"{what} {directory} {verb} not exist",
+            f"{name} {directory} {verb} not exist",
             found=describe_leftovers(directory),
             run=run,
             hint=hint,
         )
     if not (directory / MANIFEST).exists():
         raise ArtifactError(
-            f"{what} {directory} {_is(what)} not finished (no {MANIFEST})",
+            f"{name} {directory} {_is(name)} not finished (no {MANIFEST})",
             found=describe_leftovers(directory),
             run=run,
             hint=hint,
@@ -145,7 +147,7 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
         )
     if content["kind"] != kind:
         raise ArtifactError(
-            f"{directory} contains no {what.removeprefix('the ')}",
+            f"{directory} contains no {name.removeprefix('the ')}",
             expected=f"kind {kind}",
             found=f"kind {content['kind']}",
             run=run,
@@ -166,7 +168,7 @@ def read_if_any(directory: Path) -> dict[str, Any] | None:
             and isinstance(content["summary"], dict)
             and isinstance(content["identity"], dict)
             and isinstance(content.get("options", {}), dict)
-            and all(is_sound(entry, content["kind"]) for entry in content["files"])
+            and all(is_valid_entry(entry, content["kind"]) for entry in content["files"])
         )
     except OSError as error:
         if not is_missing(error):
@@ -177,7 +179,7 @@ def read_if_any(directory: Path) -> dict[str, Any] | None:
     return content if is_valid else None
 
 
-def is_sound(entry: Any, kind: str) -> bool:
+def is_valid_entry(entry: Any, kind: str) -> bool:
     """Return whether an entry of a manifest names a file of the artifact, its bytes and digest.
 
     Raw files lie beside the directory of their manifest.
@@ -194,7 +196,7 @@ def is_sound(entry: Any, kind: str) -> bool:
     )
 
 
-def kind_of(directory: Path) -> str:
+def read_kind(directory: Path) -> str:
     """Return the kind in a manifest, even a damaged one; empty if it names none."""
     try:
         return str(records.read_json(directory / MANIFEST)["kind"])
@@ -215,11 +217,11 @@ def is_torn(directory: Path) -> bool:
     return False
 
 
-def remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
-    """Return how to make an artifact again, from its manifest, as parts of an error.
+def make_remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
+    """Return the parts of an error that say how to make an artifact again.
 
-    places: options that name its current place. The result is a command under `run` if the inputs
-    still exist under their names, else a sentence under `hint`.
+    content: its manifest. places: options that name its current directory. The result is a command
+    under `run` if the inputs still exist under their names, else a sentence under `hint`.
     """
     options = {
         key: value
@@ -245,7 +247,7 @@ def find_damage(directory: Path, content: dict[str, Any], deep: bool) -> list[st
             None,
             (
                 describe_damage(directory / entry["path"], entry, deep)
-                if is_sound(entry, content.get("kind", ""))
+                if is_valid_entry(entry, content.get("kind", ""))
                 else f"{MANIFEST} names {entry['path']!r}, which is no file of {directory}"
                 for entry in content["files"]
             ),
@@ -274,46 +276,47 @@ def describe_damage(
         return f"{path} is missing"
     if status.st_size != entry["bytes"]:
         return f"{path} has {status.st_size} bytes instead of {entry['bytes']}"
-    if deep and not hashing.matches(path, entry["digest"], advance):
+    if deep and not hashing.has_digest(path, entry["digest"], advance):
         return f"{path} has other content than when it was written"
     return ""
 
 
-def check(
+def require_intact(
     directory: Path,
     content: dict[str, Any],
-    what: str,
+    name: str,
     run: str = "",
     hint: str = "",
     deep: bool = False,
 ) -> None:
     """Raise an ArtifactError that lists every damaged file of an artifact.
 
-    run, hint: the command and the advice that repair it."""
+    run, hint: the command and the advice that repair it.
+    """
     if damage := find_damage(directory, content, deep):
-        raise damage_error(directory, what, damage, run=run, hint=hint)
+        raise make_damage_error(directory, name, damage, run=run, hint=hint)
 
 
-def damage_error(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
+def make_damage_error(directory: Path, name: str, found: list[str], **remedy: str) -> ArtifactError:
     """Return the error for a damaged artifact. found: sentences from `find_damage`."""
     return ArtifactError(
-        f"{what} {directory} {_is(what)} damaged", found=units.join_lines(found, 10), **remedy
+        f"{name} {directory} {_is(name)} damaged", found=units.join_lines(found, 10), **remedy
     )
 
 
-def _is(what: str) -> str:
+def _is(name: str) -> str:
     """Return the verb for an artifact's name: `the splits` is a plural."""
-    return "are" if what.endswith("s") else "is"
+    return "are" if name.endswith("s") else "is"
 
 
 def describe_leftovers(directory: Path) -> str:
     """Return a text about the leftovers of a run beside a missing artifact; empty without any."""
-    left = (
+    leftovers = (
         sorted(directory.parent.glob(f"{glob.escape(directory.name)}.partial-*"))
         if directory.parent.is_dir()
         else []
     )
-    if not left:
+    if not leftovers:
         return ""
-    age_min = (time.time() - left[0].stat().st_mtime) / 60
-    return f"{left[0]} ({age_min:.0f} min old), left by a run that did not finish"
+    age_min = (time.time() - leftovers[0].stat().st_mtime) / 60
+    return f"{leftovers[0]} ({age_min:.0f} min old), left by a run that did not finish"

@@ -1,6 +1,6 @@
-"""The guard that keeps every stage but 03 off the network.
+"""Keep every stage except 03 off the network.
 
-Stage 04 with --online leaves it on as well: a process of its own goes online, and only fetches
+Stage 04 with --online stays offline too: a child process goes online, and only fetches files
 (lib/hub/dataset.py).
 """
 
@@ -19,7 +19,7 @@ OFFLINE_ENVIRONMENT = {
 
 
 def enable() -> None:
-    """Set the offline environment for this process and all it starts.
+    """Set the offline environment for this process and its child processes.
 
     Must run before any Hugging Face import: huggingface_hub reads HF_HUB_OFFLINE once, at import,
     and setting it later does nothing. Raises RuntimeError when it is too late.

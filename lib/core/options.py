@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the text of --help."""
         return (
-            help_text.short_page(self, self._usage_line(), self._first)
+            help_text.format_short_page(self, self._usage_line(), self._first)
             if self._first
             else self.format_all()
         )
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def _usage_line(self) -> str:
-        return f"{self.prog} {self._usage}" if self._usage else help_text.usage(self)
+        return f"{self.prog} {self._usage}" if self._usage else help_text.format_usage(self)
 
     def add_common(self, workers: str = "", overwrite: bool = True) -> None:
         """Add the options of most commands.
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         named: dict[str, tuple[str, list[str]]] = {}  # option → key and words
         problems = Problems()
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
-        for key, value in config_file.options_in(config, VOLATILE, ours).items():
+        for key, value in config_file.read_file_options(config, VOLATILE, ours).items():
             names: dict[str, str] = {}
             flag = self.to_our_name(f"--{key}", names)
             if flag in names and value is not None and self._dest(flag) not in given:

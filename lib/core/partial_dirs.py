@@ -43,24 +43,24 @@ def claim(directory: Path) -> None:
     mark_path(directory).touch()
 
 
-def remove(directory: Path, mark: Path | None = None) -> None:
+def delete_marked(directory: Path, mark: Path | None = None) -> None:
     """Delete a directory of ours, its mark last. The mark stays if anything else cannot be deleted.
 
     mark: the file that shows that it is ours, if not the mark of a partial directory.
     """
     mark = mark or mark_path(directory)
     for path in [path for path in directory.iterdir() if path != mark]:
-        delete(path)
+        delete_tree(path)
     if [path for path in directory.iterdir() if path != mark]:
         return
     mark.unlink(missing_ok=True)
     directory.rmdir()
 
 
-def remove_bare(directory: Path) -> None:
+def delete_bare(directory: Path) -> None:
     """Delete a directory that contains nothing but its mark."""
     if list(directory.iterdir()) == [mark_path(directory)]:
-        remove(directory)
+        delete_marked(directory)
 
 
 def has_links(directory: Path) -> bool:
@@ -72,7 +72,7 @@ def has_links(directory: Path) -> bool:
     )
 
 
-def delete(path: Path) -> None:
+def delete_tree(path: Path) -> None:
     """Delete a file, a link or a tree, as far as possible. Links are not followed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)

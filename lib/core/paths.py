@@ -63,7 +63,7 @@ def expand_save_dir(opts: Options) -> None:
     --checkpoint-dir is an alias of --save-dir; without -e it names the experiment itself. Raises
     UsageError if they contradict each other.
     """
-    if place := getattr(opts, "checkpoint_dir", None):
+    if directory := getattr(opts, "checkpoint_dir", None):
         if opts.save_dir:
             raise UsageError(
                 "give --save-dir or --checkpoint-dir, not both",
@@ -72,9 +72,9 @@ def expand_save_dir(opts: Options) -> None:
             )
         opts.checkpoint_dir = None
         if opts.experiment_name:
-            opts.save_dir = place
+            opts.save_dir = directory
         else:
-            opts.experiment_name = str(place) if place.is_absolute() else f"./{place}"
+            opts.experiment_name = str(directory) if directory.is_absolute() else f"./{directory}"
     if opts.experiment_name:
         root = experiment(opts.experiment_name, opts.save_dir).root
         opts.save_dir = root.parent
@@ -83,14 +83,16 @@ def expand_save_dir(opts: Options) -> None:
 
 
 def existing_experiment(text: str) -> Experiment:
-    """Return the experiment that a person names. Raises UsageError as `experiment`.
+    """Return the experiment that a person names. Raises UsageError as `experiment` does.
 
-    A name means a directory here if outputs/ has none of that name.
+    A name that outputs/ does not contain can also be that of a directory in the current one.
     """
-    found = experiment(text)
+    in_outputs = experiment(text)
     here = Path(text).absolute()
     return (
-        Experiment(here.parent, here.name) if here.is_dir() and not found.root.exists() else found
+        Experiment(here.parent, here.name)
+        if here.is_dir() and not in_outputs.root.exists()
+        else in_outputs
     )
 
 

@@ -1,4 +1,4 @@
-"""Refuse regular expressions that could run for years; a stranger may have written them.
+"""Refuse regular expressions that backtrack for years; a stranger may have written them.
 
 Python's `re` tries all ways to divide a text between repetitions. If one repetition contains
 another, the number of ways doubles with each character. Several repetitions in a row cost the
@@ -30,46 +30,47 @@ def find_problem(pattern: str) -> str:
     try:
         re.compile(pattern)
         parsed = _parser.parse(pattern)
-        found = [*_repetitions(parsed)]
-        bodies = [body for body, most in found if most > 1]
-        inner = [[*_repetitions(body)] for body in bodies]
+        repetitions = [*_list_repetitions(parsed)]
+        bodies = [body for body, most in repetitions if most > 1]
+        inner = [[*_list_repetitions(body)] for body in bodies]
     except (re.error, RecursionError, OverflowError) as error:
         return str(error)
     if any(inner) or any(map(_has_alternatives, bodies)):
         return "it repeats a part that contains a repetition or alternatives, and may never end"
     if len(inner) > _MOST_REPETITIONS:
         return f"it has more than {_MOST_REPETITIONS} repetitions, and may take very long"
-    if len(found) - len(bodies) > _MOST_OPTIONAL:
+    if len(repetitions) - len(bodies) > _MOST_OPTIONAL:
         return f"it has more than {_MOST_OPTIONAL} optional parts, and may take very long"
     return ""
 
 
-def _repetitions(parsed: Any) -> Iterator[Any]:
-    """Yield what each repetition in a parsed pattern repeats, and how often at most.
+def _list_repetitions(parsed: Any) -> Iterator[Any]:
+    """Yield the body of each repetition in a parsed pattern, and its largest count.
 
-    Parts of optional ones (`?`) follow, those of others do not.
+    Repetitions inside optional parts (`?`) are yielded too, those inside other repetitions are not.
     """
     for name, argument in parsed:
         least, most = argument[:2] if str(name) in _REPEATS else (1, 1)
         if most > 1 or least < most:
             yield argument[2], most
         if most <= 1:
-            for part in _parts(argument):
-                yield from _repetitions(part)
+            for part in _list_parts(argument):
+                yield from _list_repetitions(part)
 
 
 def _has_alternatives(parsed: Any) -> bool:
     """Return whether a parsed pattern can match the same text in several ways by alternatives."""
     return any(
-        str(name) in ("BRANCH", "GROUPREF_EXISTS") or any(map(_has_alternatives, _parts(argument)))
+        str(name) in ("BRANCH", "GROUPREF_EXISTS")
+        or any(map(_has_alternatives, _list_parts(argument)))
         for name, argument in parsed
     )
 
 
-def _parts(argument: Any) -> Iterator[Any]:
+def _list_parts(argument: Any) -> Iterator[Any]:
     """Yield the parsed patterns inside the argument of a node."""
     if isinstance(argument, _parser.SubPattern):
         yield argument
     elif isinstance(argument, Sequence) and not isinstance(argument, str):
         for part in argument:
-            yield from _parts(part)
+            yield from _list_parts(part)

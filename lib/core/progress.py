@@ -23,14 +23,14 @@ class Progress:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         total: int | None,
         unit: str,
         enabled: bool = True,
         done: int = 0,
         times: bool = True,
     ) -> None:
-        self.what = what
+        self.label = label
         self.total = total
         self.unit = unit
         self.done = done
@@ -44,7 +44,7 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc=what,
+                desc=label,
                 total=total,
                 unit=unit,
                 unit_scale=True,
@@ -96,10 +96,10 @@ class Progress:
         rate = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
         show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
         if not self.total:
-            return f"{self.what}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
-        left = units.duration((self.total - self.done) / max(rate, 1e-9))
+            return f"{self.label}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
+        remaining = units.duration((self.total - self.done) / max(rate, 1e-9))
         share = 100 * self.done / self.total
         return (
-            f"{self.what}: {show(self.done)} of {show(self.total)} ({share:.0f} %), "
-            f"{show(rate)}/s, {left} left"
+            f"{self.label}: {show(self.done)} of {show(self.total)} ({share:.0f} %), "
+            f"{show(rate)}/s, {remaining} left"
         )

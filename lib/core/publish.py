@@ -34,13 +34,13 @@ from lib.core import (
     units,
 )
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
-from lib.core.identity import Difference, differences, list_differences
+from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import MANIFEST
 
 OWNER = ".owner.json"  # in a partial directory: the process that builds, or built, in it
 _REPLACED = "replaced"
 _LEFT_AFTER_S = 600  # without a sign of life, until another machine's leftovers are deleted
-_IN_WORDS = {
+_KIND_NAMES = {
     "raw": "raw files",
     "dataset-parts": "dataset parts",  # other kinds are words already
     "tokens": "token store",
@@ -64,40 +64,44 @@ def is_done(
     after it had published. Raises UsageError if `target` is something else and `overwrite` is off,
     or if another program made it (nothing replaces that), and ArtifactError if sizes show damage.
     """
-    given = target
+    typed_target = target
     target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         _require_replaceable(target)
         return False
-    found = manifest.kind_of(target) if target.is_dir() else ""
-    if not found and manifest.is_torn(target):
+    found_kind = manifest.read_kind(target) if target.is_dir() else ""
+    if not found_kind and manifest.is_torn(target):
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
+            f"{typed_target / MANIFEST} is damaged",
+            run=commands.move_away(target, commands.as_typed()),
         )
-    if found.partition("/")[0] != kind.partition("/")[0]:
+    if found_kind.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(
-            f"{given} exists and was not made by this stage",
+            f"{typed_target} exists and was not made by this stage",
             expected="an unused name, or an artifact of this stage",
-            found=_describe_path(target, found),
+            found=_describe_path(target, found_kind),
             hint="choose another name, or move it away",
         )
-    there = manifest.read_if_any(target)
-    if there is None:
+    content = manifest.read_if_any(target)
+    if content is None:
         raise ArtifactError(
-            f"{given / MANIFEST} is damaged", run=commands.move_away(target, commands.as_typed())
+            f"{typed_target / MANIFEST} is damaged",
+            run=commands.move_away(target, commands.as_typed()),
         )
     if overwrite:
         _require_replaceable(target)
         return False
-    changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
+    changes = [*_kind_change(content, kind), *find_differences(content["identity"], identity)]
     if changes:
         raise UsageError(
-            f"{given} exists, and was made from other inputs or options",
+            f"{typed_target} exists, and was made from other inputs or options",
             found=list_differences(changes),
             hint="choose another name, or replace it:",
             run=commands.as_typed("--overwrite"),
         )
-    manifest.check(given, there, kind_name(kind), run=run or commands.as_typed("--overwrite"))
+    manifest.require_intact(
+        typed_target, content, kind_name(kind), run=run or commands.as_typed("--overwrite")
+    )
     if not dry_run:
         _remove_leftovers(target)
     return True
@@ -121,11 +125,13 @@ def _require_replaceable(target: Path) -> None:
 def kind_name(kind: str) -> str:
     """Return the name of an artifact of a kind, for messages."""
     name = kind.partition("/")[0]
-    return f"the {_IN_WORDS.get(name, name)}"
+    return f"the {_KIND_NAMES.get(name, name)}"
 
 
-def _kind_change(there: dict[str, Any], kind: str) -> list[Difference]:
-    return [] if there["kind"] == kind else [Difference("format", "format", there["kind"], kind)]
+def _kind_change(content: dict[str, Any], kind: str) -> list[Difference]:
+    return (
+        [] if content["kind"] == kind else [Difference("format", "format", content["kind"], kind)]
+    )
 
 
 class AlreadyBuilding(UsageError):
@@ -171,25 +177,25 @@ class Build:
         try:
             partial_dirs.claim(self.partial)
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
-        except lease.Held as error:
+        except lease.DirectoryHeld as error:
             raise AlreadyBuilding(
                 f"another process is building {self.target}",
                 hint="wait for it, or stop it",
                 found=", ".join(filter(None, (str(self.partial), error.holder))),
             ) from None
         except FileNotFoundError:
-            raise self._was_built() from None
+            raise self._make_built_error() from None
         except OSError:  # a full disk: leave nothing of this attempt
-            partial_dirs.remove_bare(self.partial)
+            partial_dirs.delete_bare(self.partial)
             raise
         try:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
-                raise self._was_built()
+                raise self._make_built_error()
             if partial_dirs.has_links(
                 self.dir
             ):  # not made by this stage, which would write through them
-                partial_dirs.delete(self.dir)
+                partial_dirs.delete_tree(self.dir)
             self.dir.mkdir(exist_ok=True)
             manifest.remove_temporary(self.dir)
         except BaseException:
@@ -202,14 +208,15 @@ class Build:
         if not is_left:
             self._lease.stop()
             with suppress(OSError):  # the next run deletes it
-                partial_dirs.remove(self.partial)
+                partial_dirs.delete_marked(self.partial)
         self._lease.release(keep=is_left)
         if (
             isinstance(value, FileNotFoundError)
             and not self.partial.exists()
             and not self.published
         ):
-            raise self._was_built() from value  # by another process while this one was stopped
+            # Another process built it while this one was stopped.
+            raise self._make_built_error() from value
 
     def files(self) -> list[Path]:
         """Return the files of the directory so far, sorted."""
@@ -227,7 +234,7 @@ class Build:
         files = list(files)
         for entry in files:
             fsync(self._place(entry["path"]))
-        manifest.write(
+        manifest.write_manifest(
             self.dir,
             kind=self.kind,
             stage=stage,
@@ -270,7 +277,7 @@ class Build:
             self.target.replace(self._replaced)
             self.dir.replace(self.target)
 
-    def _was_built(self) -> AlreadyBuilding:
+    def _make_built_error(self) -> AlreadyBuilding:
         return AlreadyBuilding(
             f"{self.target} was built or restored just now", run=commands.as_typed()
         )
@@ -280,7 +287,7 @@ class Build:
         _restore(self.target, self.partial)
         _remove_leftovers(self.target, self.partial)
         if not self.resumable and self.dir.exists():
-            partial_dirs.delete(self.dir)
+            partial_dirs.delete_tree(self.dir)
             log.info(f"deleted {self.partial.name}, left by a run that did not finish")
 
     def _lost(self, text: str) -> None:
@@ -305,13 +312,13 @@ def _remove_leftovers(target: Path, own: Path | None = None) -> None:
             or not (partial_dirs.is_ours(left) or partial_dirs.is_bare(left))
         ):
             continue
-        descriptor = lease.lock(left)
+        descriptor = lease.lock_directory(left)
         if descriptor < 0:
             continue
-        if _is_left(left, own):
+        if _is_abandoned(left, own):
             _restore(target, left)
             with suppress(OSError):  # it belongs to another user, and disturbs nobody
-                partial_dirs.remove(left)
+                partial_dirs.delete_marked(left)
             if not left.exists():
                 log.info(f"deleted {left.name}, left by a run that did not finish")
         os.close(descriptor)
@@ -322,25 +329,25 @@ def _restore(target: Path, partial: Path) -> None:
     previous = partial / _REPLACED
     if previous.is_dir() and not target.exists():
         previous.replace(target)
-    partial_dirs.delete(previous)
+    partial_dirs.delete_tree(previous)
 
 
-def _is_left(directory: Path, own: Path | None) -> bool:
-    """Return whether no process builds in a directory, on any machine.
+def _is_abandoned(directory: Path, own: Path | None) -> bool:
+    """Return whether no process on any machine builds in a directory.
 
-    Both times that it compares are the file server's, not one of this machine.
+    Both times that this compares are the file server's.
     """
     record = directory / OWNER
-    found = records.read_mapping(record)
-    if not found or found.get("released"):
+    owner = records.read_mapping(record)
+    if not owner or owner.get("released"):
         return True
-    if (alive := liveness.is_alive(found)) is not None:
+    if (alive := liveness.is_alive(owner)) is not None:
         return not alive
     if own is None:
         return False
     silent_s = (own / OWNER).stat().st_mtime - record.stat().st_mtime
     if silent_s < _LEFT_AFTER_S:
-        log.info(f"kept {directory}: {lease.holder(found)} may be building in it")
+        log.info(f"kept {directory}: {lease.describe_holder(owner)} may be building in it")
     return silent_s >= _LEFT_AFTER_S
 
 

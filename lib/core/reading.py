@@ -64,8 +64,8 @@ def _may_pass(error: Exception) -> bool:
 class RetryingFile(io.FileIO):
     """Reads a file with retries if the disk fails for a moment.
 
-    Opening and reading use `with_retries`, which raises StageError in the end. Other errors are
-    raised at once.
+    If the retries do not help, opening and reading raise StageError. Errors that are not of the
+    disk are raised at once.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,10 +80,10 @@ class RetryingFile(io.FileIO):
         return self._read(lambda: io.FileIO.readall(self))
 
     def _read(self, read: Callable[[], Result]) -> Result:
-        at = self.tell()
+        offset = self.tell()
 
         def retry() -> Result:
-            self.seek(at)
+            self.seek(offset)
             return read()
 
         return _read_again_if_failed(retry, str(self.name))

@@ -32,7 +32,7 @@ def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
     try:
         content = json.loads(text)
     except RecursionError:
-        raise _too_deep(deepest) from None
+        raise _make_depth_error(deepest) from None
     marks = (
         text.count("[") + text.count("{")
         if isinstance(text, str)
@@ -49,7 +49,7 @@ def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
         for child in (value.values() if isinstance(value, dict) else value)
     ]:
         if (depth := depth + 1) > deepest:
-            raise _too_deep(deepest)
+            raise _make_depth_error(deepest)
     return content
 
 
@@ -99,7 +99,7 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def yaml_loader() -> Any:
-    """Return the loader class that builds only plain values: that of libyaml if it is available."""
+    """Return a YAML loader class that builds only plain values, the one of libyaml if possible."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -114,7 +114,7 @@ def parse_yaml(text: str) -> Any:
         if len(text.encode()) > LARGEST_YAML:
             raise ValueError(f"it has more than {LARGEST_YAML} bytes")
         _require_small(yaml.parse(text, Loader=loader))
-        return _build(text, loader)
+        return _load_values(text, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         problem = _CONTENT.sub("", error.problem or "")
@@ -124,7 +124,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("it contains characters that YAML does not allow") from None
 
 
-def _build(text: str, loader: type) -> Any:
+def _load_values(text: str, loader: type) -> Any:
     """Return the values of a YAML text. Raises ValueError for `!!int x` and `2020-13-45`."""
     import yaml
 
@@ -154,20 +154,20 @@ def _require_small(events: Iterable[Any]) -> None:
     import yaml
 
     sizes: dict[str | None, int] = {}
-    begun: list[tuple[str | None, int]] = []  # anchor and nodes so far of each open collection
+    open_collections: list[tuple[str | None, int]] = []  # their anchors and nodes so far
     for event in events:
         if isinstance(event, yaml.CollectionStartEvent):
-            begun.append((event.anchor, 1))
-            if len(begun) > DEEPEST:
-                raise _too_deep()
+            open_collections.append((event.anchor, 1))
+            if len(open_collections) > DEEPEST:
+                raise _make_depth_error()
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = begun.pop()
+            anchor, size = open_collections.pop()
         elif isinstance(event, yaml.ScalarEvent):
             anchor = event.anchor
             size = 1
         elif isinstance(event, yaml.AliasEvent):
-            if event.anchor in (open_ for open_, _ in begun):
+            if event.anchor in (open_ for open_, _ in open_collections):
                 raise ValueError("an alias stands for a collection that contains it")
             anchor = None
             size = sizes.get(event.anchor, 1)
@@ -175,9 +175,9 @@ def _require_small(events: Iterable[Any]) -> None:
             continue
         if anchor:
             sizes[anchor] = size
-        if begun:
-            begun[-1] = begun[-1][0], begun[-1][1] + size
-            if begun[-1][1] > MOST_NODES:
+        if open_collections:
+            open_collections[-1] = open_collections[-1][0], open_collections[-1][1] + size
+            if open_collections[-1][1] > MOST_NODES:
                 raise ValueError(f"it has more than {MOST_NODES:,} values, with aliases expanded")
 
 
@@ -226,5 +226,5 @@ def safe_join(root: Path, path: str) -> Path:
     return place
 
 
-def _too_deep(deepest: int = DEEPEST) -> ValueError:
+def _make_depth_error(deepest: int = DEEPEST) -> ValueError:
     return ValueError(f"it is nested more than {deepest} levels deep")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import records
-from lib.core.errors import visible
+from lib.core.errors import escape_controls
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id"}
-_WHOLE = {
+_COUNTS = {
     "step",
     "global_step",
     "total_steps",
@@ -33,19 +33,19 @@ _MORE_CONTROLS = {
 
 def one_line(text: object) -> str:
     """Return a text that is safe within one line of a terminal."""
-    text = visible(str(text)).translate(_MORE_CONTROLS)
+    text = escape_controls(str(text)).translate(_MORE_CONTROLS)
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return the content of state.json or a lock; empty if it cannot be read."""
-    return _check(records.read_mapping(path))
+    return _keep_valid(records.read_mapping(path))
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl or events.jsonl; None if it is torn or has no step."""
     row = records.parse_log_row(line)
-    checked = _check(row) if row else {}
+    checked = _keep_valid(row) if row else {}
     return checked if "step" in checked else None
 
 
@@ -54,7 +54,7 @@ def mean_loss(row: dict[str, Any]) -> float:
     return row.get("train/loss_mean", row["train/loss"])
 
 
-def _check(content: dict[str, Any]) -> dict[str, Any]:
+def _keep_valid(content: dict[str, Any]) -> dict[str, Any]:
     return {
         one_line(name): _escape(value) for name, value in content.items() if _has_type(name, value)
     }
@@ -64,7 +64,7 @@ def _has_type(name: str, value: object) -> bool:
     """Return whether a value has the type of its name. Other names may have any type."""
     if name in _TEXTS:
         return isinstance(value, str)
-    if name in _WHOLE:
+    if name in _COUNTS:
         return type(value) is int and 0 <= value < _LARGEST
     if "/" in name or name == "epoch":  # a figure
         return type(value) is float or (type(value) is int and abs(value) < _LARGEST)

@@ -40,17 +40,17 @@ def run(
             print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         code = 128 + signal.SIGINT
     except BaseException as error:  # DCP raises errors that are no Exception
-        known = _known(error)
-        code = _report(known) if known else _report_bug(error)
-    _leave(code)
+        known = _find_known_error(error)
+        code = _report_error(known) if known else _report_bug(error)
+    _end_process(code)
 
 
-def _known(error: BaseException) -> StageError | None:
+def _find_known_error(error: BaseException) -> StageError | None:
     """Return the StageError for an error that a person can fix, None for a bug."""
     if isinstance(error, StageError):
         return error
     if isinstance(error, OSError):
-        return from_os_error(error) or _missing(error)
+        return from_os_error(error) or _make_missing_error(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "lib").partition(".")[0] != "lib":
         return UsageError(
             f"the package {error.name} is not installed",
@@ -59,7 +59,7 @@ def _known(error: BaseException) -> StageError | None:
     return None
 
 
-def _missing(error: OSError) -> UsageError | None:
+def _make_missing_error(error: OSError) -> UsageError | None:
     """Return the error for a missing path of the command line; for other paths it is a bug."""
     values = [word.rpartition("=")[2] for word in sys.argv[1:]]
     path = str(error.filename or "")
@@ -79,7 +79,7 @@ def _report_bug(error: BaseException) -> int:
     return EXIT_BUG
 
 
-def _leave(code: int) -> NoReturn:
+def _end_process(code: int) -> NoReturn:
     """End the process with the stage's exit code.
 
     Gloo's threads may abort the process during Python's teardown (torch up to 2.13), which would
@@ -92,7 +92,7 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _report(error: StageError) -> int:
+def _report_error(error: StageError) -> int:
     """Print an error once per launch and return its exit code."""
     is_stop = isinstance(error, Preempted)
     text = error.problem if is_stop else error.render()

@@ -44,11 +44,11 @@ def outlive_readers(only_shows: bool = False) -> None:
     File names that are not UTF-8 are printed with backslashes, whatever the locale. only_shows: for
     a command that only prints.
     """
-    sys.stdout = _wrapped(sys.stdout, 1, only_shows)
-    sys.stderr = _wrapped(sys.stderr, 2, only_shows)
+    sys.stdout = _wrap_stream(sys.stdout, 1, only_shows)
+    sys.stderr = _wrap_stream(sys.stderr, 2, only_shows)
 
 
-def _wrapped(stream: TextIO, descriptor: int, only_shows: bool) -> TextIO:
+def _wrap_stream(stream: TextIO, descriptor: int, only_shows: bool) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):  # a test's stream, or none
         return stream
     try:

@@ -1,4 +1,4 @@
-"""Puts numbers and lists into words: bytes, counts, durations, the first of many."""
+"""Format numbers and lists as text: bytes, counts, durations, the first of many names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _DAYS_ALONE = 10  # from so many days on, hours do not matter
 _LONGEST = 48  # characters of a text within a line
-_NEXT_UNIT = 999.5  # what would be rounded to 1000 is 1 of the next unit
+_NEXT_UNIT = 999.5  # a number that rounds to 1000 is shown as 1 of the next unit
 
 
 def ceil_div(count: int, parts: int) -> int:
@@ -33,30 +33,33 @@ def memory(count: float) -> str:
 
 
 def first_of(numbers: Iterable[int]) -> str:
-    """Return some numbers in order, and no more than the first eight of many: `0, 1, 2, …`."""
+    """Return sorted numbers as text, at most the first eight: `0, 1, 2, …`."""
     ordered = sorted(numbers)
     return ", ".join(map(str, ordered[:8])) + (", …" if len(ordered) > 8 else "")
 
 
 def join_lines(lines: Sequence[str], most: int) -> str:
-    """Return some lines as one text, of many the first and `… and 3 more`."""
+    """Join lines; of more than `most`, the rest becomes `… and 3 more`."""
     return "\n".join(
         [*lines[:most], *([f"… and {len(lines) - most} more"] if len(lines) > most else [])]
     )
 
 
 def join_names(names: Sequence[str], most: int) -> str:
-    """Return some names as one text, of many the first: `a, b and 3 more`."""
+    """Join names; of more than `most`, the rest becomes a count: `a, b and 3 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def shortened(text: str) -> str:
-    """Return a text, or its beginning where it is too long to stand within a line."""
+def shorten(text: str) -> str:
+    """Return a text, or its beginning if it is too long for a part of a line."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + " …"
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `5GB` (decimal), `512MiB` (binary) or a plain number; ValueError else."""
+    """Return the bytes of `5GB` (decimal), `512MiB` (binary) or a plain number.
+
+    Raises ValueError for any other text.
+    """
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size; write for example 5GB, 512MiB or 1000000")

@@ -19,17 +19,17 @@ from lib.core import file_identity, hashing, lease, log, manifest, paths, record
 from lib.core.progress import Progress
 from lib.core.retry import poll
 
-_RACY_NS = 2_000_000_000  # a note must be this much later than a file: clocks of disks are coarse
+_RACY_NS = 2_000_000_000  # a record must be this much later than a file: clocks of disks are coarse
 _LONG_BYTES = 1 << 30
 _POLL_S = 1.0
-_NOTE = "files.json"
+_RECORD = "files.json"
 _DIGESTS = "digests.json"
 
 
 def require_intact(
     directory: Path,
     content: dict[str, Any],
-    what: str,
+    name: str,
     cache_dir: Path,
     *,
     workers: int = 4,
@@ -43,21 +43,21 @@ def require_intact(
     files that have not changed since they were found intact. remedy: `run` or `hint` of the error.
     Among launches and nodes that share `cache_dir`, one reads the files and the others wait.
     """
-    place = _place(directory, content, cache_dir)
-    if not content["files"] or (not always and _is_noted(place, directory, content)):
+    place = _locate_record(directory, content, cache_dir)
+    if not content["files"] or (not always and _is_recorded(place, directory, content)):
         return
-    with _alone(place) as is_first:
-        if not always and not is_first and _is_noted(place, directory, content):
+    with _take_turn(place) as is_first:
+        if not always and not is_first and _is_recorded(place, directory, content):
             return
-        stamps = _stamps(directory, content)
-        if found := _find_damage(directory, content, what, workers, progress):
-            raise manifest.damage_error(directory, what, found, **remedy)
-        _note(place, stamps)
+        stamps = _read_stamps(directory, content)
+        if found := _find_damage(directory, content, name, workers, progress):
+            raise manifest.make_damage_error(directory, name, found, **remedy)
+        _write_record(place, stamps)
 
 
 def record_intact(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
     """Record that an artifact was just found intact by other means."""
-    _note(_place(directory, content, cache_dir), _stamps(directory, content))
+    _write_record(_locate_record(directory, content, cache_dir), _read_stamps(directory, content))
 
 
 def file_digests(
@@ -65,7 +65,7 @@ def file_digests(
     names: Iterable[str],
     cache_dir: Path,
     *,
-    what: str,
+    name: str,
     workers: int = 4,
     progress: bool = True,
     always: bool = False,
@@ -76,18 +76,22 @@ def file_digests(
     """
     files = [{"path": name, "algorithm": hashing.FAST} for name in sorted(names)]
     content: dict[str, Any] = {"files": files}
-    place = _place(directory, content, cache_dir)
-    if noted := {} if always else _noted_digests(place, directory, content):
+    place = _locate_record(directory, content, cache_dir)
+    if noted := {} if always else _read_noted_digests(place, directory, content):
         return noted
-    with _alone(place) as is_first:
-        if not always and not is_first and (noted := _noted_digests(place, directory, content)):
+    with _take_turn(place) as is_first:
+        if (
+            not always
+            and not is_first
+            and (noted := _read_noted_digests(place, directory, content))
+        ):
             return noted
-        stamps = _stamps(directory, content)
+        stamps = _read_stamps(directory, content)
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _LONG_BYTES:
-            log.info(f"hashing {what} {directory}: {units.size(total)}, once until it changes")
+            log.info(f"hashing {name} {directory}: {units.size(total)}, once until it changes")
         with (
-            Progress(f"hashing {what}", total, "B", progress and total > _LONG_BYTES) as bar,
+            Progress(f"hashing {name}", total, "B", progress and total > _LONG_BYTES) as bar,
             ThreadPoolExecutor(max(1, workers)) as pool,
         ):
             digests = dict(
@@ -99,15 +103,15 @@ def file_digests(
                     files,
                 )
             )
-        with suppress(OSError):  # `_note` reports it
+        with suppress(OSError):  # `_write_record` reports it
             manifest.write_json(place / _DIGESTS, digests)
-        _note(place, stamps)
+        _write_record(place, stamps)
     return digests
 
 
-def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dict[str, str]:
+def _read_noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dict[str, str]:
     """Return the recorded digests of files that have not changed since, else {}."""
-    if content["files"] and _is_noted(place, directory, content):
+    if content["files"] and _is_recorded(place, directory, content):
         with suppress(OSError, ValueError):
             noted = records.read_json(place / _DIGESTS)
             if isinstance(noted, dict) and noted.keys() == {
@@ -117,31 +121,31 @@ def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dic
     return {}
 
 
-def _place(directory: Path, content: dict[str, Any], cache_dir: Path) -> Path:
+def _locate_record(directory: Path, content: dict[str, Any], cache_dir: Path) -> Path:
     """Return the directory of the record about an artifact with this content at this place."""
     here = directory.resolve()
     key = hashing.fingerprint([str(here), content["files"]])
     return paths.verified_root(cache_dir) / f"{here.name}-{key[:12]}"
 
 
-def _stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
+def _read_stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
     """Return inode, bytes and times of each existing file, by its path."""
     names = {directory / entry["path"]: entry["path"] for entry in content["files"]}
     identities = file_identity.read_identities(names)
     return {names[path]: identity.stamp for path, identity in identities.items() if identity}
 
 
-def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
+def _is_recorded(place: Path, directory: Path, content: dict[str, Any]) -> bool:
     """Return whether the files were found intact and have not changed since.
 
     A record made right after the last change does not count: it may have missed a later one.
     """
     try:
-        noted = records.read_json(place / _NOTE)
-        at_ns = (place / _NOTE).stat().st_mtime_ns
+        noted = records.read_json(place / _RECORD)
+        at_ns = (place / _RECORD).stat().st_mtime_ns
     except (OSError, ValueError):
         return False
-    stamps = _stamps(directory, content)
+    stamps = _read_stamps(directory, content)
     return (
         noted == stamps
         and len(stamps) == len(content["files"])
@@ -149,16 +153,16 @@ def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
     )
 
 
-def _note(place: Path, stamps: dict[str, list[int]]) -> None:
+def _write_record(place: Path, stamps: dict[str, list[int]]) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
-        manifest.write_json(place / _NOTE, stamps)
+        manifest.write_json(place / _RECORD, stamps)
     except OSError as error:  # a cache that only others may write: hash again next time
         log.info(f"{place} cannot be written, so the next launch verifies again: {error.strerror}")
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[bool]:
+def _take_turn(place: Path) -> Iterator[bool]:
     """Wait until no other process hashes the same files. Yields whether none did.
 
     If the cache cannot be written, nobody waits.
@@ -172,7 +176,7 @@ def _alone(place: Path) -> Iterator[bool]:
         try:
             place.mkdir(parents=True, exist_ok=True)
             held = lease.Lease(place / "lock.json", lost=log.warn)
-        except lease.Held as other:
+        except lease.DirectoryHeld as other:
             if is_first:
                 log.info(
                     f"waiting for {other.holder or 'another process'}, which verifies the "
@@ -193,7 +197,7 @@ def _alone(place: Path) -> Iterator[bool]:
 
 
 def _find_damage(
-    directory: Path, content: dict[str, Any], what: str, workers: int, progress: bool
+    directory: Path, content: dict[str, Any], name: str, workers: int, progress: bool
 ) -> list[str]:
     """Hash an artifact and return one sentence for each damaged file."""
     files = content["files"]
@@ -201,9 +205,9 @@ def _find_damage(
     began = time.monotonic()
     is_long = total > _LONG_BYTES
     if is_long:
-        log.info(f"verifying {what} {directory}: {units.size(total)}, once until it changes")
+        log.info(f"verifying {name} {directory}: {units.size(total)}, once until it changes")
     with (
-        Progress(f"verifying {what}", total, "B", progress and is_long) as bar,
+        Progress(f"verifying {name}", total, "B", progress and is_long) as bar,
         ThreadPoolExecutor(max(1, workers)) as pool,
     ):
         damaged = list(

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
-from lib.core.conversation import Conversation, Place, Refused
+from lib.core.conversation import Conversation, InvalidConversation, Place
 from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
@@ -61,7 +61,7 @@ class ChatDocuments(Documents):
             self.tally.chat.note_format(self._path, name, line)
         try:
             self._take(conversations.parse_record(value, name), Place(self._source, line, offset))
-        except Refused as refusal:
+        except InvalidConversation as refusal:
             self.note(refusal.kind, str(refusal), DROPPED, offset, line)
         except (json_data.UnwritableValue, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"

@@ -18,8 +18,8 @@ from lib.core.conversation import (
     CALLS,
     ROLES,
     Conversation,
+    InvalidConversation,
     Message,
-    Refused,
     require_order,
     require_text,
 )
@@ -77,7 +77,7 @@ def detect_format(record: Any) -> str:
 def parse_record(record: Record, name: str) -> Conversation:
     """Return the conversation in a record of the format `name`.
 
-    Raises Refused if a turn, the order of the roles, a tool or a weight is not valid.
+    Raises InvalidConversation if a turn, the order of the roles, a tool or a weight is not valid.
     """
     turns = _FORMATS[name].turns(record)
     if (system := record.get("system")) and _get_role_name(turns[0] if turns else {}) != "system":
@@ -103,7 +103,7 @@ def is_conversation(record: Record, name: str) -> bool:
     """Return whether a record of a format contains a valid conversation."""
     try:
         return bool(parse_record(record, name))
-    except (Refused, RecursionError):
+    except (InvalidConversation, RecursionError):
         return False
 
 
@@ -153,12 +153,14 @@ def _list_alpaca(record: Record) -> list[Any]:
     history = record.get("history")
     for pair in _parse_list(history, "history") if history else ():
         if not isinstance(pair, list) or len(pair) != 2:
-            raise Refused("no conversation", "history is not a list of [question, answer] pairs")
+            raise InvalidConversation(
+                "no conversation", "history is not a list of [question, answer] pairs"
+            )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     questions = [part for part in (record["instruction"], record.get("input")) if part]
     for part in questions:
         if not isinstance(part, str):
-            raise Refused(
+            raise InvalidConversation(
                 "content", f"instruction or input is {describe_type(part)}, expected a string"
             )
     return [
@@ -198,7 +200,9 @@ def _parse_list(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):
         value = functions.parse_json_text(value, name)
     if not isinstance(value, list):
-        raise Refused("no conversation", f"{name} is {describe_type(value)}, expected a list")
+        raise InvalidConversation(
+            "no conversation", f"{name} is {describe_type(value)}, expected a list"
+        )
     return value
 
 
@@ -237,7 +241,7 @@ def _convert_turn(turn: Any, number: int) -> Message:
     number: position in the conversation, from 1.
     """
     if not isinstance(turn, dict):
-        raise Refused(
+        raise InvalidConversation(
             "no conversation",
             f"turn {number} is {describe_type(turn)}, expected an object with role and content",
         )
@@ -272,14 +276,14 @@ def _add_optional_fields(message: Message, turn: Record, number: int, is_call: b
         message[CALLS] = functions.list_calls(calls, f"turn {number}")
 
 
-def _make_role_error(turn: Record, number: int) -> Refused:
+def _make_role_error(turn: Record, number: int) -> InvalidConversation:
     given = next((turn[key] for key in ("role", "from") if key in turn), None)
     description = (
         f"the role {given!r:.60}"
         if isinstance(given, str)
         else f"{describe_type(given)} as its role"
     )
-    return Refused(
+    return InvalidConversation(
         "unknown role",
         f"turn {number} has {description}; known roles: {', '.join(ROLES)}, and aliases such as "
         "human and gpt",
@@ -302,7 +306,7 @@ def _join_parts(content: Any, number: int) -> str:
         if isinstance(content, list)
         else f"is {describe_type(content)}"
     )
-    raise Refused("content", f"the content of turn {number} {problem}")
+    raise InvalidConversation("content", f"the content of turn {number} {problem}")
 
 
 def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
@@ -323,9 +327,9 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
         or any(weight not in (0, 1) for weight in given if isinstance(weight, (int, float)))
         or not all(isinstance(weight, (int, float)) for weight in given)
     ):
-        raise Refused("weights", "a weight is not 0 or 1")
+        raise InvalidConversation("weights", "a weight is not 0 or 1")
     if len(given) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
         given = [1, *given]
     if len(given) != len(turns):
-        raise Refused("weights", f"found {len(given)} weights for {len(turns)} turns")
+        raise InvalidConversation("weights", f"found {len(given)} weights for {len(turns)} turns")
     return [float(weight) for weight in given]

@@ -272,7 +272,7 @@ class DatasetWriter:
 def _check_parts(done: UnitResult) -> None:
     for name, digest in done.digests.items():
         path = Path(done.unit.out) / name
-        if not path.is_file() or not hashing.matches(path, digest):
+        if not path.is_file() or not hashing.has_digest(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
                 expected="the content that was written",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.core.conversation import Refused
+from lib.core.conversation import InvalidConversation
 from lib.corpus import json_data
 
 _OUTER = ("type", "id")  # keys beside `function`, not inside it
@@ -33,11 +33,14 @@ def describe_type(value: Any) -> str:
 
 
 def parse_json_text(text: str, name: str) -> Any:
-    """Return the value of a string of JSON; Refused if it is not valid. name: used in the error."""
+    """Return the value of a string of JSON.
+
+    name: of the value in an error. Raises InvalidConversation if the string is not JSON.
+    """
     try:
         return json_data.load_json(text)
     except (ValueError, RecursionError):
-        raise Refused("content", f"{name} is a string that is not JSON") from None
+        raise InvalidConversation("content", f"{name} is a string that is not JSON") from None
 
 
 def list_tools(tools: Any) -> Functions | None:
@@ -47,7 +50,9 @@ def list_tools(tools: Any) -> Functions | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refused("content", f"tools is {describe_type(tools)}, expected a list of objects")
+        raise InvalidConversation(
+            "content", f"tools is {describe_type(tools)}, expected a list of objects"
+        )
     return [_wrap_function(tool) if "name" in tool else tool for tool in tools]
 
 
@@ -67,7 +72,7 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     wrapped = _wrap_function(call) if isinstance(call, dict) else {}
     function = wrapped.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused("content", f"a function call of {where} names no function")
+        raise InvalidConversation("content", f"a function call of {where} names no function")
     if isinstance(wrapped.get("id"), int):
         wrapped["id"] = str(wrapped["id"])  # tool_call_id of the answer becomes a string, too
     return {

@@ -124,7 +124,7 @@ def _is_splits(folder: Path) -> bool:
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
     has_default_source = Path("raw_text").is_dir()  # the default --src-dir of stage 01
-    manifest.read(
+    manifest.read_manifest(
         folder,
         SPLITS_KIND,
         "the splits",
@@ -138,9 +138,9 @@ def _is_splits(folder: Path) -> bool:
 
 def _list_split_files(folder: Path) -> list[InputFile]:
     """Return the files that stage 01 listed; ArtifactError if a file or the list is damaged."""
-    content = manifest.read(folder, SPLITS_KIND, "the splits")
-    remedy = manifest.remedy(content, "--overwrite", dst_root=folder)
-    manifest.check(folder, content, "the splits", **remedy, deep=True)
+    content = manifest.read_manifest(folder, SPLITS_KIND, "the splits")
+    remedy = manifest.make_remedy(content, "--overwrite", dst_root=folder)
+    manifest.require_intact(folder, content, "the splits", **remedy, deep=True)
     files = []
     missing = []
     changed = 0

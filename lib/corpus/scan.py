@@ -159,7 +159,7 @@ class Scan:
             return HIDDEN
         if item.path == self._output or partial_dirs.is_ours(Path(item.path)):
             return OWN_OUTPUT
-        if manifest.kind_of(Path(item.path)).startswith("splits/"):
+        if manifest.read_kind(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # splits of an earlier run contain the same files again
         if recognise_artifact(Path(item.path)):
             return ARTIFACT  # its text comes from other files, or it contains no text
@@ -173,7 +173,7 @@ def recognise_artifact(directory: Path) -> str:
     run = Experiment(directory.parent, directory.name)
     if run.config.is_file() and run.state.is_file():
         return "run"
-    name, version, _ = manifest.kind_of(directory).partition("/")
+    name, version, _ = manifest.read_kind(directory).partition("/")
     return _ARTIFACT_NAMES.get(name, "") if version else ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lib.core import commands, hashing, log, manifest, partial_dirs, reading, records, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST
 from lib.corpus import work_units
 from lib.corpus.inputs import InputFile
@@ -43,7 +43,7 @@ def delete_parts(save_dir: Path, splits: Iterable[str]) -> None:
     ]
     for path in merged:
         # The manifest goes last, so that a later run recognises the rest after a kill.
-        partial_dirs.remove(path, path / MANIFEST)
+        partial_dirs.delete_marked(path, path / MANIFEST)
     if merged:
         log.info(f"removed {locate_parts(save_dir)}, which has been merged")
     with suppress(OSError):  # it does not exist, or is not empty
@@ -90,7 +90,8 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts; undamaged parts of an earlier run are reused."""
     done = _read_record(unit)
     if done and all(
-        path.is_file() and hashing.matches(path, done.digests[path.name]) for path in unit.parts()
+        path.is_file() and hashing.has_digest(path, done.digests[path.name])
+        for path in unit.parts()
     ):
         return done
     done = work_units.process_unit(unit)
@@ -152,7 +153,9 @@ def check_parts(
             errors = [f"it is of kind {content['kind']}, expected {KIND}"]
         else:
             errors = [
-                *map(str, differences(content["identity"], make_parts_identity(identity, files)))
+                *map(
+                    str, find_differences(content["identity"], make_parts_identity(identity, files))
+                )
             ] or manifest.find_damage(locate_parts(save_dir) / name, content, deep=False)
             total += sum(entry["bytes"] for entry in content["files"])
             versions.add(json.dumps(content["versions"], sort_keys=True))

@@ -98,7 +98,7 @@ class BaseModel:
                 **remedy,
             )
         else:
-            manifest.check(self.directory, files, "the base model", deep=True, **remedy)
+            manifest.require_intact(self.directory, files, "the base model", deep=True, **remedy)
 
 
 def _read_size(path: Path) -> int:

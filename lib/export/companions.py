@@ -30,7 +30,7 @@ def require_same_model_files(experiment: Experiment, checkpoint: Checkpoint) -> 
         name
         for name, digest in digests.items()
         if not (experiment.model / name).is_file()
-        or not hashing.matches(experiment.model / name, digest)
+        or not hashing.has_digest(experiment.model / name, digest)
     ]
     if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
         raise ArtifactError(

@@ -129,7 +129,7 @@ def model_remedy(directory: Path, *more: object) -> Remedy:
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
     if content.get("options") and content["kind"].startswith(("model/", "raw/")):
-        return manifest.remedy(content | {"stage": _STAGE}, *more, **cache)
+        return manifest.make_remedy(content | {"stage": _STAGE}, *more, **cache)
     return _guess_remedy(directory.name.replace("--", "/", 1), directory, *more)
 
 
@@ -168,7 +168,7 @@ def _require_readable_weights(path: Path) -> None:
 def _check_prepared(directory: Path, why: str = "") -> Path:
     """Log a model of stage 03 and return its directory if its files match the manifest."""
     log_model(directory, why)
-    content = manifest.read(directory, KIND, "the model", **model_remedy(directory))
+    content = manifest.read_manifest(directory, KIND, "the model", **model_remedy(directory))
     return _check_files(directory, content, model_remedy(directory, "--overwrite"))
 
 
@@ -180,7 +180,7 @@ def log_model(model_dir: Path, why: str) -> None:
 
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:
     """Return a directory if it contains the files of its manifest and no other weights or code."""
-    manifest.check(directory, content, "the model", **remedy)
+    manifest.require_intact(directory, content, "the model", **remedy)
     if found := list_strays(directory, content):
         raise ArtifactError(
             f"{directory} contains files that were not verified",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
-from lib.core.identity import differences, list_differences
+from lib.core.identity import find_differences, list_differences
 from lib.models import dialects, tokenizer, training_text
 from lib.models.directory import CONFIG, EARLIER_KEYS, rename_in_errors
 
@@ -115,7 +115,7 @@ class Design:
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
         """Raise UsageError if the dataset or tokenizer has changed since `before` was computed."""
-        if changed := differences(before, self.identity(name)):
+        if changed := find_differences(before, self.identity(name)):
             inputs = ", ".join(map(str, self.train_on)) or self.copy_from
             raise UsageError(
                 f"{inputs} was replaced or changed while it was read; nothing was published",

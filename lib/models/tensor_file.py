@@ -95,7 +95,7 @@ class TensorFile:
     def __init__(self, path: Path, entries: list[Entry]) -> None:
         self.path = path
         self._entries = entries
-        self._hashers = {kind: hashing.new(kind) for kind in {"sha256", hashing.FAST}}
+        self._hashers = {kind: hashing.new_hasher(kind) for kind in {"sha256", hashing.FAST}}
         self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(self._hashers))]
         self._pieces = [
             mmap.mmap(-1, _PIECE) for _ in range(3)
@@ -145,12 +145,12 @@ class TensorFile:
         return {
             "path": self.path.name,
             "bytes": self._offset,
-            "digest": hashing.digest(self._hashers["sha256"], "sha256"),
+            "digest": hashing.format_digest(self._hashers["sha256"], "sha256"),
         }
 
     def reads_back(self) -> bool:
         """Return whether the file reads back as it was written, after the `with` block."""
-        hasher = hashing.new()
+        hasher = hashing.new_hasher()
         for piece in _read_pieces(self.path):
             hasher.update(piece)
         return hasher.hexdigest() == self._hashers[hashing.FAST].hexdigest()

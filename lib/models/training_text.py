@@ -49,8 +49,8 @@ def _fingerprint_one(corpus: Path) -> str:
             ),
         )
     if content := manifest.read_if_any(corpus):
-        remedy = manifest.remedy(content, "--overwrite", save_dir=corpus)
-        manifest.check(corpus, content, "the dataset", **remedy)
+        remedy = manifest.make_remedy(content, "--overwrite", save_dir=corpus)
+        manifest.require_intact(corpus, content, "the dataset", **remedy)
     train_split = _find_train_split(corpus)
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     state = "" if content else (train_split / "state.json").read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ def _find_run_error(path: Path) -> StageError | None:
                         commands.script(
                             "05_export_checkpoint.py", "-e", run, *chosen, "--out", target
                         ),
-                        commands.replaced(_OPTION, path, target),
+                        commands.replace_value(_OPTION, path, target),
                     )
                 ),
             )
@@ -79,7 +79,7 @@ def _sharded_error(path: Path, folder: Path) -> StageError:
         run="\n".join(
             (
                 commands.shell("accelerate", "merge-weights", folder, target),
-                commands.replaced(_OPTION, path, target),
+                commands.replace_value(_OPTION, path, target),
             )
         ),
     )
@@ -104,7 +104,7 @@ def _pickle_error(path: Path, names: list[str]) -> StageError:
         run="\n".join(
             (
                 commands.python("-c", _CONVERT, path, target),
-                commands.replaced(_OPTION, path, target),
+                commands.replace_value(_OPTION, path, target),
             )
         ),
     )

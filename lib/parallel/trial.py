@@ -18,7 +18,7 @@ from lib.core import commands
 from lib.core.errors import UsageError
 from lib.parallel import attention, parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.tokens.batches import MicroBatch, Rank, boundaries
+from lib.tokens.batches import MicroBatch, Rank, find_boundaries
 
 LENGTH = 16  # tokens of a trial row
 _DOCUMENTS = (9, 14)  # tokens of the two documents in the row that `require_isolation` tries
@@ -78,7 +78,7 @@ def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> Mi
     if not documents:
         return MicroBatch(tokens, tokens).to(rank)
     positions = torch.cat([torch.arange(length) for length in documents]).repeat(len(tokens), 1)
-    ends = torch.from_numpy(boundaries(positions.numpy()))
+    ends = torch.from_numpy(find_boundaries(positions.numpy()))
     return MicroBatch(tokens, tokens, positions, ends).to(rank)
 
 

@@ -175,7 +175,7 @@ class SampleStream(DataStream):
             for numbers in ordered:
                 parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
                 batches = [
-                    micro_batch(self._samples.read_samples(part), self._pin) for part in parts
+                    make_micro_batch(self._samples.read_samples(part), self._pin) for part in parts
                 ]
                 first += size
                 yield Step(batches, *self._samples.token_counts(numbers), Position(first))
@@ -190,7 +190,9 @@ def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
             yield ready
 
 
-def evaluation_batches(samples: Samples, batches: int, division: Division) -> Iterator[MicroBatch]:
+def read_evaluation_batches(
+    samples: Samples, batches: int, division: Division
+) -> Iterator[MicroBatch]:
     """Yield this rank's share of the first `batches` global batches, in the stored order.
 
     All ranks get the same number of micro-batches (sharded forwards are collective); where the
@@ -203,13 +205,13 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     per_round = d.micro_batch * d.dp_size
     for start in range(0, total, per_round):
         numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = micro_batch(samples.read_samples(np.minimum(numbers, len(samples) - 1)), False)
+        batch = make_micro_batch(samples.read_samples(np.minimum(numbers, len(samples) - 1)), False)
         # A copy: labels and inputs of a window are views of the same tokens.
         left_out = torch.from_numpy(numbers >= total)[:, None]
         yield batch._replace(labels=batch.labels.masked_fill(left_out, IGNORED))
 
 
-def boundaries(positions: np.ndarray) -> np.ndarray:
+def find_boundaries(positions: np.ndarray) -> np.ndarray:
     """Return where documents begin in the tokens of rows, and the end: int32 [documents + 1].
 
     positions: int64 [B, T], 0 where a document begins; padding counts as one. A row always begins
@@ -220,7 +222,7 @@ def boundaries(positions: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
 
 
-def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
+def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
     """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
 
     The attention kernel starts as many thread blocks for each document as the longest one needs, so
@@ -237,12 +239,12 @@ def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
     )
 
 
-def micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
+def make_micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
     """Return rows as tensors, in pinned memory if asked for."""
     import torch
 
-    ends = None if rows.positions is None else boundaries(rows.positions)
-    longest = None if ends is None else longest_document(ends, rows.inputs.shape[1])
+    ends = None if rows.positions is None else find_boundaries(rows.positions)
+    longest = None if ends is None else bound_document_length(ends, rows.inputs.shape[1])
     arrays = (rows.inputs, rows.labels, rows.positions, ends, rows.lengths)
     tensors = (None if part is None else torch.from_numpy(part) for part in arrays)
     # Contiguous where it is pinned: a copy to the device of anything else would wait.

@@ -19,7 +19,7 @@ from lib.tokens import store
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
-from lib.tokens.split_writer import PROGRESS, TextWriter, Written
+from lib.tokens.split_writer import PROGRESS, StoreContents, TextWriter
 
 _POLL_S = 0.5
 
@@ -54,7 +54,7 @@ def prepare_store(
     def build() -> None:
         _build_store(dataset, load_encoder(), target, identity, num_workers, progress, chat)
         verified.record_intact(
-            target, manifest.read(target, store.KIND, "the token store"), cache_dir
+            target, manifest.read_manifest(target, store.KIND, "the token store"), cache_dir
         )
 
     build_once(
@@ -120,7 +120,7 @@ def build_once(
 
     poll(is_there, _POLL_S)
     if is_builder and not was_built:
-        verify(manifest.read(target, kind, publish.kind_name(kind)))
+        verify(manifest.read_manifest(target, kind, publish.kind_name(kind)))
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
@@ -206,9 +206,9 @@ def _fill_store(
 
 def _write_texts(
     directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
-) -> Written:
+) -> StoreContents:
     """Write the splits of a text dataset."""
-    written = Written({}, [], {}, [])
+    written = StoreContents({}, [], {}, [])
     for name in dataset.splits:
         writer = TextWriter(directory, name, dtype, dataset)
         writer.run(encoder, bar)

@@ -31,7 +31,7 @@ def detect_format(names: Collection[str]) -> str:
     return CHAT if set(CHAT_COLUMNS) <= set(names) else ""
 
 
-def hold_chats(names: Collection[str]) -> bool:
+def are_chat_columns(names: Collection[str]) -> bool:
     """Return whether these columns are conversations in a format that stage 02 reads."""
     return any(each <= set(names) for each in _OF_CHATS)
 

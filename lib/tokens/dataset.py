@@ -53,8 +53,11 @@ class Dataset:
     def check_content(self) -> None:
         """Verify the checksums of a stage 02 dataset. Raise ArtifactError if a shard is damaged."""
         if self.is_of_stage_02:
-            manifest.check(
-                self.path, manifest.read(self.path, "dataset/1", "dataset"), "dataset", deep=True
+            manifest.require_intact(
+                self.path,
+                manifest.read_manifest(self.path, "dataset/1", "dataset"),
+                "dataset",
+                deep=True,
             )
         else:
             log.info(f"{self.path} was not made by stage 02, so there are no checksums to verify")

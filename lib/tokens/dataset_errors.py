@@ -68,7 +68,7 @@ def make_content_error(path: Path, error: NotADataset) -> UsageError:
         f"{path} is not a dataset but contains {'several' if others else 'one'}",
         found=", ".join(dataset.name for dataset in error.datasets),
         hint=f"choose one with -d, for example {first.name}:" if others else "choose it with -d:",
-        run=commands.replaced(OPTION, path, first),
+        run=commands.replace_value(OPTION, path, first),
     )
 
 
@@ -78,10 +78,10 @@ def make_raw_text_error(path: Path, problem: str, found: str = "") -> UsageError
     target = DATASETS_ROOT / name
     if (target / MANIFEST).exists():
         hint = f"did you mean {target}?"
-        run = commands.replaced(OPTION, path, target)
+        run = commands.replace_value(OPTION, path, target)
     elif _is_saved_file(path):
         hint = f"it is a file of the dataset {path.parent}. Use the directory:"
-        run = commands.replaced(OPTION, path, path.parent)
+        run = commands.replace_value(OPTION, path, path.parent)
     elif path.is_file() or not DATASETS_ROOT.resolve().is_relative_to(path.resolve()):
         hint = "build a dataset:"
         run = _list_commands(path, name, (path,), is_chat=has_chats(path))
@@ -100,7 +100,7 @@ def make_raw_text_error(path: Path, problem: str, found: str = "") -> UsageError
 
 def make_columns_error(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
     """Return the error for an Arrow dataset without a column `text`. names: its columns."""
-    if not columns.hold_chats(names):
+    if not columns.are_chat_columns(names):
         if "input_ids" in names:
             return UsageError(
                 problem,
@@ -156,7 +156,7 @@ def make_streaming_error(path: Path, names: Collection[str]) -> UsageError | Non
 
     path: the value of -d. names: the fields of a record.
     """
-    if not columns.hold_chats(names):
+    if not columns.are_chat_columns(names):
         return None
     problem = "--streaming reads plain text, not conversations"
     found = ", ".join(names)
@@ -182,7 +182,7 @@ def has_chats(path: Path) -> bool:
     shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
     if shard is None or not shard.is_file():
         return False
-    return columns.hold_chats(raw_reader.read_field_names(shard, raw_shards.Span(shard.name)))
+    return columns.are_chat_columns(raw_reader.read_field_names(shard, raw_shards.Span(shard.name)))
 
 
 def _is_saved_file(path: Path) -> bool:
@@ -232,7 +232,7 @@ def _list_commands(
     as_before = commands.as_typed(drop=drop)
     org, _, rest = next(iter(given)).name.partition("--")
     each = (
-        commands.replaced(OPTION, text, target, drop=drop)
+        commands.replace_value(OPTION, text, target, drop=drop)
         for path in given
         for text in (path, path.name, f"{org}/{rest}")
     )
@@ -259,7 +259,7 @@ def _make_unprepared_error(name: str) -> ArtifactError:
             expected=expected,
             found="\n".join(map(str, cached)),
             hint="the cache of `datasets` on this machine contains it:",
-            run=commands.replaced(OPTION, name, cached[0]),
+            run=commands.replace_value(OPTION, name, cached[0]),
         )
     build = commands.script(
         "02_build_hf_dataset.py", "--data-folder", fetched, "--save-dir", target

@@ -131,7 +131,7 @@ def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ValidationSplit:
     """Holds the validation split of a corpus. weight: of its loss in the mean over all corpora."""
 
     name: str
@@ -139,16 +139,16 @@ class HeldOut:
     samples: Samples
 
 
-def list_held_out(
+def list_validation_splits(
     corpora: Sequence[Corpus], train: Samples, validation: Sequence[Samples | None]
-) -> list[HeldOut]:
+) -> list[ValidationSplit]:
     """Return the validation splits that contain a sample.
 
     train: the result of `mix_samples`. validation: by corpus, None without such a split.
     """
     weights = train.weights if isinstance(train, Mixture) else [1]
     return [
-        HeldOut(name, weight, samples)
+        ValidationSplit(name, weight, samples)
         for name, weight, samples in zip(name_corpora(corpora), weights, validation, strict=True)
         if samples
     ]

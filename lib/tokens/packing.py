@@ -129,7 +129,7 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
             target, content, "the packs", cache_dir, run=commands.delete_and_rerun(target)
         ),
     )
-    summary = manifest.read(target, KIND, "the packs")["summary"]
+    summary = manifest.read_manifest(target, KIND, "the packs")["summary"]
     packs = {
         name: Packs(split, _open_index(target, name, tokens.reads), seq_length)
         for name, split in tokens.splits.items()

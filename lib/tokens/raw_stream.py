@@ -23,7 +23,7 @@ from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
 from lib.tokens import dataset_errors, order, raw_encoder, raw_reader
-from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
+from lib.tokens.batches import Cursor, DataStream, Position, Step, make_micro_batch, read_ahead
 from lib.tokens.order import Division
 from lib.tokens.raw_encoder import EncodedBlock
 from lib.tokens.raw_reader import Block, SkippedRecords
@@ -355,7 +355,7 @@ class RawStream(DataStream):
             for part in (tokens[:-1], tokens[1:])
         )
         batches = [
-            micro_batch(SampleArrays(*part, None), self._pin)
+            make_micro_batch(SampleArrays(*part, None), self._pin)
             for part in zip(inputs, labels, strict=True)
         ]
         total = d.global_batch * length

@@ -22,7 +22,7 @@ PROGRESS = "progress.json"
 _SAVE_PROGRESS_S = 20.0
 
 
-class Written(NamedTuple):
+class StoreContents(NamedTuple):
     """Holds counts by split, manifest entries, and further facts for the summary of the store.
 
     leftovers: files to delete once no interrupted run needs them.

@@ -186,8 +186,8 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
 
     reads: `mmap`, or `pread` for file systems that map files badly.
     """
-    content = manifest.read(path, KIND, "the token store")
-    manifest.check(path, content, "the token store", run=commands.delete_and_rerun(path))
+    content = manifest.read_manifest(path, KIND, "the token store")
+    manifest.require_intact(path, content, "the token store", run=commands.delete_and_rerun(path))
     summary = content["summary"]
     if summary.get("label_mask") not in (None, LABEL_MASK):
         raise ArtifactError(

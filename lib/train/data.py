@@ -18,7 +18,7 @@ from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
-from lib.tokens.mixture import HeldOut
+from lib.tokens.mixture import ValidationSplit
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
@@ -40,7 +40,7 @@ class Data:
     """
 
     train: Samples | RawDocuments
-    held_out: list[HeldOut]
+    held_out: list[ValidationSplit]
     chat: ChatFacts | None = None
 
     @property
@@ -136,7 +136,9 @@ def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> 
     train = mixture.mix_samples(inputs.corpora, [split["train"] for split in splits])
     return Data(
         train,
-        mixture.list_held_out(inputs.corpora, train, [split.get("validation") for split in splits]),
+        mixture.list_validation_splits(
+            inputs.corpora, train, [split.get("validation") for split in splits]
+        ),
         counts.merge_facts([*filter(None, map(counts.read_facts, stores))]),
     )
 

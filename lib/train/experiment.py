@@ -14,7 +14,7 @@ from lib.core import file_identity, hashing, launcher, log, manifest, records
 from lib.core.artifacts import TOKENIZER_FILES
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from_os_error
 from lib.core.events import Event
-from lib.core.lease import ExperimentHeld, Held, Lease
+from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.models import architecture, chat_files, dialects, remote_code
@@ -159,7 +159,7 @@ def _take_lease(experiment: Experiment) -> Lease:
     experiment.root.mkdir(parents=True, exist_ok=True)
     try:
         return Lease(experiment.lock, end_process)
-    except Held as error:
+    except DirectoryHeld as error:
         raise ExperimentHeld(
             f"another launch is training {experiment.root} now",
             holder=error.holder,

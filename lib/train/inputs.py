@@ -28,7 +28,7 @@ from lib.core import (
     units,
 )
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
 from lib.models import chat_files, directory, lookup, peft_adapter, tokenizer
@@ -287,7 +287,9 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
         return False
     facts = checkpoint.commit()
     planned = Plan.of(config, inputs.fingerprints, facts["samples_per_epoch"])
-    if checkpoint.step < planned.total_steps or differences(facts["identity"], planned.identity()):
+    if checkpoint.step < planned.total_steps or find_differences(
+        facts["identity"], planned.identity()
+    ):
         return False
     previous_run.mark_complete(experiment, checkpoint.step)
     log.info(
@@ -400,7 +402,7 @@ def model_from_scratch(
         KIND,
         content,
         lambda: _create_model(design, target, content, config),
-        lambda existing: manifest.check(
+        lambda existing: manifest.require_intact(
             target,
             existing,
             "the model from scratch",

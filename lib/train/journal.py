@@ -49,8 +49,8 @@ class Journal:
         self._events = AppendOnlyFile(experiment.events)
         self._lock = Lock()
         self._is_over = False
-        self._event_may_fail = log.Tolerated(experiment.events.name)
-        self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
+        self._event_may_fail = log.WarnOnce(experiment.events.name)
+        self._state_may_fail = log.WarnOnce(experiment.state.name, OSError, StageError)
 
     def write_config(
         self,
@@ -78,7 +78,7 @@ class Journal:
             "model_dir": str(model_dir),
             "identity": identity,
             "versions": manifest.package_versions(),
-            "argv": commands.redacted_argv(sys.argv),
+            "argv": commands.redact_argv(sys.argv),
             "git_commit": find_git_commit(),
         }
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))

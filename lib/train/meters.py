@@ -140,7 +140,7 @@ class Profiler:
         self._on_gpu = device.type == "cuda"
         self._by_nsight = self._on_gpu and any(name.startswith("NSYS_") for name in os.environ)
         self._recording: profile | None = None
-        self._may_fail = log.Tolerated(str(directory), OSError, RuntimeError)
+        self._may_fail = log.WarnOnce(str(directory), OSError, RuntimeError)
 
     def has_passed(self, step: int) -> bool:
         """Return whether a run resumed after `step` has missed the span without a profile."""

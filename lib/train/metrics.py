@@ -36,9 +36,9 @@ class Metrics:
         self.curve = Curve()
         if self._active:
             self._rows = AppendOnlyFile(experiment.metrics)
-            self._rows_may_fail = log.Tolerated(experiment.metrics.name)
-            self._board_may_fail = log.Tolerated("TensorBoard's file", Exception)
-            self._wandb_may_fail = log.Tolerated("wandb", Exception, done="used")
+            self._rows_may_fail = log.WarnOnce(experiment.metrics.name)
+            self._board_may_fail = log.WarnOnce("TensorBoard's file", Exception)
+            self._wandb_may_fail = log.WarnOnce("wandb", Exception, done="used")
             self._run: Any = None
             if wandb:
                 with self._wandb_may_fail:
@@ -96,7 +96,7 @@ class Metrics:
 
     def _continue_after(self, step: int) -> None:
         """Keep the rows up to a step and drop later ones."""
-        with log.Tolerated(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
+        with log.WarnOnce(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
             self.curve.reset(_truncate_rows(self._experiment.metrics, step))
         if self._board is not None:
             self._board.continue_after(step)

@@ -70,7 +70,7 @@ def _suggest_remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     if kind == directory.KIND:
         return lookup.model_remedy(model_dir, "--overwrite")
     if kind.startswith("export/"):
-        return manifest.remedy(content, "--overwrite", out=model_dir)
+        return manifest.make_remedy(content, "--overwrite", out=model_dir)
     if kind:
         return {"run": commands.delete_and_rerun(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):
@@ -97,7 +97,7 @@ def _hash_base(config: Config, model_dir: Path, content: dict[str, Any]) -> dict
             model_dir,
             unknown,
             config.cache_dir,
-            what="the model",
+            name="the model",
             workers=config.num_workers,
             progress=not config.no_progress,
             always=config.prepare_only,
@@ -139,7 +139,7 @@ def require_base_of_checkpoint(record: TrainRecord, inputs: Inputs, checkpoint: 
         is_same = (
             actual == expected
             if has_same_algorithm
-            else path.is_file() and hashing.matches(path, expected)
+            else path.is_file() and hashing.has_digest(path, expected)
         )
         if not is_same:
             remedy = _suggest_remedy(inputs.model_dir, _read_digests(inputs.model_dir))

@@ -149,7 +149,7 @@ def _format_value(value: Any) -> str:
     """Return the value of an option as it is typed."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return units.shortened(f"{value:g}" if isinstance(value, float) else str(value))
+    return units.shorten(f"{value:g}" if isinstance(value, float) else str(value))
 
 
 def _describe_ranks(config: Config) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core import commands, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule

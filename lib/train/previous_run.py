@@ -16,7 +16,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, declared, hashing, log, manifest, paths
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.identity import Difference, differences, list_differences
+from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
 from lib.train import journal
@@ -136,7 +136,7 @@ def require_same_run(
     with_changes: allow all differences but those of tensors. config: the options of this launch,
     to suggest a command.
     """
-    changed = differences(earlier, now)
+    changed = find_differences(earlier, now)
     if with_changes and (other := [each for each in changed if each.name in _TENSOR_OPTIONS]):
         contents = " and ".join(sorted({_TENSOR_OPTIONS[each.name] for each in other}))
         raise UsageError(
@@ -211,7 +211,9 @@ def _open_experiment(root: Path) -> Experiment:
 def _has_recorded(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
     """Return whether a config.yaml records the identity `earlier` of a run or a checkpoint."""
     known = record.get("identity", {}).keys() >= earlier.keys()
-    return known and {each.name for each in differences(earlier, record["identity"])} <= {_SAMPLES}
+    return known and {each.name for each in find_differences(earlier, record["identity"])} <= {
+        _SAMPLES
+    }
 
 
 def _continue_run(

@@ -86,7 +86,7 @@ class Report:
             f"{self._layout.ranks} × {self._layout.device.type}"
         )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb)
-        self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
+        self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
         self._console_lines = ConsoleLines(steps)
         self._pace = Pace()
         self._bar = Progress(

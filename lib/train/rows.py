@@ -16,8 +16,8 @@ from lib.parallel.layout import ParallelLayout
 from lib.parallel.loss import LossFunction
 from lib.parallel.routers import LoadFigures, RouterLoad
 from lib.parallel.trial import eval_mode
-from lib.tokens.batches import DataStream, MicroBatch, Position, evaluation_batches
-from lib.tokens.mixture import HeldOut
+from lib.tokens.batches import DataStream, MicroBatch, Position, read_evaluation_batches
+from lib.tokens.mixture import ValidationSplit
 from lib.tokens.samples import IGNORED
 from lib.train.meters import Meters, TimedSteps
 from lib.train.plan import Plan
@@ -229,7 +229,7 @@ def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float
 class Evaluation:
     """Measures the loss over the first --eval-batches global batches of each validation split."""
 
-    def __init__(self, held_out: list[HeldOut], plan: Plan, layout: ParallelLayout) -> None:
+    def __init__(self, held_out: list[ValidationSplit], plan: Plan, layout: ParallelLayout) -> None:
         self._held_out = held_out
         self._plan = plan
         self._layout = layout
@@ -253,7 +253,7 @@ class Evaluation:
         """
         losses: dict[str, float] = {}
         for part in self._held_out:
-            batches = evaluation_batches(
+            batches = read_evaluation_batches(
                 part.samples, self._plan.config.eval_batches, self._plan.division
             )
             losses[part.name] = measure_loss(model, compute_loss, show(batches), self._layout)

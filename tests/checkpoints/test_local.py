@@ -48,7 +48,7 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
 
     reasons: list[str] = []
     monkeypatch.setattr(reading, "_PAUSES_S", ())
-    for module, name in ((manifest, "find_damage"), (hashing, "matches")):
+    for module, name in ((manifest, "find_damage"), (hashing, "has_digest")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             assert (

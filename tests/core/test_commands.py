@@ -64,7 +64,7 @@ def test_the_same_command_with_a_change(typed, words: list[str], expected: str) 
 def test_an_option_is_replaced_under_any_of_its_names(typed, given: str) -> None:
     for words in ([given, "old"], [f"{given}=old"]):
         typed("04.py", "-e", "old", *words)
-        assert commands.replaced(("-m", "--model-name"), "old", "new").endswith(
+        assert commands.replace_value(("-m", "--model-name"), "old", "new").endswith(
             f"04.py -e old {' '.join(words).replace('old', 'new')}"
         )
     typed("04.py", given, "old", "-e", "x")

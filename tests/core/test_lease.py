@@ -53,7 +53,7 @@ def holder(path: Path) -> Iterator[subprocess.Popen]:
 @pytest.fixture
 def no_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Act like a network file system that keeps no locks, here and in no other process."""
-    monkeypatch.setattr(lease, "lock", lambda directory: os.open(directory, os.O_RDONLY))
+    monkeypatch.setattr(lease, "lock_directory", lambda directory: os.open(directory, os.O_RDONLY))
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
         start.wait()
         try:
             got.append(Lease(path, never))
-        except lease.Held as held:
+        except lease.DirectoryHeld as held:
             refused.append(held)
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
@@ -198,7 +198,7 @@ def test_without_hard_links(
     nodes.name = "first"
     held = Lease(path, never)
     nodes.name = "second"
-    with pytest.raises(lease.Held, match="another process"):
+    with pytest.raises(lease.DirectoryHeld, match="another process"):
         Lease(path, never)
     held.release(keep=True)
     Lease(path, never).release()

@@ -18,7 +18,7 @@ def artifact(tmp_path: Path) -> Path:
     (root / "a.bin").write_bytes(b"aaa")
     (root / "sub/b.bin").write_bytes(b"bbbb")
     files = [manifest.file_entry(root, root / name) for name in ("a.bin", "sub/b.bin")]
-    manifest.write(
+    manifest.write_manifest(
         root,
         kind="thing/1",
         stage="00.py",
@@ -31,7 +31,7 @@ def artifact(tmp_path: Path) -> Path:
 
 
 def read(root: Path) -> dict:
-    return manifest.read(root, "thing/1", "the thing", run="python 00.py")
+    return manifest.read_manifest(root, "thing/1", "the thing", run="python 00.py")
 
 
 def test_what_is_written_is_read(artifact: Path) -> None:
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(artifact: Path) -> None:
 
 def test_a_whole_artifact_has_no_damage_wherever_it_lies(artifact: Path) -> None:
     moved = artifact.rename(artifact.with_name("elsewhere"))
-    manifest.check(moved, read(moved), "the thing", deep=True)
+    manifest.require_intact(moved, read(moved), "the thing", deep=True)
 
 
 def test_damages_are_told_all_at_once(artifact: Path) -> None:
@@ -58,7 +58,9 @@ def test_damages_are_told_all_at_once(artifact: Path) -> None:
     assert len(shallow) == 1 and "b.bin has 2 bytes instead of 4" in shallow[0]
     (artifact / "sub/b.bin").unlink()
     with pytest.raises(ArtifactError) as caught:
-        manifest.check(artifact, read(artifact), "the thing", run="python 00.py", deep=True)
+        manifest.require_intact(
+            artifact, read(artifact), "the thing", run="python 00.py", deep=True
+        )
     told = caught.value.render()
     assert "a.bin has other content" in told and "b.bin is missing" in told
     assert "python 00.py" in told
@@ -67,7 +69,7 @@ def test_damages_are_told_all_at_once(artifact: Path) -> None:
 def test_a_long_list_of_damages_is_cut(tmp_path: Path) -> None:
     files = [{"path": f"{n}", "bytes": 1, "digest": ""} for n in range(25)]
     with pytest.raises(ArtifactError, match="damaged") as caught:
-        manifest.check(tmp_path, {"files": files}, "the thing")
+        manifest.require_intact(tmp_path, {"files": files}, "the thing")
     assert caught.value.found.endswith("… and 15 more")
 
 
@@ -99,7 +101,7 @@ def test_a_damaged_manifest_is_told(artifact: Path, text: str) -> None:
 
 def test_another_kind_is_refused(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match="contains no splits") as caught:
-        manifest.read(artifact, "splits/1", "the splits")
+        manifest.read_manifest(artifact, "splits/1", "the splits")
     assert (caught.value.expected, caught.value.found) == ("kind splits/1", "kind thing/1")
 
 

@@ -355,7 +355,7 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
     assert kept["token"] == "[redacted]" and kept["src_dir"] == "a"
     assert options.to_plain_values(parser.parse([]))["token"] is None
     argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
-    assert commands.redacted_argv(argv) == [
+    assert commands.redact_argv(argv) == [
         "s.py",
         "--token",
         "[redacted]",
@@ -380,7 +380,7 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
 def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
     """Else a printed command that names one could not be typed."""
     for words in ([option, "hub"], [f"{option}=hub"]):
-        assert commands.redacted_argv(words) == words
+        assert commands.redact_argv(words) == words
         assert commands.shell("x", *words) == " ".join(["x", *words])
 
 
@@ -398,7 +398,7 @@ def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
 )
 def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
     for words in ([option, "hf_1"], [f"{option}=hf_1"]):
-        assert "hf_1" not in " ".join(commands.redacted_argv(words))
+        assert "hf_1" not in " ".join(commands.redact_argv(words))
         assert commands.shell(*words).endswith('"$HF_TOKEN"')
 
 
@@ -415,8 +415,8 @@ def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
     ],
 )
 def test_secrets_in_variables_and_urls_are_not_shown(word: str, shown: str) -> None:
-    assert commands.redacted_argv(["x", "--env", word]) == ["x", "--env", shown]
-    assert commands.redacted_argv(["--add-bos-token", word]) == ["--add-bos-token", shown]
+    assert commands.redact_argv(["x", "--env", word]) == ["x", "--env", shown]
+    assert commands.redact_argv(["--add-bos-token", word]) == ["--add-bos-token", shown]
     if shown != word:
         assert "abc" not in commands.shell(word) and "pw" not in commands.shell(word)
     assert commands.shell("--env", "KEY_PASSWORD=x") == '--env KEY_PASSWORD="$KEY_PASSWORD"'

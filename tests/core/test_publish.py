@@ -12,7 +12,7 @@ import pytest
 
 from lib.core import lease, liveness, manifest, partial_dirs, publish
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.identity import differences
+from lib.core.identity import find_differences
 from lib.core.publish import AlreadyBuilding, Build
 from tests.fault_points import Fault
 
@@ -112,7 +112,7 @@ def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
         (0.0, 1, "0.0 there"),
         (0.1 + 0.2, 0.3000000000000001, "0.30000000000000004 there"),
     ):
-        assert told in str(differences(old, new)[0])
+        assert told in str(find_differences(old, new)[0])
     with pytest.raises(UsageError) as caught:
         publish.is_done(target, "thing/2", identity(), overwrite=False)
     assert "format: thing/1 there, thing/2 now" in caught.value.found

@@ -90,8 +90,8 @@ def test_a_directory_that_goes_away_while_it_is_locked(
 
     path.mkdir()
     monkeypatch.setattr(lease.fcntl, "flock", vanish)
-    assert lease.lock(path) == -1
-    assert lease.lock(tmp_path / "none") == -1
+    assert lease.lock_directory(path) == -1
+    assert lease.lock_directory(tmp_path / "none") == -1
 
 
 @pytest.fixture

@@ -135,6 +135,6 @@ def test_a_record_deletes_nothing_outside(tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
-    assert manifest.read_if_any(tmp_path) is None and manifest.kind_of(tmp_path) == ""
+    assert manifest.read_if_any(tmp_path) is None and manifest.read_kind(tmp_path) == ""
     with pytest.raises(ValueError, match="not a regular file"):
         records.read_json(tmp_path / "manifest.json")

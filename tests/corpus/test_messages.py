@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core.conversation import Refused
+from lib.core.conversation import InvalidConversation
 from lib.core.errors import StageError, UsageError
 from lib.corpus import conversations, report, saved, split_parts, work_units
 from lib.corpus.inputs import InputFile
@@ -51,13 +51,13 @@ def render(error: StageError) -> list[str]:
     ],
 )
 def test_a_record_that_is_refused(messages: object, more: dict, message: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidConversation) as caught:
         conversations.parse_record({"messages": messages, **more}, "messages")
     assert str(caught.value) == message
 
 
 def test_an_unknown_role() -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidConversation) as caught:
         conversations.parse_record({"messages": [{**USER, "role": "boss"}]}, "messages")
     assert str(caught.value).startswith("turn 1 has the role 'boss'; known roles: ")
     assert str(caught.value).endswith("and aliases such as human and gpt")

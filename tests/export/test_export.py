@@ -139,7 +139,7 @@ def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None
     assert all(p.stat().st_size < size + 4096 for p in (tmp_path / "out").glob("*.safetensors"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == dtype
-    whole = manifest.read(tmp_path / "out", "export/1", "the export")
+    whole = manifest.read_manifest(tmp_path / "out", "export/1", "the export")
     assert {entry["path"] for entry in whole["files"]} | {"manifest.json"} == {
         path.name for path in (tmp_path / "out").iterdir()
     }

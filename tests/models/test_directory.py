@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir(parents=True)
         (directory / "config.json").write_text("{}")
         files = [manifest.file_entry(directory, directory / "config.json")]
-        manifest.write(
+        manifest.write_manifest(
             directory, kind="model/1", stage="", identity={}, options={}, files=files, summary={}
         )
         path = directory / "manifest.json"

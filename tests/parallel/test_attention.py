@@ -21,7 +21,7 @@ from transformers import (
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.parallel import attention
-from lib.tokens.batches import micro_batch
+from lib.tokens.batches import make_micro_batch
 from lib.tokens.samples import SampleArrays
 
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
@@ -188,7 +188,7 @@ def test_the_model_gets_boundaries_and_the_longest_document(implementation: str)
     model = Model(implementation)
     positions = np.array([[*range(100), *range(156)]] * 2)
     rows = SampleArrays(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
-    batch = micro_batch(rows, pin=False).to(SimpleNamespace(device=torch.device("meta")))
+    batch = make_micro_batch(rows, pin=False).to(SimpleNamespace(device=torch.device("meta")))
     given = attention.make_inputs(model, batch)
     assert given["max_length_q"] == given["max_length_k"] == 256
     assert given["cu_seq_lens_q"] is given["cu_seq_lens_k"] is batch.boundaries

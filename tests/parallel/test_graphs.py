@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from lib.parallel import attention, compiling, graphs, loss, parallelize
 from lib.parallel.trial import SingleDevice, eval_mode
 from lib.tokens import batches as tokens
-from lib.tokens.batches import MicroBatch, longest_document, micro_batch
+from lib.tokens.batches import MicroBatch, bound_document_length, make_micro_batch
 from lib.tokens.samples import SampleArrays
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def batch(documents: int, longest: int, generator: np.random.Generator) -> Micro
     lengths = [longest, *np.diff([0, *cuts, room])]
     positions = np.concatenate([np.arange(length) for length in lengths]).reshape(2, LENGTH)
     ids = generator.integers(0, 64, (2, LENGTH + 1))
-    made = micro_batch(SampleArrays(ids[:, :-1], ids[:, 1:], positions), pin=False)
+    made = make_micro_batch(SampleArrays(ids[:, :-1], ids[:, 1:], positions), pin=False)
     assert documents <= len(made.boundaries) - 1 <= documents + 1
     return made
 
@@ -189,7 +189,7 @@ def test_the_stand_in_for_the_kernel_reads_the_longest_document(kernel: None) ->
         loss.token_loss_sum(plain, one._replace(longest=longest)) for longest in (None, 64, 60, 59)
     ]
     assert losses[0] == losses[1] == losses[2] != losses[3]
-    assert longest_document(one.boundaries.numpy(), LENGTH) == one.longest == 64
+    assert bound_document_length(one.boundaries.numpy(), LENGTH) == one.longest == 64
 
 
 def layers(count: int) -> list[nn.Module]:

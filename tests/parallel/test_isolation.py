@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from lib.core.errors import UsageError
 from lib.parallel import attention
 from lib.parallel.trial import require_isolation
-from lib.tokens.batches import MicroBatch, boundaries
+from lib.tokens.batches import MicroBatch, find_boundaries
 from tests.models.families import FAMILIES
 from tests.parallel.test_attention import Model
 from tests.train.test_no_waiting import WaitForbidden
@@ -50,7 +50,7 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(
     model = built(family, implementation).eval()
     ids = torch.randint(3, 97, (1, 24))
     positions = torch.cat([torch.arange(10), torch.arange(9), torch.arange(5)])[None]
-    batch = MicroBatch(ids, ids, positions, torch.from_numpy(boundaries(positions.numpy())))
+    batch = MicroBatch(ids, ids, positions, torch.from_numpy(find_boundaries(positions.numpy())))
     with torch.no_grad():
         packed = model(**attention.make_inputs(model, batch)).logits[:, 10:19]
         alone = model(input_ids=ids[:, 10:19], use_cache=False).logits

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lib.tokens import batches, order, packing
-from lib.tokens.batches import MicroBatch, Position, SampleStream, Step, evaluation_batches
+from lib.tokens.batches import MicroBatch, Position, SampleStream, Step, read_evaluation_batches
 from lib.tokens.mixture import Mixture
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, Windows
@@ -154,7 +154,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(samples: int, rounds:
     expected = list(range(1, min(rounds * size, samples) * T + 1))
     for micro, accumulation, ranks in divisions(size):
         shares = [
-            list(evaluation_batches(w, rounds, Division(micro, accumulation, rank, ranks)))
+            list(read_evaluation_batches(w, rounds, Division(micro, accumulation, rank, ranks)))
             for rank in range(ranks)
         ]
         assert len({len(share) for share in shares}) == 1  # forwards are collective
@@ -165,7 +165,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(samples: int, rounds:
 
 
 def test_an_empty_split_gives_no_evaluation_batches() -> None:
-    assert list(evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
+    assert list(read_evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
 
 
 def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> packing.Packs:
@@ -192,7 +192,7 @@ def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
             for step in SampleStream(samples, 0, division, CPU).steps(Position(), 9)
             for batch in step.batches
         ]
-        for batch in (*taken, *evaluation_batches(samples, 3, division)):
+        for batch in (*taken, *read_evaluation_batches(samples, 3, division)):
             ends = batch.boundaries
             assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == 2 * length
             lengths = ends.diff()
@@ -225,12 +225,12 @@ def test_the_kernel_gets_one_of_few_lengths(row: int, longest: int, said: int) -
     """A half, a quarter or an eighth of a row, rounded up, and no less than 128 tokens."""
     rest = row - longest
     ends = np.array([0, longest, *range(longest + 1, longest + 1 + rest)], np.int32)
-    assert batches.longest_document(ends, row) == said
+    assert batches.bound_document_length(ends, row) == said
 
 
 def test_each_row_begins_a_document() -> None:
     positions = np.array([[3, 4, 0, 1], [2, 3, 4, 5]])
-    assert batches.boundaries(positions).tolist() == [0, 2, 4, 8]
+    assert batches.find_boundaries(positions).tolist() == [0, 2, 4, 8]
 
 
 def test_windows_have_no_boundaries() -> None:

@@ -23,7 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a tiny model, as stage 03 would leave it."""
     path = tmp_path_factory.mktemp("m") / "models" / "org--name"
     save_model(path)
-    manifest.write(
+    manifest.write_manifest(
         path,
         kind="model/1",
         stage="03_download_model.py",

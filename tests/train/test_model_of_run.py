@@ -35,7 +35,7 @@ def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
             }
         ),
     )
-    manifest.write(
+    manifest.write_manifest(
         path,
         kind="model/1",
         stage="",

@@ -15,7 +15,7 @@ from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.tokens.batches import MicroBatch, boundaries
+from lib.tokens.batches import MicroBatch, find_boundaries
 
 CPU = torch.device("cpu")
 # Operations that return a number, or a size that depends on numbers, to the host.
@@ -82,7 +82,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
     total = torch.zeros((), dtype=torch.float64)
     tokens = torch.randint(0, 96, (2, 25))
     positions = torch.arange(24).remainder(9).repeat(2, 1)
-    documents = (positions, torch.from_numpy(boundaries(positions.numpy()))) if packed else ()
+    documents = (positions, torch.from_numpy(find_boundaries(positions.numpy()))) if packed else ()
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
     for number in range(4):
         with (

@@ -20,9 +20,9 @@ from lib.core.conversation import (
     ROLES,
     TEXTS,
     Conversation,
+    InvalidConversation,
     Message,
     Place,
-    Refused,
     require_order,
     require_text,
 )
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def read_rows(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]:
+def read_rows(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | InvalidConversation, Place]]:
     """Yield the conversation of each row, or the reason to refuse it, and the source of the row."""
     messages = columns.flatten_messages(rows)
     names = (*TEXTS, CALLS)
@@ -50,7 +50,7 @@ def read_rows(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Pl
         place = Place(source[row] or "", line[row], offset[row])
         try:
             yield _read_conversation(turns[first:end], tools[row], weights[row]), place
-        except Refused as refused:
+        except InvalidConversation as refused:
             yield refused, place
 
 
@@ -65,7 +65,7 @@ def _read_conversation(
     for number, message in enumerate(messages, 1):
         if message.get("role") not in ROLES:
             given = repr(message["role"])[:60] if "role" in message else "nothing"
-            raise Refused(
+            raise InvalidConversation(
                 "unknown role",
                 f"turn {number} has {given} as its role; known are {', '.join(ROLES)}",
             )
@@ -76,9 +76,11 @@ def _read_conversation(
     require_order([message["role"] for message in messages])
     if weights is not None:
         if len(weights) != len(messages):
-            raise Refused("weights", f"there are {len(weights)} weights for {len(messages)} turns")
+            raise InvalidConversation(
+                "weights", f"there are {len(weights)} weights for {len(messages)} turns"
+            )
         if any(weight not in (0, 1) for weight in weights):
-            raise Refused("weights", "a weight is neither 0 nor 1")
+            raise InvalidConversation("weights", "a weight is neither 0 nor 1")
     return Conversation(messages, _parse_functions(tools, "tools") if tools else None, weights)
 
 
@@ -88,7 +90,9 @@ def _read_calls(message: Message, number: int) -> None:
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused("content", f"a function call of turn {number} names no function")
+            raise InvalidConversation(
+                "content", f"a function call of turn {number} names no function"
+            )
     if calls:
         message[CALLS] = calls
 
@@ -98,18 +102,18 @@ def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
     try:
         functions = records.parse_json(text, DEEPEST)
     except ValueError as error:
-        raise Refused(
+        raise InvalidConversation(
             "content",
             f"{name} is a text that is not JSON, or is nested more than {DEEPEST} levels deep",
         ) from error
     if not isinstance(functions, list) or not all(
         isinstance(function, dict) for function in functions
     ):
-        raise Refused("content", f"{name} is not a list of objects")
+        raise InvalidConversation("content", f"{name} is not a list of objects")
     try:
         json.dumps(functions, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
-        raise Refused(
+        raise InvalidConversation(
             "content",
             f"{name} contains a number that is not finite, or a text that is not valid Unicode",
         ) from error

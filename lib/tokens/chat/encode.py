@@ -26,7 +26,7 @@ from lib.tokens.encode import Encoder
 EncodePart = Callable[[Conversation], EncodedTexts | None]  # None: the part does not fit
 
 
-class Dropped(NamedTuple):
+class DroppedChat(NamedTuple):
     """Describes a dropped conversation. number: its place among the encoded ones.
 
     kind: template, no boundary, control token, too long or nothing trained. lines: for `no
@@ -55,7 +55,7 @@ class EncodedChats(NamedTuple):
     trained: np.ndarray
     lengths: np.ndarray
     owners: np.ndarray
-    dropped: list[Dropped]
+    dropped: list[DroppedChat]
     stops: Counter[int]
     template_omissions: Counter[str]
 
@@ -117,7 +117,7 @@ class ChatEncoder:
         is_kept = (encoded.label_counts() > 0) & ~np.isin(owners, [*dropped, *parts])
         encoded, owners = _merge_parts(encoded.select(is_kept), owners[is_kept], parts)
         for number in set(range(len(conversations))) - set(owners.tolist()) - dropped.keys():
-            dropped[number] = Dropped(number, "nothing trained", "no answer of it is trained")
+            dropped[number] = DroppedChat(number, "nothing trained", "no answer of it is trained")
         return EncodedChats(
             encoded.ids,
             encoded.trained,
@@ -130,7 +130,7 @@ class ChatEncoder:
 
     def _split_long(
         self, conversation: Conversation, number: int, sizes: np.ndarray
-    ) -> tuple[list[EncodedTexts], Dropped | None]:
+    ) -> tuple[list[EncodedTexts], DroppedChat | None]:
         """Return the parts of a conversation with too many tokens, and the loss if there is any.
 
         sizes: the tokens of each text of the conversation.
@@ -139,7 +139,7 @@ class ChatEncoder:
         tokens = int(sizes.sum())
         reason = f"it has {sizes.max():,} tokens, and a sample has at most {longest:,}"
         if self._policy.too_long == DROP:
-            return [], Dropped(number, "too long", reason, tokens=tokens)
+            return [], DroppedChat(number, "too long", reason, tokens=tokens)
 
         def encode_part(part: Conversation) -> EncodedTexts | None:
             encoded, _, dropped = self._encode_all([part])
@@ -155,7 +155,7 @@ class ChatEncoder:
         if not lost:
             return parts, None
         kept = sum(len(part.ids) for part in parts)
-        return parts, Dropped(
+        return parts, DroppedChat(
             number,
             "too long",
             f"{reason}; {units.counted(lost, 'answer')} of it with the question before did not fit",
@@ -165,7 +165,7 @@ class ChatEncoder:
 
     def _encode_all(
         self, conversations: Sequence[Conversation]
-    ) -> tuple[EncodedTexts, np.ndarray, dict[int, Dropped]]:
+    ) -> tuple[EncodedTexts, np.ndarray, dict[int, DroppedChat]]:
         """Return the encoded texts, their conversations, and the dropped conversations."""
         texts, owners, dropped = self._render_texts(conversations)
         encoded = self._add_bos(self._span_encoder.encode(texts))
@@ -180,19 +180,19 @@ class ChatEncoder:
             )
             for number in (owners[text] for text in np.flatnonzero(doubled).tolist()):
                 dropped.setdefault(
-                    number, Dropped(number, "template", "it writes two BOS tokens in front")
+                    number, DroppedChat(number, "template", "it writes two BOS tokens in front")
                 )
         encoded.trained[starts[encoded.lengths > 0]] = False  # no token predicts the first one
         return encoded, np.array(owners, np.int64), dropped
 
     def _render_texts(
         self, conversations: Sequence[Conversation]
-    ) -> tuple[list[TextWithSpans], list[int], dict[int, Dropped]]:
+    ) -> tuple[list[TextWithSpans], list[int], dict[int, DroppedChat]]:
         """Return the rendered texts, their conversations, and the dropped conversations."""
         texts: list[TextWithSpans] = []
         owners: list[int] = []
         dropped = {
-            number: Dropped(number, "control token", problem)
+            number: DroppedChat(number, "control token", problem)
             for number, problem in self._finder.control.find_all(conversations).items()
         }
         with render.limit_rendering() as restart:
@@ -203,7 +203,7 @@ class ChatEncoder:
                 try:
                     rendered = self._finder.find_texts(conversation)
                 except TemplateError as error:
-                    dropped[number] = Dropped(number, "template", str(error))
+                    dropped[number] = DroppedChat(number, "template", str(error))
                 except NoAnswerBoundary as error:
                     dropped[number] = _drop_without_boundary(number, error)
                 else:
@@ -233,10 +233,10 @@ class ChatEncoder:
         return Counter(token for token in encoded.ids[last].tolist() if self._is_stop[token])
 
 
-def _drop_without_boundary(number: int, error: NoAnswerBoundary) -> Dropped:
+def _drop_without_boundary(number: int, error: NoAnswerBoundary) -> DroppedChat:
     first, second = error.lines
     message = f"{error}: {first!r} and {second!r}" if first or second else str(error)
-    return Dropped(number, "no boundary", message, error.lines)
+    return DroppedChat(number, "no boundary", message, error.lines)
 
 
 def _merge_parts(

@@ -21,17 +21,17 @@ import numpy as np
 
 from lib.core import hashing, log, manifest, units
 from lib.core.artifacts import CHAT_TEMPLATE
-from lib.core.conversation import Conversation, Refused
+from lib.core.conversation import Conversation, InvalidConversation
 from lib.core.progress import Progress
 from lib.core.workers import Pool
 from lib.tokens import columns, readable
 from lib.tokens.chat import conversations, counts
 from lib.tokens.chat.counts import ERRORS, ChatCounts
-from lib.tokens.chat.encode import ChatEncoder, Dropped
+from lib.tokens.chat.encode import ChatEncoder, DroppedChat
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
-from lib.tokens.split_writer import Sink, SplitWriter, Written
+from lib.tokens.split_writer import Sink, SplitWriter, StoreContents
 from lib.tokens.store import LABEL_MASK
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _BYTES_PER_PROCESS = 32 << 20  # of conversations
 _SAMPLES = "a sample as its template writes it, ends exclusive in *.ends.bin"
 
 
-class DroppedChat(NamedTuple):
+class ErrorEntry(NamedTuple):
     """Describes a conversation that was dropped, and why.
 
     partly: only some answers are lost; the others are in samples.
@@ -64,7 +64,7 @@ class PreparedChats(NamedTuple):
     trained: np.ndarray
     lengths: np.ndarray
     counts: ChatCounts
-    dropped: list[DroppedChat]
+    dropped: list[ErrorEntry]
 
 
 def write_splits(
@@ -75,9 +75,9 @@ def write_splits(
     policy: ChatPolicy,
     num_workers: int,
     bar: Progress,
-) -> Written:
+) -> StoreContents:
     """Write the splits of a chat dataset. Raise UsageError if they cannot be trained on."""
-    written = Written({}, [], {}, [])
+    written = StoreContents({}, [], {}, [])
     chats: dict[str, ChatCounts] = {}
     # A process takes seconds to start. In that time the others prepare about this many bytes.
     count = min(num_workers, 1 + dataset.total_bytes() // _BYTES_PER_PROCESS)
@@ -274,9 +274,9 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
     dropped = sorted(
         [one._replace(number=numbers[one.number]) for one in encoded.dropped]
         + [
-            Dropped(number, chat.kind, str(chat))
+            DroppedChat(number, chat.kind, str(chat))
             for number, (chat, _) in enumerate(rows)
-            if isinstance(chat, Refused)
+            if isinstance(chat, InvalidConversation)
         ]
     )
     return PreparedChats(
@@ -295,15 +295,15 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
             encoded.template_omissions,
             {_name_cause(one): one.message for one in reversed(dropped)},
         ),
-        [DroppedChat(rows[one.number][1], one.kind, one.message, one.partly) for one in dropped],
+        [ErrorEntry(rows[one.number][1], one.kind, one.message, one.partly) for one in dropped],
     )
 
 
-def _name_cause(one: Dropped) -> str:
+def _name_cause(one: DroppedChat) -> str:
     return f"{one.kind} in part" if one.partly else one.kind
 
 
-def _make_error_line(one: DroppedChat) -> bytes:
+def _make_error_line(one: ErrorEntry) -> bytes:
     """Return a line of errors.jsonl."""
     return (
         json.dumps(
