@@ -1,10 +1,10 @@
-"""The steps of a run: this rank's share of each global batch, read ahead by a thread.
+"""Read this rank's share of each global batch of a run, one step ahead.
 
 1. A step from position g on takes the sample numbers [g, g + G) of the endless stream, G the global
    batch.
 2. Micro-batch a of dp rank r is numbers g + (a·W + r)·B … + B of them (W dp ranks, B for each).
 3. A thread reads the samples of the next step while this one computes.
-So ranks and micro-batches only divide a range that is the same for every number of ranks.
+So ranks and micro-batches only divide a range, which is the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class Step(NamedTuple):
 
 
 class DataStream(ABC):
-    """The data of a run. It keeps no position: a resume or rollback asks for other steps."""
+    """Provides the steps of a run. It stores no position, so a resume can start anywhere."""
 
     @abstractmethod
     def steps(self, position: Position, count: int) -> Iterator[Step]:
         """Return this rank's part of `count` steps from a position on, in host memory.
 
-        After this call, steps of earlier calls must not be used any more.
+        A call invalidates the iterators that earlier calls returned.
         """
 
     @abstractmethod
@@ -136,7 +136,7 @@ class DataStream(ABC):
         """Return how many epochs are done at a position."""
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
-        """Return figures about the loading itself; times: see Timers.read."""
+        """Return figures about loading for a row of the log. times: the result of Timers.read."""
         return {}
 
     @abstractmethod
@@ -145,7 +145,7 @@ class DataStream(ABC):
 
 
 class SampleStream(DataStream):
-    """Samples by number, in the same order for any number of ranks."""
+    """Reads samples by number, in the same order for any number of ranks."""
 
     def __init__(
         self, samples: Samples, seed: int, division: Division, device: torch.device
@@ -169,8 +169,8 @@ class SampleStream(DataStream):
         d = self._division
         size = self._division.global_batch
         at_once = max(1, _ORDERED_AT_ONCE // size)
-        for begun in range(0, count, at_once):
-            steps = min(at_once, count - begun)
+        for done in range(0, count, at_once):
+            steps = min(at_once, count - done)
             ordered = self._samples.stream(first, steps * size, self._seed).reshape(steps, size)
             for numbers in ordered:
                 parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
@@ -195,8 +195,8 @@ def read_evaluation_batches(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of the first `batches` global batches, in the stored order.
 
-    All ranks get the same number of micro-batches (sharded forwards are collective); where the
-    samples run out, labels are all ignored, so the loss over them is that of any number of ranks.
+    All ranks get the same number of micro-batches, since sharded forward passes are collective.
+    After the last sample, all labels are IGNORED, so the loss is the same for any number of ranks.
     """
     import torch
 
@@ -206,16 +206,16 @@ def read_evaluation_batches(
     for start in range(0, total, per_round):
         numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
         batch = make_micro_batch(samples.read_samples(np.minimum(numbers, len(samples) - 1)), False)
-        # A copy: labels and inputs of a window are views of the same tokens.
-        left_out = torch.from_numpy(numbers >= total)[:, None]
-        yield batch._replace(labels=batch.labels.masked_fill(left_out, IGNORED))
+        # On a copy, since labels and inputs of a window are views of the same tokens.
+        is_padding = torch.from_numpy(numbers >= total)[:, None]
+        yield batch._replace(labels=batch.labels.masked_fill(is_padding, IGNORED))
 
 
 def find_boundaries(positions: np.ndarray) -> np.ndarray:
     """Return where documents begin in the tokens of rows, and the end: int32 [documents + 1].
 
-    positions: int64 [B, T], 0 where a document begins; padding counts as one. A row always begins
-    a document, so none is longer than a row.
+    positions: int64 [B, T], 0 where a document begins; padding counts as a document. A row always
+    begins with a document, so none is longer than a row.
     """
     begins = positions == 0
     begins[:, 0] = True
@@ -225,10 +225,9 @@ def find_boundaries(positions: np.ndarray) -> np.ndarray:
 def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
     """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
 
-    The attention kernel starts as many thread blocks for each document as the longest one needs, so
-    a row's length would start mostly empty ones. There are few lengths, since a torch that finds
-    them constants compiles a graph for each. Shorter ones than a tile of the kernel would save
-    nothing.
+    For each document, the attention kernel starts the thread blocks that a document of this length
+    needs. With the length of a row, most of them would be idle. Only a few lengths are returned,
+    since torch may compile a graph for each. Lengths below a tile of the kernel would save nothing.
     """
     longest = int(np.diff(boundaries).max())
     lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)
@@ -247,7 +246,7 @@ def make_micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
     longest = None if ends is None else bound_document_length(ends, rows.inputs.shape[1])
     arrays = (rows.inputs, rows.labels, rows.positions, ends, rows.lengths)
     tensors = (None if part is None else torch.from_numpy(part) for part in arrays)
-    # Contiguous where it is pinned: a copy to the device of anything else would wait.
+    # Pinned tensors must be contiguous; otherwise the copy to the device would wait.
     inputs, labels, positions, places, lengths = (
         part.contiguous().pin_memory() if pin and part is not None else part for part in tensors
     )

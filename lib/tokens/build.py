@@ -101,7 +101,7 @@ def build_once(
     was_built = False
     is_announced = False
 
-    def is_there() -> bool:
+    def is_complete() -> bool:
         """Return whether the artifact is complete, after building it if no other process does."""
         nonlocal was_built, is_announced
         if publish.is_done(
@@ -118,7 +118,7 @@ def build_once(
             is_announced = True
         return False
 
-    poll(is_there, _POLL_S)
+    poll(is_complete, _POLL_S)
     if is_builder and not was_built:
         verify(manifest.read_manifest(target, kind, publish.kind_name(kind)))
 
@@ -187,35 +187,35 @@ def _fill_store(
     with Progress("tokenising", text_bytes, "B", progress) as bar:
         from lib.tokens.chat import write  # takes time to import
 
-        written = (
+        contents = (
             write.write_splits(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
             if chat
             else _write_texts(build.dir, dataset, encoder, dtype, bar)
         )
-    for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *written.leftovers):
+    for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *contents.leftovers):
         leftover.unlink()
     dataset.require_same()
     build.publish(
         stage="04_train_fsdp.py",
         options={"num_workers": num_workers},
-        files=written.files,
-        summary=store.summarise_store(dtype, encoder, written.counts, written.facts),
+        files=contents.files,
+        summary=store.summarise_store(dtype, encoder, contents.counts, contents.facts),
     )
-    return written.counts, began
+    return contents.counts, began
 
 
 def _write_texts(
     directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
 ) -> StoreContents:
     """Write the splits of a text dataset."""
-    written = StoreContents({}, [], {}, [])
+    contents = StoreContents({}, [], {}, [])
     for name in dataset.splits:
         writer = TextWriter(directory, name, dtype, dataset)
         writer.run(encoder, bar)
         dataset.require_same()
-        written.counts[name] = writer.manifest_counts()
-        written.files.extend(writer.close())
-    return written
+        contents.counts[name] = writer.manifest_counts()
+        contents.files.extend(writer.close())
+    return contents
 
 
 def require_same_tokenizer(tokenizer_dir: Path, fingerprint: str) -> None:

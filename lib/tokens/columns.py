@@ -20,7 +20,12 @@ TEXT = "text"
 CHAT = "chat"
 CHAT_COLUMNS = ("messages", "tools", "weights", *Place._fields)
 # The columns of each conversation format that stage 02 reads.
-_OF_CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+_CHAT_FORMATS = (
+    {"messages"},
+    {"conversations"},
+    {"prompt", "completion"},
+    {"instruction", "output"},
+)
 _STRINGS = ("string", "large_string")
 
 
@@ -33,7 +38,7 @@ def detect_format(names: Collection[str]) -> str:
 
 def are_chat_columns(names: Collection[str]) -> bool:
     """Return whether these columns are conversations in a format that stage 02 reads."""
-    return any(each <= set(names) for each in _OF_CHATS)
+    return any(columns <= set(names) for columns in _CHAT_FORMATS)
 
 
 def read_batches(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
@@ -66,7 +71,7 @@ def list_values(column: Any) -> list[Any]:
 
 def list_contents(rows: pa.RecordBatch) -> list[list[bytes]]:
     """Return the texts of each conversation as UTF-8: contents, thoughts and calls of its turns."""
-    columns = [list_values(column) for column in _select_words(rows)]
+    columns = [list_values(column) for column in _select_texts(rows)]
     turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
     return [
         [text for turn in turns[first:end] for text in turn]
@@ -80,7 +85,7 @@ def count_content_bytes(rows: pa.RecordBatch) -> int:
 
     return sum(
         pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
-        for column in _select_words(rows)
+        for column in _select_texts(rows)
     )
 
 
@@ -104,7 +109,7 @@ def find_conversation_edges(rows: pa.RecordBatch) -> list[int]:
     return list(accumulate((length or 0 for length in lengths), initial=0))
 
 
-def _select_words(rows: pa.RecordBatch) -> list[Any]:
+def _select_texts(rows: pa.RecordBatch) -> list[Any]:
     messages = flatten_messages(rows)
     return [read_field(messages, name) for name in ("content", "reasoning_content", CALLS)]
 
@@ -115,10 +120,10 @@ def describe_chat_problem(shard: Path) -> str:
 
     with _open_reader(shard, mapped=False) as reader:
         schema = reader.schema
-    if lacks := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
-        return f"no column {', '.join(lacks)}"
+    if missing := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
+        return f"no column {', '.join(missing)}"
     types = pyarrow.types
-    wanted = {
+    expected_types = {
         "tools": (_is_text, "JSON as a string"),
         "source": (_is_text, "a string"),
         "line": (types.is_integer, "an integer"),
@@ -131,7 +136,7 @@ def describe_chat_problem(shard: Path) -> str:
     }
     wrong = [
         f"`{name}` is {schema.field(name).type}, not {expected}"
-        for name, (fits, expected) in wanted.items()
+        for name, (fits, expected) in expected_types.items()
         if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)
     ]
     if types.is_null(schema.field("messages").type):

@@ -67,7 +67,7 @@ class Dataset:
         return sum(shard.stat().st_size for shards in self.splits.values() for shard in shards)
 
     def extent(self) -> tuple[int, int]:
-        """Return the rows of the training split and the total bytes of their UTF-8 text."""
+        """Return the number of rows in the training split, and the bytes of their UTF-8 text."""
         count = 0
         size = 0
         for batch in columns.read_batches(self.splits["train"], mapped=True):
@@ -81,8 +81,10 @@ class Dataset:
         return count, size
 
     def texts(self) -> Iterator[list[bytes]]:
-        """Yield lists of UTF-8 texts of the training split: its documents, or the texts in its
-        conversations."""
+        """Yield lists of the UTF-8 texts of the training split.
+
+        These are its documents, or the texts in its conversations.
+        """
         if self.format == TEXT:
             yield from self.documents("train")
         else:
@@ -135,7 +137,7 @@ class Dataset:
         # A cut may fall inside a character; its remaining bytes are dropped.
         return [text.decode("utf-8", "ignore").encode() for text in cut]
 
-    def some_chats(self, count: int = 200, most_bytes: int = 1 << 20) -> pa.RecordBatch | None:
+    def sample_chats(self, count: int = 200, most_bytes: int = 1 << 20) -> pa.RecordBatch | None:
         """Return about `count` rows with conversations, spread evenly over the training split.
 
         most_bytes: the limit for all rows together; long conversations give fewer rows. Returns

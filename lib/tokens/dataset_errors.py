@@ -228,16 +228,16 @@ def _list_commands(
     words = ["--data-folder", folder, "--save-dir", target]
     if is_chat:
         words += ["--format", columns.CHAT]
-    make = [*organise, commands.script("02_build_hf_dataset.py", *words)]
-    as_before = commands.as_typed(drop=drop)
+    build_commands = [*organise, commands.script("02_build_hf_dataset.py", *words)]
+    typed = commands.as_typed(drop=drop)
     org, _, rest = next(iter(given)).name.partition("--")
-    each = (
+    candidates = (
         commands.replace_value(OPTION, text, target, drop=drop)
         for path in given
         for text in (path, path.name, f"{org}/{rest}")
     )
-    train = next((command for command in each if command != as_before), as_before)
-    return "\n".join([*make, train])
+    train = next((command for command in candidates if command != typed), typed)
+    return "\n".join([*build_commands, train])
 
 
 def _is_hub_name(path: Path) -> bool:
@@ -253,7 +253,7 @@ def _make_unprepared_error(name: str) -> ArtifactError:
     fetched, target = (root / paths.model_dir_name(name) for root in (_RAW_ROOT, DATASETS_ROOT))
     problem = f"dataset {name} is not prepared"
     expected = f"{target}, made by stage 02"
-    if cached := sorted(set(_find_cached(name))):
+    if cached := sorted(set(_find_cached_files(name))):
         return ArtifactError(
             problem,
             expected=expected,
@@ -296,12 +296,12 @@ def _make_unprepared_error(name: str) -> ArtifactError:
     )
 
 
-def _find_cached(name: str) -> Iterator[Path]:
+def _find_cached_files(name: str) -> Iterator[Path]:
     """Yield the directories in the cache of `datasets` with Arrow files of a dataset."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     root = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
-    wanted = name.replace("/", "___").lower()
+    folder_name = name.replace("/", "___").lower()
     for folder in root.iterdir() if root.is_dir() else ():
-        if folder.name.lower() == wanted:
+        if folder.name.lower() == folder_name:
             yield from (file.parent for file in folder.rglob("*-train*.arrow"))

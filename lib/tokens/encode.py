@@ -61,11 +61,11 @@ class HuggingFace:
 
 
 class Gigatoken:
-    """Encodes with gigatoken (dozens of times as fast), for tokenizers it supports.
+    """Encodes with gigatoken, dozens of times as fast as the Hugging Face tokenizer.
 
-    The Hugging Face tokenizer encodes texts that spell a `special` token, since each tokenizer
-    decides by a setting whether that is the token itself. Raises whatever gigatoken raises for an
-    unsupported tokenizer.json.
+    special: the special tokens. A text that spells one of them is encoded by `reference`, since a
+    setting of each tokenizer decides whether the text becomes the token. The constructor raises
+    gigatoken's own errors for a tokenizer.json that it does not support.
     """
 
     def __init__(self, directory: Path, reference: HuggingFace, special: Sequence[str]) -> None:
@@ -78,22 +78,22 @@ class Gigatoken:
         self._prefix = _find_common_prefix(self._special)
 
     def encode(self, texts: Sequence[bytes]) -> Ids:
-        odd = np.array([self._spells_special(text) for text in texts], dtype=bool)
-        if not odd.any():
+        is_slow = np.array([self._spells_special(text) for text in texts], dtype=bool)
+        if not is_slow.any():
             return self._encode_fast(texts)
-        slow = self._reference.encode(
-            [text for text, is_odd in zip(texts, odd, strict=True) if is_odd]
+        reference_ids = self._reference.encode(
+            [text for text, slow in zip(texts, is_slow, strict=True) if slow]
         )
-        fast = self._encode_fast(
-            [text for text, is_odd in zip(texts, odd, strict=True) if not is_odd]
+        fast_ids = self._encode_fast(
+            [text for text, slow in zip(texts, is_slow, strict=True) if not slow]
         )
         lengths = np.empty(len(texts), np.int64)
-        lengths[odd] = slow[1]
-        lengths[~odd] = fast[1]
-        of_odd = np.repeat(odd, lengths)
-        flat = np.empty(len(of_odd), np.uint32)
-        flat[of_odd] = slow[0]
-        flat[~of_odd] = fast[0]
+        lengths[is_slow] = reference_ids[1]
+        lengths[~is_slow] = fast_ids[1]
+        is_slow_id = np.repeat(is_slow, lengths)
+        flat = np.empty(len(is_slow_id), np.uint32)
+        flat[is_slow_id] = reference_ids[0]
+        flat[~is_slow_id] = fast_ids[0]
         return flat, lengths
 
     def _encode_fast(self, texts: Sequence[bytes]) -> Ids:
@@ -218,10 +218,10 @@ class Encoder:
 
     def _is_cutting_harmless(self, sample: Sequence[bytes]) -> bool:
         """Return whether cutting the texts of a sample at boundaries leaves the ids the same."""
-        whole = [text for text in sample if _BOUNDARY.search(text)]
-        cut = [piece for text in whole for piece in _cut_text(text, 1)]
-        return bool(whole) and np.array_equal(
-            self._engine.encode(whole)[0], self._engine.encode(cut)[0]
+        texts = [text for text in sample if _BOUNDARY.search(text)]
+        cut = [piece for text in texts for piece in _cut_text(text, 1)]
+        return bool(texts) and np.array_equal(
+            self._engine.encode(texts)[0], self._engine.encode(cut)[0]
         )
 
 
@@ -233,10 +233,10 @@ def estimate_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
     texts = dataset.sample(_SAMPLED_TEXTS, _SAMPLED_BYTES)
     encoder = Encoder(tokenizer_dir, os.cpu_count() or 1)
     ids, lengths = encoder.encode(texts)
-    around = (encoder.bos is not None) + (encoder.eos is not None)
-    per_byte = (len(ids) - around * len(lengths)) / max(1, sum(map(len, texts)))
+    added = (encoder.bos is not None) + (encoder.eos is not None)
+    per_byte = (len(ids) - added * len(lengths)) / max(1, sum(map(len, texts)))
     documents, size = dataset.extent()
-    return round(size * per_byte) + around * documents
+    return round(size * per_byte) + added * documents
 
 
 def _cut_text(text: bytes, at_least: int) -> list[bytes]:

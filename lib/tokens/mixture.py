@@ -23,7 +23,7 @@ from lib.tokens.samples import SampleArrays, Samples
 
 @dataclass(frozen=True)
 class Corpus:
-    """Names a dataset of the mixture. weight: as given, None if its size is its share."""
+    """Names a dataset of the mixture. weight: as typed, None if the size decides the share."""
 
     weight: Fraction | None
     dataset: Dataset
@@ -81,8 +81,8 @@ def fingerprint_corpora(corpora: Sequence[Corpus]) -> str:
     """Identify the content and the proportions of some datasets, independent of their paths."""
     if len(corpora) == 1:
         return corpora[0].dataset.fingerprint
-    given = [corpus.weight for corpus in corpora if corpus.weight]
-    weights = _scale_to_integers(given) if given else None
+    typed_weights = [corpus.weight for corpus in corpora if corpus.weight]
+    weights = _scale_to_integers(typed_weights) if typed_weights else None
     return hashing.fingerprint([[corpus.dataset.fingerprint for corpus in corpora], weights])
 
 
@@ -176,11 +176,13 @@ class Mixture(Samples):
         return max(part.most_documents for part in self.parts)
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        corpus, own = order.interleave(np.arange(first, first + count), self.weights)
+        corpus, positions = order.interleave(np.arange(first, first + count), self.weights)
         samples = np.empty(count, np.int64)
         for i, part in enumerate(self.parts):
             is_own = corpus == i
-            samples[is_own] = self._first[i] + order.samples_at(own[is_own], len(part), seed, i)
+            samples[is_own] = self._first[i] + order.samples_at(
+                positions[is_own], len(part), seed, i
+            )
         return samples
 
     def read_samples(self, numbers: np.ndarray) -> SampleArrays:

@@ -65,24 +65,24 @@ def interleave(positions: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarra
     number of corpora.
     """
     corpus = np.full(len(positions), len(weights) - 1, np.int64)
-    own = positions.copy()
-    left = np.arange(len(positions))  # places that no corpus has taken yet
+    own_positions = positions.copy()
+    unassigned = np.arange(len(positions))  # indices into `positions`
     for i, weight in enumerate(weights[:-1]):
         total = sum(weights[i:])
-        before = _share(own[left], weight, total)
-        taken = _share(own[left] + 1, weight, total) > before
-        corpus[left[taken]] = i
-        own[left[taken]] = before[taken]
-        left = left[~taken]
+        before = _share(own_positions[unassigned], weight, total)
+        taken = _share(own_positions[unassigned] + 1, weight, total) > before
+        corpus[unassigned[taken]] = i
+        own_positions[unassigned[taken]] = before[taken]
+        unassigned = unassigned[~taken]
         before = before[~taken]
-        own[left] -= before
-    return corpus, own
+        own_positions[unassigned] -= before
+    return corpus, own_positions
 
 
 def _share(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
     """Return ⌊number · weight / total⌋, computed within 64 bits."""
-    whole, rest = np.divmod(numbers, total)
-    return whole * weight + rest * weight // total
+    quotients, remainders = np.divmod(numbers, total)
+    return quotients * weight + remainders * weight // total
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int, corpus: int = 0) -> np.ndarray:

@@ -96,8 +96,8 @@ class Packs(Samples):
     def mean_counts(self) -> tuple[float, float]:
         """Return the label tokens and the tokens without padding of a sample on average.
 
-        If all tokens are labels, the first token of each document still is none. This method does
-        not read the index.
+        If the store has no label mask, all tokens but the first of each document are labels. This
+        method does not read the index.
         """
         tokens = len(self.tokens)
         samples = max(1, len(self))
@@ -159,7 +159,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, packed best-fit decreasing into bins of `capacity`.
 
     lengths: int [N], each from 1 to capacity. Items of one length are placed together: the bin
-    with the least room that fits stays that bin until it is full, so whole runs go at once.
+    with the least room that fits stays that bin until it is full, so many items are placed at once.
     """
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}  # room left → bins
@@ -180,26 +180,26 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         length = int(lengths[items[0]])
         done = 0
         while done < len(items):
-            at = bisect_left(rooms, length)
-            if at == len(rooms):
+            place = bisect_left(rooms, length)
+            if place == len(rooms):
                 room = capacity
-                wanted = units.ceil_div(len(items) - done, capacity // length)
-                chosen = list(range(opened, opened + wanted))
-                opened += wanted
+                needed = units.ceil_div(len(items) - done, capacity // length)
+                filled_bins = list(range(opened, opened + needed))
+                opened += needed
             else:
-                room = rooms[at]
-                wanted = units.ceil_div(len(items) - done, room // length)
-                chosen = by_room[room][-wanted:]
-                by_room[room] = by_room[room][:-wanted]
+                room = rooms[place]
+                needed = units.ceil_div(len(items) - done, room // length)
+                filled_bins = by_room[room][-needed:]
+                by_room[room] = by_room[room][:-needed]
                 if not by_room[room]:
-                    del by_room[room], rooms[at]
-            each = room // length
-            now = min(len(items) - done, each * len(chosen))
-            bins[items[done : done + now]] = np.repeat(chosen, each)[:now]
-            in_last = now - each * (len(chosen) - 1)
-            put_back(chosen[:-1], room - each * length)
-            put_back(chosen[-1:], room - in_last * length)
-            done += now
+                    del by_room[room], rooms[place]
+            per_bin = room // length
+            placed = min(len(items) - done, per_bin * len(filled_bins))
+            bins[items[done : done + placed]] = np.repeat(filled_bins, per_bin)[:placed]
+            in_last = placed - per_bin * (len(filled_bins) - 1)
+            put_back(filled_bins[:-1], room - per_bin * length)
+            put_back(filled_bins[-1:], room - in_last * length)
+            done += placed
     return bins
 
 

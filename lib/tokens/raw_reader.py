@@ -1,7 +1,7 @@
 """Read a span of a raw shard from any document on, in blocks for worker processes to tokenise.
 
 The training process reads blocks: whole raw lines, or the texts of rows. A worker process finds the
-text of each document in a block and encodes it (raw_encoder.py).
+text of each document in a block and encodes it (`encode_block` in raw_stream.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lib.tokens.raw_shards import COMPRESSIONS, Span
 try:
     import orjson
 
-    _fast_loads: Callable[[bytes], Any] = orjson.loads
+    _parse_fast: Callable[[bytes], Any] = orjson.loads
 except ImportError:
-    _fast_loads = json.loads
+    _parse_fast = json.loads
 
 _BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 16 << 20
@@ -32,7 +32,7 @@ _NAMES_SHOWN = 8
 DAMAGE = (OSError, EOFError, ValueError, NotImplementedError)
 
 
-class NoColumn(ValueError):
+class MissingColumn(ValueError):
     """Raised if a Parquet file lacks the text column."""
 
 
@@ -47,12 +47,12 @@ class Block(NamedTuple):
 
 
 def read_blocks(
-    path: Path, span: Span, place: int | None, text_field: str, too_long: Callable[[int], None]
+    path: Path, span: Span, place: int | None, text_field: str, on_long_line: Callable[[int], None]
 ) -> Iterator[Block]:
     """Yield the blocks of a span from the document at `place` on, or from its beginning.
 
-    too_long: called with the place of each line that is skipped because it is too long. If a file
-    is damaged, raises one of DAMAGE after the blocks that could be read.
+    on_long_line: called with the place of each line that is too long and therefore skipped. If a
+    file is damaged, raises one of DAMAGE after the blocks that could be read.
     """
     if path.suffix.lower() == ".parquet":
         yield from _read_parquet(path, span, place or 0, text_field)
@@ -69,7 +69,7 @@ def read_blocks(
         )
         if compression and place:
             log.info(f"{path.name}: decompressing {units.size(place)} again to continue after them")
-        yield from _read_lines(file, span, place, too_long)
+        yield from _read_lines(file, span, place, on_long_line)
         if damage:
             raise EOFError(*damage)
 
@@ -91,31 +91,31 @@ def read_field_names(path: Path, span: Span) -> list[str]:
 
 
 def _read_lines(
-    file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None]
+    file: BinaryIO, span: Span, place: int | None, on_long_line: Callable[[int], None]
 ) -> Iterator[Block]:
-    here = place or 0
+    offset = place or 0
     if place:
         _skip_bytes(file, place)
     elif place is None and span.start:
         # A line cut by the start of the span belongs to the previous span.
         _skip_bytes(file, span.start - 1)
-        here = span.start - 1 + skip_line(file)
-    while span.end is None or here < span.end:
-        left = _BLOCK_BYTES if span.end is None else span.end - here
+        offset = span.start - 1 + skip_line(file)
+    while span.end is None or offset < span.end:
+        left = _BLOCK_BYTES if span.end is None else span.end - offset
         block = file.read(min(_BLOCK_BYTES, left))
         if not block and span.end is not None:
-            raise EOFError(f"it ends at byte {here:,} but had {span.end:,} when the run began")
+            raise EOFError(f"it ends at byte {offset:,} but had {span.end:,} when the run began")
         if not block:
             return
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
-        following = here + len(block) + len(rest)
+        following = offset + len(block) + len(rest)
         if len(rest) == LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
             block = block[: block.rfind(b"\n") + 1]
             rest = b""
-            too_long(here + len(block))
+            on_long_line(offset + len(block))
             following += skip_line(file)
-        yield Block(block + rest, here)
-        here = following
+        yield Block(block + rest, offset)
+        offset = following
 
 
 def _skip_bytes(file: BinaryIO, amount: int) -> None:
@@ -138,7 +138,7 @@ def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterat
 
     with io.BufferedReader(RetryingFile(str(path))) as file, ParquetFile(file) as parquet:
         if text_field not in (names := parquet.schema_arrow.names):
-            raise NoColumn(f"no column `{text_field}`; the columns are {', '.join(names)}")
+            raise MissingColumn(f"no column `{text_field}`; the columns are {', '.join(names)}")
         first = 0
         end = parquet.num_row_groups if span.end is None else span.end
         for group in range(span.start, end):
@@ -177,11 +177,10 @@ class SkippedRecords:
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, reason: str, words: str = "", count: int = 1) -> None:
+    def add(self, reason: str, description: str = "", count: int = 1) -> None:
         """Count skipped records."""
-        self.first.setdefault(
-            reason, words
-        )  # before the counts, since another thread reads those first
+        # Before the counts, since another thread reads those first.
+        self.first.setdefault(reason, description)
         self.counts[reason] = self.counts.get(reason, 0) + count
 
 
@@ -191,7 +190,7 @@ def find_texts(
     """Return the texts of a block (UTF-8) and their places; count the others in `skipped`."""
     texts = []
     places = []
-    for place, text in _find_each(block, text_field, skipped):
+    for place, text in _find_documents(block, text_field, skipped):
         if text:
             texts.append(text)
             places.append(place)
@@ -200,18 +199,18 @@ def find_texts(
     return texts, places
 
 
-def _find_each(
+def _find_documents(
     block: Block, text_field: str, skipped: SkippedRecords
 ) -> Iterator[tuple[int, bytes | None]]:
     """Yield the place and text of each document; None for a text that `skipped` counts."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return
-    here = block.start
+    offset = block.start
     for line in block.content.split(b"\n"):
         if line.strip():
-            yield here, _find_text(line, text_field, here, skipped)
-        here += len(line) + 1
+            yield offset, _find_text(line, text_field, offset, skipped)
+        offset += len(line) + 1
 
 
 def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords) -> bytes | None:
@@ -239,6 +238,6 @@ def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords
 
 def _parse(line: bytes) -> Any:
     try:
-        return _fast_loads(line)
+        return _parse_fast(line)
     except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN
         return json.loads(line.decode("utf-8-sig", "replace"))

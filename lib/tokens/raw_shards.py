@@ -92,25 +92,25 @@ def open_directory(root: Path) -> RawShards:
         raise UsageError(
             f"{root} is a prepared dataset", run=commands.as_typed(drop=["--streaming"])
         )
-    base, found = (
+    base, listed = (
         (root.parent, [root.name]) if root.is_file() else (root, sorted(_list_files(root)))
     )
-    paths = [path for path in found if is_shard(path)]
+    paths = [path for path in listed if is_shard(path)]
     if not paths:
         raise UsageError(
             f"no shard in {root}",
             expected=_EXPECTED,
-            found=", ".join(found[:8]) or "no files",
+            found=", ".join(listed[:8]) or "no files",
             hint="stages 01 and 02 read any kind of text",
         )
-    _warn_about_other_files(str(root), found, len(paths))
+    _warn_about_other_files(str(root), listed, len(paths))
     spans = [span for path in paths for span in _cut_shard(base, path)]
     sizes = [(base / path).stat().st_size for path in paths]
-    seen = [
+    contents = [
         [path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
         for path, size in zip(paths, sizes, strict=True)
     ]
-    return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(sizes))
+    return RawShards(str(root), base, spans, hashing.fingerprint(contents), sum(sizes))
 
 
 def open_repository(
@@ -141,14 +141,14 @@ def open_repository(
     )
 
 
-def _warn_about_other_files(name: str, found: list[str], taken: int) -> None:
+def _warn_about_other_files(name: str, paths: list[str], count: int) -> None:
     """Warn on rank 0 about the files that are not read."""
-    left = [path for path in found if not is_shard(path)]
-    if left and log.rank() == 0:
-        shown = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
+    others = [path for path in paths if not is_shard(path)]
+    if others and log.rank() == 0:
+        shown = ", ".join(others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
         log.warn(
-            f"--streaming reads {taken:,} of the {units.counted(len(found), 'file')} in {name}. "
-            f"{len(left):,} are skipped: their names are neither those of JSON Lines nor of "
+            f"--streaming reads {count:,} of the {units.counted(len(paths), 'file')} in {name}. "
+            f"{len(others):,} are skipped: their names are neither those of JSON Lines nor of "
             f"Parquet: {shown} (stages 01 and 02 read any kind of text)"
         )
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,11 +24,11 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import dataset_errors, order, raw_encoder, raw_reader
+from lib.tokens import dataset_errors, order, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, make_micro_batch, read_ahead
+from lib.tokens.encode import Encoder
 from lib.tokens.order import Division
-from lib.tokens.raw_encoder import EncodedBlock
-from lib.tokens.raw_reader import Block, SkippedRecords
+from lib.tokens.raw_reader import Block, SkippedRecords, find_texts
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
 from lib.tokens.samples import SampleArrays
 
@@ -38,8 +40,23 @@ _SAMPLED_TEXTS = 200
 _SAMPLED_BYTES = 20_000
 
 
-class OwnSpan(NamedTuple):
-    """Names a span that a rank reads, and its number among the rank's spans of the epoch."""
+@dataclass(frozen=True)
+class EncodedBlock:
+    """Holds the tokens of a block: concatenated documents with BOS and EOS.
+
+    ids: uint32 [tokens]. ends: int64 [documents], exclusive. places: int64 [documents], see Block.
+    skipped: the records without a text. seconds: the time it took.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    places: np.ndarray
+    skipped: SkippedRecords
+    seconds: float
+
+
+class RankSpan(NamedTuple):
+    """Names a span that a rank reads. number: among the rank's spans of the epoch, from 0."""
 
     epoch: int
     number: int
@@ -47,10 +64,10 @@ class OwnSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Holds a block of the stream, the number of its first token, and its span."""
+    """Holds a block of a rank's stream. first: the number of its first token in the stream."""
 
     first: int
-    own: OwnSpan
+    rank_span: RankSpan
     block: EncodedBlock
 
 
@@ -81,9 +98,9 @@ class RawDocuments:
         self._reading = 1e-9  # seconds
         self._encoding = 0.0  # seconds
         self._workers: list[Worker] = []
-        # Pending requests: blocks that workers encode, and the number of files to fetch.
-        self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()
-        self._fetching_now = 0
+        # Blocks that workers are encoding, and the number of files that the fetcher is fetching.
+        self._pending_blocks: deque[tuple[RankSpan, Worker]] = deque()
+        self._pending_files = 0
 
     def spans(self, epoch: int) -> list[Span]:
         """Return this rank's spans of an epoch, in their order."""
@@ -113,9 +130,9 @@ class RawDocuments:
                     path, span, None, self.text_field, lambda place: skipped.add("too long")
                 )
                 if block := next(blocks, None):
-                    found, _ = raw_reader.find_texts(block, self.text_field, skipped)
-                    texts += found[: units.ceil_div(_SAMPLED_TEXTS, len(spans))]
-            except raw_reader.NoColumn as error:
+                    block_texts, _ = find_texts(block, self.text_field, skipped)
+                    texts += block_texts[: units.ceil_div(_SAMPLED_TEXTS, len(spans))]
+            except raw_reader.MissingColumn as error:
                 skipped.add(str(error), f"({span.path})")
             except raw_reader.DAMAGE as error:
                 problems.append(f"{span.path}: {error}")
@@ -123,7 +140,7 @@ class RawDocuments:
             fields = raw_reader.read_field_names(path, span)
             if chats := dataset_errors.make_streaming_error(Path(self.shards.name), fields):
                 raise chats
-            problems += [f"{reason} {words}" for reason, words in skipped.first.items()]
+            problems += [f"{reason} {description}" for reason, description in skipped.first.items()]
             raise (UsageError if skipped.counts else ArtifactError)(
                 f"no readable document in {self.shards}",
                 found="\n".join(problems[:8]),
@@ -136,9 +153,7 @@ class RawDocuments:
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
         """Start the worker processes; they need some seconds until they are ready."""
         self._workers = [
-            Worker(
-                f"tokenise {i}", raw_encoder.make_block_encoder, tokenizer, sample, self.text_field
-            )
+            Worker(f"tokenise {i}", make_block_encoder, tokenizer, sample, self.text_field)
             for i in range(workers)
         ]
 
@@ -148,34 +163,34 @@ class RawDocuments:
             process.close()
 
     def encoded(self, cursor: Cursor) -> Iterator[Origin]:
-        """Yield the rank's blocks from the start of the cursor's document on.
+        """Yield the encoded blocks of this rank from the start of the cursor's document on.
 
         Only one iterator can be used at a time: a new one discards the pending requests of an
         earlier one. Raises ArtifactError if a whole epoch contains no document.
         """
-        while self._encoding_now:
-            self._encoding_now.popleft()[1].receive()
+        while self._pending_blocks:
+            self._pending_blocks.popleft()[1].receive()
         first = 0
-        with_text = cursor.epoch
+        text_epoch = cursor.epoch
         workers = itertools.cycle(self._workers)
         blocks = self._read_blocks(cursor)
         while True:
-            while len(self._encoding_now) < len(self._workers):
+            while len(self._pending_blocks) < len(self._workers):
                 began = time.perf_counter()
-                own, block = next(blocks)
+                rank_span, block = next(blocks)
                 self._reading += time.perf_counter() - began
-                self._encoding_now.append((own, worker := next(workers)))
+                self._pending_blocks.append((rank_span, worker := next(workers)))
                 worker.send(block)
-            own, worker = self._encoding_now[0]
+            rank_span, worker = self._pending_blocks[0]
             done: EncodedBlock = worker.receive()
-            self._encoding_now.popleft()
-            self._add_totals(done, own.span)
+            self._pending_blocks.popleft()
+            self._add_totals(done, rank_span.span)
             if len(done.ids):
-                yield Origin(first, own, done)
+                yield Origin(first, rank_span, done)
                 first = first + len(done.ids)
-                with_text = own.epoch
-            elif own.epoch > with_text + 1:
-                raise self._make_empty_error(with_text + 1)
+                text_epoch = rank_span.epoch
+            elif rank_span.epoch > text_epoch + 1:
+                raise self._make_empty_error(text_epoch + 1)
 
     def log_skipped_records(self) -> None:
         """Warn about skipped records, if their number has grown since the last call."""
@@ -201,42 +216,45 @@ class RawDocuments:
             f"{units.counted(self.dp_size, 'rank')}"
         }
 
-    def _list_spans(self, cursor: Cursor) -> Iterator[OwnSpan]:
+    def _list_spans(self, cursor: Cursor) -> Iterator[RankSpan]:
         """Yield the rank's spans from the cursor on, without end."""
         for epoch in itertools.count(cursor.epoch):
             start = cursor.piece if epoch == cursor.epoch else 0
             for number, span in enumerate(self.spans(epoch)[start:], start):
-                yield OwnSpan(epoch, number, span)
+                yield RankSpan(epoch, number, span)
 
-    def _read_blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
+    def _read_blocks(self, cursor: Cursor) -> Iterator[tuple[RankSpan, Block]]:
         """Yield the blocks from the cursor's document on. Count unreadable files as skipped."""
         place = cursor.place
-        with_block = cursor.epoch
-        for own, path in self._fetch_ahead(self._list_spans(cursor)):
-            if own.epoch > with_block + 1:
-                raise self._make_empty_error(with_block + 1)
+        block_epoch = cursor.epoch
+        for rank_span, path in self._fetch_ahead(self._list_spans(cursor)):
+            if rank_span.epoch > block_epoch + 1:
+                raise self._make_empty_error(block_epoch + 1)
 
-            def too_long(at: int, span: Span = own.span) -> None:
+            def note_long_line(at: int, span: Span = rank_span.span) -> None:
                 self.skipped.add("a line longer than 16 MB", f"{span.path} at {at:,}")
 
             try:
                 for block in raw_reader.read_blocks(
-                    path, own.span, place, self.text_field, too_long
+                    path, rank_span.span, place, self.text_field, note_long_line
                 ):
-                    with_block = own.epoch
-                    yield own, block
+                    block_epoch = rank_span.epoch
+                    yield rank_span, block
             except raw_reader.DAMAGE as error:
                 self.skipped.add(
-                    "a file, or the rest of it, that cannot be read", f"{own.span.path}: {error}"
+                    "a file, or the rest of it, that cannot be read",
+                    f"{rank_span.span.path}: {error}",
                 )
             place = None
 
-    def _fetch_ahead(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
+    def _fetch_ahead(self, sequence: Iterator[RankSpan]) -> Iterator[tuple[RankSpan, Path]]:
         """Yield each span with the path of its shard, fetching one shard ahead."""
         if (fetcher := self.shards.fetcher) is None:
-            yield from ((own, self.shards.root / own.span.path) for own in sequence)
+            yield from (
+                (rank_span, self.shards.root / rank_span.span.path) for rank_span in sequence
+            )
             return
-        while self._fetching_now:
+        while self._pending_files:
             self._receive(fetcher)
         ahead = next(sequence)
         self._send(fetcher, ahead.span)
@@ -248,10 +266,10 @@ class RawDocuments:
 
     def _send(self, fetcher: Fetcher, span: Span) -> None:
         fetcher.send(span.path)
-        self._fetching_now += 1
+        self._pending_files += 1
 
     def _receive(self, fetcher: Fetcher) -> Path:
-        self._fetching_now -= 1
+        self._pending_files -= 1
         return fetcher.receive()
 
     def _fetch_now(self, span: Span) -> Path:
@@ -289,12 +307,12 @@ class TokenRuns:
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
         """Return the next tokens with one more (int64 [count + 1]), and the cursor of that one."""
         parts = [self._tokens]
-        there = len(self._tokens)
-        while there <= count:
+        size = len(self._tokens)
+        while size <= count:
             origin = next(self._encoded)
             self._origins.append(origin)
             parts.append(origin.block.ids)
-            there += len(origin.block.ids)
+            size += len(origin.block.ids)
         tokens = np.concatenate(parts) if len(parts) > 1 else self._tokens
         self._tokens = tokens[count:]
         self._first = self._first + count
@@ -309,7 +327,10 @@ class TokenRuns:
         document = int(np.searchsorted(block.ends, offset, side="right"))
         begin = int(block.ends[document - 1]) if document else 0
         return Cursor(
-            origin.own.epoch, origin.own.number, int(block.places[document]), offset - begin
+            origin.rank_span.epoch,
+            origin.rank_span.number,
+            int(block.places[document]),
+            offset - begin,
         )
 
 
@@ -360,3 +381,26 @@ class RawStream(DataStream):
         ]
         total = d.global_batch * length
         return Step(batches, total, total, Position(samples_after, cursor))
+
+
+def make_block_encoder(
+    tokenizer: Path, sample: Sequence[bytes], text_field: str
+) -> Callable[[Block], EncodedBlock]:
+    """Return the function that a worker process calls with each block.
+
+    sample: texts for the choice of the engine.
+    """
+    encoder = Encoder(tokenizer, 1)
+    encoder.tune(sample)
+    return partial(encode_block, encoder, text_field)
+
+
+def encode_block(encoder: Encoder, text_field: str, block: Block) -> EncodedBlock:
+    """Encode the documents of a block."""
+    began = time.perf_counter()
+    skipped = SkippedRecords()
+    texts, places = find_texts(block, text_field, skipped)
+    ids, lengths = encoder.encode(texts) if texts else (np.empty(0, np.uint32), np.empty(0, int))
+    return EncodedBlock(
+        ids, np.cumsum(lengths), np.array(places, np.int64), skipped, time.perf_counter() - began
+    )

@@ -1,4 +1,4 @@
-"""Return samples as readable text, with trained and untrained parts told apart."""
+"""Render samples as text in which trained and untrained parts are marked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def render_sample(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colou
 
 
 def render_excerpt(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
-    """Return the beginning of a sample on one line, with trained parts in ⟦…⟧ and parts shortened.
+    """Return the beginning of a sample on one line, with trained parts in ⟦…⟧ and long parts cut.
 
     tokens: int [T]; trained: bool [T].
     """
@@ -73,7 +73,7 @@ def render_documents(store: TokenStore, count: int, tokenizer: Any, colour: bool
 def _decode_parts(
     tokens: np.ndarray, trained: np.ndarray, tokenizer: Any
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each run of tokens that are all trained or all untrained, and which."""
+    """Yield the text of each run of trained or untrained tokens, and whether it is trained."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(

@@ -23,9 +23,10 @@ _SAVE_PROGRESS_S = 20.0
 
 
 class StoreContents(NamedTuple):
-    """Holds counts by split, manifest entries, and further facts for the summary of the store.
+    """Describes the files of a store for its manifest.
 
-    leftovers: files to delete once no interrupted run needs them.
+    counts: by split. files: manifest entries. facts: for the summary of the store. leftovers: files
+    to delete before the store is published.
     """
 
     counts: dict[str, dict[str, int]]
@@ -35,7 +36,7 @@ class StoreContents(NamedTuple):
 
 
 class SplitWriter:
-    """Writes the tokens and ends of one split; continues after what a killed run had saved."""
+    """Writes the tokens and ends of one split, and continues from the progress of a killed run."""
 
     def __init__(self, directory: Path, name: str, dtype: str, dataset: Dataset) -> None:
         self._progress = directory / f"{name}.{PROGRESS}"
@@ -84,7 +85,7 @@ class SplitWriter:
         self._saved = time.monotonic()
 
     def progress_note(self) -> dict[str, Any]:
-        """Return what another run needs to continue after this one."""
+        """Return the progress from which another run can continue."""
         return {"documents": self.documents, "tokens": self.tokens, "text": self._text}
 
     def manifest_counts(self) -> dict[str, int]:

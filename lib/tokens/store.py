@@ -13,7 +13,7 @@ token is a label for the token before it. Otherwise it names a further file:
         train.labels.bin        uint8 [tokens ÷ 8], one bit per token, the lowest first: 1 for a
                                 label; never for the first token of a document
 
-Whoever writes a store may add files and facts to it; lib/tokens/chat/write.py does.
+A writer may add files and facts to a store, as lib/tokens/chat/write.py does.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class FileNumbers:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, wanted: slice | np.ndarray | int) -> Any:
+    def __getitem__(self, index: slice | np.ndarray | int) -> Any:
         """Return a range, or the number at each place. Raise OSError if the file is truncated."""
-        if not isinstance(wanted, slice):
-            at_each = [self[i : i + 1][0] for i in np.ravel(wanted).tolist()]
-            return np.array(at_each, self.dtype).reshape(np.shape(wanted))[()]
-        start, stop, _ = wanted.indices(self._count)
+        if not isinstance(index, slice):
+            at_each = [self[i : i + 1][0] for i in np.ravel(index).tolist()]
+            return np.array(at_each, self.dtype).reshape(np.shape(index))[()]
+        start, stop, _ = index.indices(self._count)
         size = max(0, stop - start) * self.dtype.itemsize
         parts = []
         offset = start * self.dtype.itemsize
@@ -90,9 +90,9 @@ class Labels:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, wanted: slice) -> np.ndarray:
+    def __getitem__(self, index: slice) -> np.ndarray:
         """Return bool [range]: whether each token of a range is a label."""
-        start, stop, _ = wanted.indices(self._length)
+        start, stop, _ = index.indices(self._length)
         first = start // 8
         packed = np.asarray(self._packed[first : units.ceil_div(stop, 8)])
         bits = np.unpackbits(packed, bitorder="little")

@@ -21,8 +21,13 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import raw_reader, raw_shards, raw_stream
 from lib.tokens.batches import BEGINNING, Cursor
 from lib.tokens.order import Division
-from lib.tokens.raw_encoder import EncodedBlock, encode_block
-from lib.tokens.raw_stream import RawDocuments, RawStream, TokenRuns
+from lib.tokens.raw_stream import (
+    EncodedBlock,
+    RawDocuments,
+    RawStream,
+    TokenRuns,
+    encode_block,
+)
 
 from .conftest import lines, texts
 

@@ -119,19 +119,19 @@ class AnswerFinder:
             messages = list(map(_add_thinking, messages))
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if self._train_on == ALL:
-            return self._take_whole(messages, tools, weights)
+            return self._train_on_all_turns(messages, tools, weights)
         chosen = answers[-1:] if self._train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
         messages = messages[: trained[-1] + 1]  # later turns are no context of a trained answer
-        whole = self._template.render(messages, tools)
-        _require_tools(tools, whole.text)
-        if _is_system_prompt_missing(messages[0], whole.text):
+        full = self._template.render(messages, tools)
+        _require_tools(tools, full.text)
+        if _is_system_prompt_missing(messages[0], full.text):
             self.template_omissions["system prompt"] += 1
         texts: list[TextWithSpans] = []
         for i in reversed(trained):
-            answer = self._find_answer(messages, tools, whole, answers, i)
+            answer = self._find_answer(messages, tools, full, answers, i)
             end = answer.spans[-1][1]
             if len(messages[i]) > 2:  # role and content
                 _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
@@ -145,55 +145,55 @@ class AnswerFinder:
                 texts.append(answer)
         return texts[::-1]
 
-    def _take_whole(
+    def _train_on_all_turns(
         self,
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
         weights: Sequence[float] | None,
     ) -> list[TextWithSpans]:
-        """Return the whole text; all turns are trained except those of weight 0."""
-        whole = self._template.render(messages, tools).text
-        _require_tools(tools, whole)
+        """Return the text of all turns, trained except for turns of weight 0."""
+        full = self._template.render(messages, tools).text
+        _require_tools(tools, full)
         spans = []
         start = 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
-            spans.append((start, self._find_turns_end(messages[:i], tools, whole)))
+            spans.append((start, self._find_turns_end(messages[:i], tools, full)))
             start = (
-                len(whole)
+                len(full)
                 if i == len(messages) - 1
-                else self._find_turns_end(messages[: i + 1], tools, whole)
+                else self._find_turns_end(messages[: i + 1], tools, full)
             )
-        return [TextWithSpans(whole, [*spans, (start, len(whole))])]
+        return [TextWithSpans(full, [*spans, (start, len(full))])]
 
     def _find_turns_end(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, whole: str
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, full: str
     ) -> int:
-        """Return where the given first messages end in the text of the whole conversation.
+        """Return where some first messages end in the text of the full conversation.
 
         The template's text after the last message is excluded, since it depends on
-        `add_generation_prompt`. Raises NoAnswerBoundary if the whole text does not begin with the
+        `add_generation_prompt`. Raises NoAnswerBoundary if the full text does not begin with the
         text of these messages.
         """
         if not messages:
             return 0
-        text, asked = (
+        text, prompted = (
             self._template.render(messages, tools, prompt).text for prompt in (False, True)
         )
-        end = find_shared_length(text, asked)
-        if end < min(len(text), len(asked)):
+        end = find_shared_length(text, prompted)
+        if end < min(len(text), len(prompted)):
             # The texts may differ inside a token: go back to its start.
             end = min(
                 (
                     end - cut
                     for token in self._ends
                     for cut in range(1, len(token))
-                    for rendered in (text, asked)
+                    for rendered in (text, prompted)
                     if rendered[:end].endswith(token[:cut])
                     and rendered.startswith(token, end - cut)
                 ),
                 default=end,
             )
-        if not whole.startswith(text[:end]):
+        if not full.startswith(text[:end]):
             raise NoAnswerBoundary("it does not show where a turn of weight 0 begins and ends")
         return end
 
@@ -201,23 +201,23 @@ class AnswerFinder:
         self,
         messages: Sequence[Any],
         tools: Sequence[Any] | None,
-        whole: Rendered,
+        full: Rendered,
         answers: list[int],
         i: int,
     ) -> TextWithSpans:
         """Return the text that ends with answer `i`, and the spans of that answer.
 
-        whole: the text of all messages.
+        full: the text of all messages.
         """
         text, marks = (
-            whole if i == len(messages) - 1 else self._template.render(messages[: i + 1], tools)
+            full if i == len(messages) - 1 else self._template.render(messages[: i + 1], tools)
         )
         if not self._template.has_marks:
             before = self._template.render(messages[:i], tools, prompt=True).text
             return TextWithSpans(text, self._find_spans(text, marks, before))
-        asked = self._template.render(messages[:i], tools) if i else Rendered("", [])
-        _require_marks_after(marks, find_shared_length(asked.text, text), text)
-        marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks) :]
+        earlier = self._template.render(messages[:i], tools) if i else Rendered("", [])
+        _require_marks_after(marks, find_shared_length(earlier.text, text), text)
+        marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(earlier.marks) :]
         return TextWithSpans(text, self._find_spans(text, marks, ""))
 
     def _find_spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
@@ -257,12 +257,12 @@ class AnswerFinder:
         White space and further tokens after it belong to the template. Returns a negative number
         if there is no closing token.
         """
-        found: list[tuple[int, str]] = []  # the tokens at the end of the text, with their ends
-        at = start + len(text[start:].rstrip())
-        while token := self._find_token_before(text, start, at):
-            found.insert(0, (at, token))
-            at = start + len(text[start : at - len(token)].rstrip())
-        ends = [end for end, token in found if token in self.closing] or [end for end, _ in found]
+        tokens: list[tuple[int, str]] = []  # those at the end of the text, with their ends
+        end = start + len(text[start:].rstrip())
+        while token := self._find_token_before(text, start, end):
+            tokens.insert(0, (end, token))
+            end = start + len(text[start : end - len(token)].rstrip())
+        ends = [end for end, token in tokens if token in self.closing] or [end for end, _ in tokens]
         return ends[0] if ends else -1
 
     def _find_token_before(self, text: str, start: int, end: int) -> str:

@@ -25,14 +25,14 @@ _SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]
 class EncodedTexts(NamedTuple):
     """Holds the tokens of several texts, concatenated.
 
-    ids: uint32 [N]. trained: bool [N]. lengths: int64 [texts]. wrong: number of a text → the error,
-    for texts with a span that begins or ends inside a token.
+    ids: uint32 [N]. trained: bool [N]. lengths: int64 [texts]. errors: number of a text → its
+    error, for texts with a span that begins or ends inside a token.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     lengths: np.ndarray
-    wrong: dict[int, NoAnswerBoundary]
+    errors: dict[int, NoAnswerBoundary]
 
     def find_starts(self) -> np.ndarray:
         """Return the first token of each text, int64 [texts]."""
@@ -92,13 +92,13 @@ class SpanEncoder:
         id_bytes = dict(zip(heads, self._encode_to_bytes(heads), strict=True))
         all_bytes = ids.tobytes()
         places = []
-        wrong = {}
+        errors = {}
         for edge in edges:
             head = id_bytes[edge.head]
             begin = edge.token * ids.itemsize
             end = begin + len(head)
             if all_bytes[begin:end] != head or end > starts[edge.number + 1] * ids.itemsize:
-                wrong[edge.number] = NoAnswerBoundary(
+                errors[edge.number] = NoAnswerBoundary(
                     "an answer begins or ends within a token",
                     *_find_lines(texts[edge.number].text, edge.place),
                 )
@@ -107,7 +107,7 @@ class SpanEncoder:
         trained = np.zeros(len(ids), bool)
         for start, stop in zip(places[0::2], places[1::2], strict=True):
             trained[start:stop] = True
-        return EncodedTexts(ids, trained, lengths, wrong)
+        return EncodedTexts(ids, trained, lengths, errors)
 
     def _encode_texts(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of texts, uint32 [N], and their numbers of tokens, int64 [texts]."""
@@ -134,14 +134,14 @@ class SpanEncoder:
         edges = []
         for number, (text, spans) in enumerate(texts):
             first = firsts[number]
-            found = [match.start() for match in self._special.finditer(text)]
-            if len(found) != firsts[number + 1] - first:  # the tokenizer reads some as plain text
-                found = []
+            places = [match.start() for match in self._special.finditer(text)]
+            if len(places) != firsts[number + 1] - first:  # the tokenizer reads some as plain text
+                places = []
             for span in spans:
                 for place in span:
-                    last = bisect_left(found, place) - 1
+                    last = bisect_left(places, place) - 1
                     edges.append(
-                        _Edge(number, tokens[first + last], text[found[last] : place], place)
+                        _Edge(number, tokens[first + last], text[places[last] : place], place)
                         if last >= 0
                         else _Edge(number, starts[number], text[:place], place)
                     )

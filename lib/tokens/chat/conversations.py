@@ -123,7 +123,8 @@ def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
 class ControlTokens:
     """Finds control tokens in conversations.
 
-    in_answers: tokens that answers must not contain. elsewhere: tokens that other texts must not.
+    in_answers: tokens that answers must not contain. elsewhere: tokens that all other texts must
+    not contain.
     """
 
     def __init__(self, in_answers: Iterable[str], elsewhere: Iterable[str]) -> None:

@@ -19,17 +19,19 @@ ERRORS = "errors.jsonl"  # lists the dropped conversations of a store
 _MOST_STOPS = 4  # stop tokens in the report
 SPLIT_OPTION = "--too-long split"
 _TRIED = 1000  # conversations; stop if the template could render none of them
-_OF_TEMPLATE = ("template", "no boundary")  # the template causes these
+_TEMPLATE_CAUSES = ("template", "no boundary")  # the template causes these
 _LEAST_TRAINED = 0.01  # of the tokens
 _MOST_REFUSED = 0.05  # of the conversations
 _LEAST_STOPPED = 0.5  # of the samples
-_MORE = {
+_HINTS = {
     "too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} splits them",
     "nothing trained": "--train-on all trains on the turns of all roles",
 }
-_OTHER = "--chat-template FILE uses another template, and --train-on all needs no answer boundaries"
+_USUAL_HINT = (
+    "--chat-template FILE uses another template, and --train-on all needs no answer boundaries"
+)
 # The rows cause these: stage 02 did not write the dataset, or it was changed later.
-_OF_ROWS = (
+_ROW_CAUSES = (
     "unknown role",
     "roles out of order",
     "no assistant turn",
@@ -95,7 +97,7 @@ class ChatCounts:
             "tokens": f"{self.tokens:,}, {self.trained:,} trained "
             f"({100 * self.trained_share:.3g} %)",
         }
-        left_out = ", ".join(f"{count:,} × {what}" for what, count in self.left_out.most_common())
+        left_out = ", ".join(f"{count:,} × {part}" for part, count in self.left_out.most_common())
         return (
             rows
             | ({"dropped": causes} if causes else {})
@@ -204,7 +206,7 @@ def require_maskable(chats: ChatCounts, path: Path) -> None:
     if (
         not chats.samples
         and chats.conversations >= _TRIED
-        and sum(chats.dropped[cause] for cause in _OF_TEMPLATE) == chats.conversations
+        and sum(chats.dropped[cause] for cause in _TEMPLATE_CAUSES) == chats.conversations
     ):
         require_samples(chats, path)
 
@@ -216,14 +218,14 @@ def require_samples(chats: ChatCounts, path: Path) -> None:
     if chats.samples:
         return
     cause = chats.dropped.most_common(1)[0][0] if chats.dropped else ""
-    hint = _MORE.get(cause, _OTHER)
+    hint = _HINTS.get(cause, _USUAL_HINT)
     run = ""
-    if cause in _OF_ROWS:
+    if cause in _ROW_CAUSES:
         hint = "stage 02 converts the role names of other systems, and lists dropped rows:"
         run = dataset_errors.list_chat_commands(path)
     raise UsageError(
         f"the chat template gives no sample from {path}"
-        if cause in _OF_TEMPLATE
+        if cause in _TEMPLATE_CAUSES
         else f"no conversation in {path} gives a sample",
         found="\n".join(
             [
@@ -279,9 +281,9 @@ def warn_about_samples(name: str, chats: ChatCounts, errors: Path) -> None:
     """
     if chats.dropped:
         log.info(f"  {errors} lists the dropped conversations")
-    refused = sum(chats.dropped[cause] for cause in _OF_TEMPLATE)
+    refused = sum(chats.dropped[cause] for cause in _TEMPLATE_CAUSES)
     if refused > _MOST_REFUSED * chats.conversations:
-        cause = max(_OF_TEMPLATE, key=lambda cause: chats.dropped[cause])
+        cause = max(_TEMPLATE_CAUSES, key=lambda cause: chats.dropped[cause])
         log.warn(
             f"{name}: the chat template cannot render {refused:,} of "
             f"{units.counted(chats.conversations, 'conversation')}; they were dropped. "

@@ -27,7 +27,7 @@ EncodePart = Callable[[Conversation], EncodedTexts | None]  # None: the part doe
 
 
 class DroppedChat(NamedTuple):
-    """Describes a dropped conversation. number: its place among the encoded ones.
+    """Describes a dropped conversation. number: its index among the conversations to encode.
 
     kind: template, no boundary, control token, too long or nothing trained. lines: for `no
     boundary`, the two lines that differ. tokens: the number of lost tokens, 0 if unknown. partly:
@@ -131,7 +131,7 @@ class ChatEncoder:
     def _split_long(
         self, conversation: Conversation, number: int, sizes: np.ndarray
     ) -> tuple[list[EncodedTexts], DroppedChat | None]:
-        """Return the parts of a conversation with too many tokens, and the loss if there is any.
+        """Return the samples of a conversation that is too long, and what was dropped, if anything.
 
         sizes: the tokens of each text of the conversation.
         """
@@ -169,7 +169,7 @@ class ChatEncoder:
         """Return the encoded texts, their conversations, and the dropped conversations."""
         texts, owners, dropped = self._render_texts(conversations)
         encoded = self._add_bos(self._span_encoder.encode(texts))
-        for text, error in encoded.wrong.items():
+        for text, error in encoded.errors.items():
             dropped.setdefault(owners[text], _drop_without_boundary(owners[text], error))
         starts = encoded.find_starts()
         if self._bos is not None and len(encoded.ids):
@@ -223,7 +223,7 @@ class ChatEncoder:
             np.insert(encoded.ids, places, bos),
             np.insert(encoded.trained, places, False),
             encoded.lengths + is_without,
-            encoded.wrong,
+            encoded.errors,
         )
 
     def _count_stops(self, encoded: EncodedTexts) -> Counter[int]:
@@ -279,7 +279,7 @@ def _split_conversation(
 ) -> tuple[list[EncodedTexts], int]:
     """Return the parts that fit, and the number of trained answers that are in no part.
 
-    share: the fraction of the conversation that fits a sample, about. last: train only the last
+    share: about the fraction of the conversation that fits a sample. last: train only the last
     answer, so return one part with the last turns.
     """
     groups = _TurnGroups(conversation)

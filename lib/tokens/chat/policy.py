@@ -32,7 +32,7 @@ class ChatPolicy(NamedTuple):
     longest: int
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the content of a token store, besides dataset and tokenizer."""
+        """Return the values that, besides dataset and tokenizer, decide the content of a store."""
         return {
             "chat template": hashing.fingerprint(self.template),
             "train_on": self.train_on,
@@ -78,7 +78,7 @@ def find_template(model_dir: Path, given: Path | None) -> str:
     found = f"only templates for other purposes: {', '.join(named)}" if named else ""
     nearby = sorted({*model_dir.glob("*.jinja"), *model_dir.glob("*/*.jinja")})
     first = _CHATML if _has_turn_tokens(model_dir) else _PLAIN
-    ways = [
+    templates_here = [
         *nearby,
         *(
             Path(commands.path_of(name))
@@ -88,8 +88,8 @@ def find_template(model_dir: Path, given: Path | None) -> str:
     raise UsageError(
         f"the model in {model_dir} has no chat template",
         found=found,
-        hint=f"templates on this machine: {', '.join(map(str, ways))}",
-        run=commands.as_typed(_OPTION, ways[0]),
+        hint=f"templates on this machine: {', '.join(map(str, templates_here))}",
+        run=commands.as_typed(_OPTION, templates_here[0]),
     )
 
 

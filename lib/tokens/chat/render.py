@@ -233,7 +233,7 @@ class _MissingToken(jinja2.Undefined):
     """Stands for a token that the tokenizer lacks: a template may test for it, but not write it."""
 
     def _fail(self, *_: Any) -> NoReturn:
-        raise TokenError(f"it writes {self._undefined_name}, which the tokenizer has not")
+        raise TokenError(f"it writes {self._undefined_name}, which the tokenizer lacks")
 
     __str__ = __add__ = __radd__ = _fail
 

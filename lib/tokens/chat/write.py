@@ -45,7 +45,7 @@ _SAMPLES = "a sample as its template writes it, ends exclusive in *.ends.bin"
 
 
 class ErrorEntry(NamedTuple):
-    """Describes a conversation that was dropped, and why.
+    """Describes a dropped conversation, as a line of errors.jsonl.
 
     partly: only some answers are lost; the others are in samples.
     """
@@ -57,8 +57,10 @@ class ErrorEntry(NamedTuple):
 
 
 class PreparedChats(NamedTuple):
-    """Holds the samples of some rows. tokens: uint32 [N]; trained: bool [N]; lengths: int64
-    [samples]."""
+    """Holds the samples of some rows.
+
+    tokens: uint32 [N]. trained: bool [N]. lengths: int64 [samples].
+    """
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -77,26 +79,26 @@ def write_splits(
     bar: Progress,
 ) -> StoreContents:
     """Write the splits of a chat dataset. Raise UsageError if they cannot be trained on."""
-    written = StoreContents({}, [], {}, [])
+    contents = StoreContents({}, [], {}, [])
     chats: dict[str, ChatCounts] = {}
     # A process takes seconds to start. In that time the others prepare about this many bytes.
     count = min(num_workers, 1 + dataset.total_bytes() // _BYTES_PER_PROCESS)
-    with start_pool(count, encoder.directory, policy, dataset.some_chats()) as pool:
+    with start_pool(count, encoder.directory, policy, dataset.sample_chats()) as pool:
         for name in dataset.splits:
             writer = ChatWriter(directory, name, dtype, dataset)
             writer.run(pool, bar)
             dataset.require_same()
             *entries, errors = writer.close()
-            written.files.extend(entries)
-            written.leftovers.append(directory / errors["path"])
-            written.counts[name] = writer.manifest_counts()
+            contents.files.extend(entries)
+            contents.leftovers.append(directory / errors["path"])
+            contents.counts[name] = writer.manifest_counts()
             chats[name] = writer.chats
             if name == "train":
                 examples = _render_examples(directory, name, dtype, encoder)
                 counts.require_trainable(writer.chats, policy, dataset.path, examples)
-    _join_files(written.leftovers, directory / ERRORS)
+    _join_files(contents.leftovers, directory / ERRORS)
     (directory / CHAT_TEMPLATE).write_text(policy.template, encoding="utf-8")
-    written.files.extend(
+    contents.files.extend(
         manifest.file_entry(directory, directory / name, hashing.FAST)
         for name in (ERRORS, CHAT_TEMPLATE)
     )
@@ -105,7 +107,7 @@ def write_splits(
         "label_mask": LABEL_MASK,
         "chat": _summarise(chats, policy, encoder),
     }
-    return written._replace(facts=facts)
+    return contents._replace(facts=facts)
 
 
 def estimate_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) -> int:
@@ -113,7 +115,7 @@ def estimate_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) -
 
     Raises UsageError if the template can render none of them.
     """
-    sample = dataset.some_chats()
+    sample = dataset.sample_chats()
     if sample is None:
         return 0
     with start_pool(1, tokenizer_dir, policy, None) as pool:

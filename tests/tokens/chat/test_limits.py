@@ -129,7 +129,7 @@ def test_a_missing_token_is_not_written_as_text() -> None:
         "{{ 'x' + bos_token }}",
         "{{ 'x' ~ bos_token }}",
     ):
-        with pytest.raises(TemplateError, match="writes bos_token, which the tokenizer has not"):
+        with pytest.raises(TemplateError, match="writes bos_token, which the tokenizer lacks"):
             Template(source, {"eos_token": "</s>"}).render(HELLO)
     asks = "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}x"
     assert Template(asks, {}).render(HELLO).text == "x"
