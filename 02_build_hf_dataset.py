@@ -196,14 +196,14 @@ def build_split(
             UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
             Progress(build.target.name, total, "B", not opts.no_progress) as bar,
         ):
-            for done in workers.run(tasks):
-                work_units.require_unchanged(done)
-                listed += split_parts.list_files(done)
-                rows += sum(done.rows.values())
-                lines_before = 0 if done.unit.begins else lines_before
-                chat.add(done.tally.chat, lines_before)
-                lines_before += done.lines_of_part
-                bar.advance(done.unit.bytes)
+            for result in workers.run(tasks):
+                work_units.require_unchanged(result)
+                listed += split_parts.list_files(result)
+                rows += sum(result.rows.values())
+                lines_before = 0 if result.unit.begins else lines_before
+                chat.add(result.tally.chat, lines_before)
+                lines_before += result.lines_of_part
+                bar.advance(result.unit.bytes)
         if error := chat.find_mixture():
             build.resumable = False
             raise error
@@ -236,10 +236,10 @@ def add_units(
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in left))
-        for done in split_parts.read_results(left) if opts.merge else workers.run(left):
-            work_units.require_unchanged(done)
-            dataset.add(done)
-            bar.advance(done.unit.bytes)
+        for result in split_parts.read_results(left) if opts.merge else workers.run(left):
+            work_units.require_unchanged(result)
+            dataset.add(result)
+            bar.advance(result.unit.bytes)
     return sum(task.bytes for task in left)
 
 

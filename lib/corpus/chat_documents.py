@@ -99,7 +99,7 @@ class ChatDocuments(Documents):
     def _add_row(self, chat: Conversation, place: Place) -> None:
         row = RowText(message["content"] for message in chat.messages)
         if self._is_dropped(row):
-            pass  # its document is counted
+            pass  # the document is still counted
         elif not self._hashes:
             self._train.add(chat, place)
         else:

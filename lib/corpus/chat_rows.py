@@ -124,7 +124,7 @@ def _encode_chat(chat: Conversation) -> _Encoded:
 
 
 class _Columns:
-    """Collect conversations column by column, which takes few Python objects.
+    """Collect conversations column by column, which creates few Python objects.
 
     size: estimated memory in bytes. contents: the contents of all turns.
     """

@@ -98,11 +98,11 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
         return [0]
     starts = [0]
     size = 0
-    for number, more in enumerate(sizes):
-        if size and size + more > unit_bytes:
+    for number, group_size in enumerate(sizes):
+        if size and size + group_size > unit_bytes:
             starts.append(number)
             size = 0
-        size += more
+        size += group_size
     return starts
 
 
@@ -149,7 +149,7 @@ def _read_rows(
             columns.append(_make_repair(column, documents))
     for row in range(count):
         try:
-            yield tuple(value(row) for value in columns)
+            yield tuple(get_value(row) for get_value in columns)
         except (ValueError, OverflowError, ArithmeticError):
             yield None
 
@@ -167,7 +167,7 @@ def _make_repair(column: Any, documents: Documents) -> Callable[[int], Any]:
 def _drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without the null fields of its structs.
 
-    In a column of structs each value has the fields of all values, most of them null.
+    In a column of structs, each value contains the fields of all values, most of them null.
     """
 
     def clean(value: Any) -> Any:

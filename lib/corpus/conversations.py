@@ -90,12 +90,12 @@ def parse_record(record: Record, name: str) -> Conversation:
             are_plain = False
         messages.append(message)
     require_order([message["role"] for message in messages])
-    given = record.get("weights")
+    weights = record.get("weights")
     tools = record.get("tools") or record.get("functions")
     return Conversation(
         messages,
         functions.list_tools(tools) if tools else None,
-        None if are_plain and given is None else _list_weights(given, turns),
+        None if are_plain and weights is None else _list_weights(weights, turns),
     )
 
 
@@ -277,11 +277,9 @@ def _add_optional_fields(message: Message, turn: Record, number: int, is_call: b
 
 
 def _make_role_error(turn: Record, number: int) -> InvalidConversation:
-    given = next((turn[key] for key in ("role", "from") if key in turn), None)
+    role = next((turn[key] for key in ("role", "from") if key in turn), None)
     description = (
-        f"the role {given!r:.60}"
-        if isinstance(given, str)
-        else f"{describe_type(given)} as its role"
+        f"the role {role!r:.60}" if isinstance(role, str) else f"{describe_type(role)} as its role"
     )
     return InvalidConversation(
         "unknown role",
@@ -309,27 +307,27 @@ def _join_parts(content: Any, number: int) -> str:
     raise InvalidConversation("content", f"the content of turn {number} {problem}")
 
 
-def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
-    """Return the weight of each turn (0: not trained on, 1: trained on), None if none is given.
+def _list_weights(weights: Any, turns: Sequence[Record]) -> list[float] | None:
+    """Return the weight of each turn (0: not trained on, 1: trained on), None if no turn has one.
 
-    given: the weights of the record. A separate system prompt needs no weight.
+    weights: the weights of the record. A separate system prompt needs no weight.
     """
-    if given is None:
+    if weights is None:
         if not any(key in turn for turn in turns for key in _WEIGHTS):
             return None
-        given = [
+        weights = [
             next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
         ]
-    if isinstance(given, str):
-        given = functions.parse_json_text(given, "weights")
+    if isinstance(weights, str):
+        weights = functions.parse_json_text(weights, "weights")
     if (
-        not isinstance(given, list)
-        or any(weight not in (0, 1) for weight in given if isinstance(weight, (int, float)))
-        or not all(isinstance(weight, (int, float)) for weight in given)
+        not isinstance(weights, list)
+        or any(weight not in (0, 1) for weight in weights if isinstance(weight, (int, float)))
+        or not all(isinstance(weight, (int, float)) for weight in weights)
     ):
         raise InvalidConversation("weights", "a weight is not 0 or 1")
-    if len(given) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
-        given = [1, *given]
-    if len(given) != len(turns):
-        raise InvalidConversation("weights", f"found {len(given)} weights for {len(turns)} turns")
-    return [float(weight) for weight in given]
+    if len(weights) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
+        weights = [1, *weights]
+    if len(weights) != len(turns):
+        raise InvalidConversation("weights", f"found {len(weights)} weights for {len(turns)} turns")
+    return [float(weight) for weight in weights]

@@ -33,7 +33,7 @@ PARTS = f"{WORK}/parts"  # the workers' output
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 2  # of the progress; a build with another one starts anew
+_VERSION = 2  # of the progress record; a build with another version starts anew
 
 
 class DatasetWriter:
@@ -42,8 +42,8 @@ class DatasetWriter:
     units: number of units added so far. dropped: rows that a decision has dropped, by its name.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
-    ...     for done in pool.run(units[dataset.units:]):
-    ...         dataset.add(done)
+    ...     for result in pool.run(units[dataset.units:]):
+    ...         dataset.add(result)
     ...     files = dataset.finish()
     """
 
@@ -119,29 +119,29 @@ class DatasetWriter:
             )
             self.tally.problems[entry.skipped] += 1
 
-    def add(self, done: UnitResult) -> None:
+    def add(self, result: UnitResult) -> None:
         """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
         The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(done)
-        if done.unit.begins:
+        _check_parts(result)
+        if result.unit.begins:
             self._lines_before = 0
-        self._add_errors(done)
+        self._add_errors(result)
         for split, writer in self._writers.items():
             writer.append(
-                done.unit.part(split),
-                done.rows[split],
-                done.text_bytes[split],
-                self._select_rows(done, split),
+                result.unit.part(split),
+                result.rows[split],
+                result.text_bytes[split],
+                self._select_rows(result, split),
                 self._lines_before if self._is_chat else 0,
             )
-            self._unnoted += done.text_bytes[split]
-        if not done.digests:
-            for part in done.unit.parts():
+            self._unnoted += result.text_bytes[split]
+        if not result.digests:
+            for part in result.unit.parts():
                 work_units.release_part(part)
-        self.tally.add(done.tally, self._lines_before)
-        self._lines_before += done.lines_of_part
+        self.tally.add(result.tally, self._lines_before)
+        self._lines_before += result.lines_of_part
         self.units += 1
         if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:
             self._note_progress()
@@ -180,34 +180,36 @@ class DatasetWriter:
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
         }
 
-    def _select_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
+    def _select_rows(self, result: UnitResult, split: str) -> np.ndarray | None:
         """Return which rows of a part the decisions keep (bool [rows], None: all).
 
         A decision sees only the rows that the decisions before it have kept.
         """
         import numpy as np
 
-        rows = done.rows[split]
+        rows = result.rows[split]
         if not self._deciders or not rows:
             return None
         kept = np.ones(rows, bool)
         for name, decision in self._decisions.items():
             sidecars = [
-                np.fromfile(done.unit.part(f"{split}.{sidecar}"), np.uint8).reshape(rows, -1)[kept]
+                np.fromfile(result.unit.part(f"{split}.{sidecar}"), np.uint8).reshape(rows, -1)[
+                    kept
+                ]
                 for sidecar in decision.sidecars
             ]
             dropped = kept.copy()
             kept[kept] = self._deciders[name].add(*sidecars)
             dropped &= ~kept
-            self._note_dropped(done, split, name, decision, dropped)
+            self._note_dropped(result, split, name, decision, dropped)
         return None if kept.all() else kept
 
     def _note_dropped(
-        self, done: UnitResult, split: str, name: str, decision: Decision, dropped: np.ndarray
+        self, result: UnitResult, split: str, name: str, decision: Decision, dropped: np.ndarray
     ) -> None:
         """Report the rows of each file that a decision has dropped. dropped: bool [rows]."""
         start = 0
-        for span, stop in zip(done.unit.spans, done.rows_of[split], strict=True):
+        for span, stop in zip(result.unit.spans, result.rows_of[split], strict=True):
             if count := int(dropped[start:stop].sum()):
                 self._errors.write(
                     format_problem(
@@ -223,12 +225,12 @@ class DatasetWriter:
                 self.dropped[name] += count
             start = stop
 
-    def _add_errors(self, done: UnitResult) -> None:
+    def _add_errors(self, result: UnitResult) -> None:
         """Append the unit's lines to errors.jsonl.
 
         In a later span of a large file, line numbers are shifted to count from the file's start.
         """
-        with done.unit.part("errors").open("rb") as lines:
+        with result.unit.part("errors").open("rb") as lines:
             for text in lines:
                 if self._lines_before:
                     problem = json.loads(text)
@@ -269,9 +271,9 @@ class DatasetWriter:
         self._noted_at = time.monotonic()
 
 
-def _check_parts(done: UnitResult) -> None:
-    for name, digest in done.digests.items():
-        path = Path(done.unit.out) / name
+def _check_parts(result: UnitResult) -> None:
+    for name, digest in result.digests.items():
+        path = Path(result.unit.out) / name
         if not path.is_file() or not hashing.has_digest(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",

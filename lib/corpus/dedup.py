@@ -64,16 +64,17 @@ class DigestSet:
 
         new = np.zeros(len(keys), bool)
         slots = (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
-        left = np.arange(len(keys))
-        while len(left):
-            at = slots[left]
-            wanted = keys[left]
-            free = ~self._table[at].any(axis=1)
-            self._table[at[free]] = wanted[free]  # if keys share a slot, the last one gets it
-            placed = (self._table[at] == wanted).all(axis=1)
-            new[left[placed & free]] = True
-            left = left[~placed]
-            slots[left] = (slots[left] + 1) % len(self._table)
+        pending = np.arange(len(keys))
+        while len(pending):
+            positions = slots[pending]
+            candidates = keys[pending]
+            free = ~self._table[positions].any(axis=1)
+            # If keys share a slot, the last one gets it.
+            self._table[positions[free]] = candidates[free]
+            placed = (self._table[positions] == candidates).all(axis=1)
+            new[pending[placed & free]] = True
+            pending = pending[~placed]
+            slots[pending] = (slots[pending] + 1) % len(self._table)
         return new
 
     def _make_room(self, more: int) -> None:

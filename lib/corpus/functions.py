@@ -81,26 +81,26 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _wrap_function(given: dict[str, Any]) -> dict[str, Any]:
+def _wrap_function(described: dict[str, Any]) -> dict[str, Any]:
     """Return a tool or a call with a `type`, and with its other keys under `function`."""
-    if "function" in given:
-        return {"type": "function", **given}
-    outer = {key: given[key] for key in _OUTER if key in given}
+    if "function" in described:
+        return {"type": "function", **described}
+    outer = {key: described[key] for key in _OUTER if key in described}
     return {
         "type": "function",
         **outer,
-        "function": {key: value for key, value in given.items() if key not in _OUTER},
+        "function": {key: value for key, value in described.items() if key not in _OUTER},
     }
 
 
-def _parse_arguments(given: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     """Return the arguments of a call, parsed if they are a string that contains an object."""
-    if not given:
+    if not arguments:
         return {}
-    if isinstance(given, str):
+    if isinstance(arguments, str):
         try:
-            value = json_data.load_json(given)
+            value = json_data.load_json(arguments)
         except (ValueError, RecursionError):
-            return given
-        return value if isinstance(value, dict) else given
-    return given
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return arguments

@@ -25,7 +25,7 @@ _LONG = b"0" * 19
 
 
 class UnwritableValue(ValueError):
-    """Explain why a value cannot be stored as JSON."""
+    """Raised if a value cannot be stored as JSON; the message says why."""
 
 
 def _parse_int(digits: str) -> int | None:

@@ -15,8 +15,8 @@ from lib.corpus.kinds import UTF8_BOM
 from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _ELEMENTS = 64  # elements of a list that are added at once
-_SOME = 1 << 17  # characters of a large list that are parsed at once
-_KEY = 200  # most characters of an object's first key
+_PARSED_AT_ONCE = 1 << 17  # characters of a large list
+_LONGEST_KEY = 200  # characters of an object's first key
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 # Text datasets need no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
@@ -97,9 +97,9 @@ def read_json(raw: RawFile, documents: Documents) -> None:
 def _add_elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
-        some = elements[start : start + _ELEMENTS]
-        if not documents.add_values(some):
-            for number, element in enumerate(some, start + 1):
+        group = elements[start : start + _ELEMENTS]
+        if not documents.add_values(group):
+            for number, element in enumerate(group, start + 1):
                 documents.add_value(element, number=number)
 
 
@@ -188,8 +188,8 @@ class _Values:
         ):
             return 0
         text = self._text
-        limit = position + _SOME
-        first_key = text[position : text.find(":", position, position + _KEY) + 1]
+        limit = position + _PARSED_AT_ONCE
+        first_key = text[position : text.find(":", position, position + _LONGEST_KEY) + 1]
         following = text.rfind(first_key, position + 1, limit) if first_key else -1
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
         if following > 0 and text[end] == ",":
@@ -251,17 +251,17 @@ class _Values:
 
         Returns False and drops nothing at the end of the file.
         """
-        more = []
+        chunks = []
         size = 0
-        wanted = len(self._text) - position
-        while size <= wanted and not self._is_at_end():
+        needed = len(self._text) - position
+        while size <= needed and not self._is_at_end():
             chunk = self._ahead
             self._ahead = ""
-            more.append(chunk)
+            chunks.append(chunk)
             size += len(chunk)
         if not size:
             return False
-        self._text = self._text[position:] + "".join(more)
+        self._text = self._text[position:] + "".join(chunks)
         self._slow_before -= position
         self._locator.move(position, self._text)
         return True

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 512
-_SWAP_WORK = 3_000_000  # most files examined for exchanges: seconds, whatever the corpus
+_SWAP_WORK = 3_000_000  # files examined for exchanges at most, which takes a few seconds
 # Another file system, another user's file (protected_hardlinks), a file system without hard links.
 _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -175,9 +175,9 @@ def place_files(
     """
     names = ((f"{root}/{entry.path}", f"{build}/{split}/{entry.path}") for entry, split in files)
     placed = workers.map(partial(_place_chunk, mode), names, len(files))
-    ways: dict[str, int] = {}
+    files_by_mode: dict[str, int] = {}
     with Progress("place", len(files), "files", progress) as bar:
-        for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
+        for (entry, _), (used_mode, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(
                     f"{escape_path(entry.path)} vanished from {root} during stage 01",
@@ -193,34 +193,34 @@ def place_files(
                     hint="when no other process writes to the source:",
                     run=commands.as_typed(),
                 )
-            ways[way] = ways.get(way, 0) + 1
+            files_by_mode[used_mode] = files_by_mode.get(used_mode, 0) + 1
             bar.advance()
-    if "copy" in ways:
+    if "copy" in files_by_mode:
         os.sync()  # the copies must survive a power cut before the manifest lists them
-    return ways
+    return files_by_mode
 
 
 def _place_chunk(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
     """Place `(source, target)` pairs; return mode, bytes (-1: no source) and mtime_ns of each."""
-    done = []
+    results = []
     for source, target in files:
         try:
-            done.append(_place_one(source, target, mode))
+            results.append(_place_one(source, target, mode))
         except FileNotFoundError:  # usually the target directory does not exist yet
             os.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
-                done.append(_place_one(source, target, mode))
+                results.append(_place_one(source, target, mode))
             except FileNotFoundError:
-                done.append((mode, -1, 0))
-    return done
+                results.append((mode, -1, 0))
+    return results
 
 
 def _place_one(source: str, target: str, mode: str) -> tuple[str, int, int]:
     """Place a file; return the mode, its bytes and the mtime_ns of the source."""
-    way = place_file(source, target, mode)
+    used_mode = place_file(source, target, mode)
     info = os.stat(target)
     # The file system of a copy may store a coarser time.
-    return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
+    return used_mode, info.st_size, (os.stat(source) if used_mode == "copy" else info).st_mtime_ns
 
 
 def list_missing_files(root: Path, splits: Mapping[str, int]) -> list[str]:
@@ -300,15 +300,15 @@ def _swap_files(heavy: list[int], light: list[int], sizes: Sequence[int], gap: i
         return 0
     light_sizes = [sizes[file] for file in light]
     if len(heavy) > len(light):
-        light_sizes.insert(0, 0)  # to take no file is modelled as a file of 0 bytes
+        light_sizes.insert(0, 0)  # stands for giving a file and taking none
     for position, file in enumerate(heavy):
         wanted = sizes[file] - gap / 2
         near = bisect_left(light_sizes, wanted)
         for other in (near - 1, near):
             if 0 <= other < len(light_sizes):
-                left = abs(gap - 2 * (sizes[file] - light_sizes[other]))
-                if left < best:
-                    best = left
+                remaining = abs(gap - 2 * (sizes[file] - light_sizes[other]))
+                if remaining < best:
+                    best = remaining
                     pair = (position, other)
         if best == least:
             break

@@ -93,16 +93,16 @@ def _require_one_split(
             found=str(names)[:_SHOWN_CHARACTERS],
         )
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
-    read = {
+    read_splits = {
         name
         for entry in entries
         if not entry.skipped
         for start, name in starts.items()
         if entry.path.startswith(start)
     }
-    if len(read) > 1:
-        first = next(name for name in (_TRAIN, *splits) if name in read)
-        raise _make_splits_error(folder / parent, option, first, read)
+    if len(read_splits) > 1:
+        first = next(name for name in (_TRAIN, *splits) if name in read_splits)
+        raise _make_splits_error(folder / parent, option, first, read_splits)
 
 
 def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:

@@ -3,9 +3,9 @@
 A rule looks at one row and drops it for a reason. Workers apply all rules at one point, so their
 order and the number of workers change nothing.
 
-A sidecar is a value of fixed width that a worker computes for each row and writes beside the rows,
-such as a digest of the text. A decision reads sidecars in the order of the rows of the whole
-dataset and says which rows to keep, such as those that equal no earlier row.
+A sidecar is a value of fixed width that a worker computes for each row and writes to a file beside
+the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and says
+which rows to keep, such as rows that equal no earlier one.
 
 Each is switched on by a field of RowOptions, as soon as its value is not the default.
 """

@@ -88,28 +88,28 @@ def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) ->
 
 def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts; undamaged parts of an earlier run are reused."""
-    done = _read_record(unit)
-    if done and all(
-        path.is_file() and hashing.has_digest(path, done.digests[path.name])
+    result = _read_record(unit)
+    if result and all(
+        path.is_file() and hashing.has_digest(path, result.digests[path.name])
         for path in unit.parts()
     ):
-        return done
-    done = work_units.process_unit(unit)
-    if done.changed:
-        return done  # without a record, because a file has changed
-    done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
-    record = vars(done) | {"unit": None, "tally": done.tally.to_json()}
+        return result
+    result = work_units.process_unit(unit)
+    if result.changed:
+        return result  # without a record, because a file has changed
+    result.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
+    record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
     manifest.write_json(unit.part(_RECORD), record)
-    return done
+    return result
 
 
-def list_files(done: UnitResult) -> list[dict[str, Any]]:
+def list_files(result: UnitResult) -> list[dict[str, Any]]:
     """Return the manifest entries of the files of a kept unit."""
-    out = Path(done.unit.out)
-    record = done.unit.part(_RECORD)
+    out = Path(result.unit.out)
+    record = result.unit.part(_RECORD)
     parts = [
         {"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
-        for name, digest in done.digests.items()
+        for name, digest in result.digests.items()
     ]
     return [*parts, manifest.file_entry(out, record)]
 
@@ -182,10 +182,10 @@ def check_parts(
 def read_results(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
     """Yield the recorded result of each unit; raises ArtifactError if a record is missing."""
     for unit in units:
-        done = _read_record(unit)
-        if done is None:
+        result = _read_record(unit)
+        if result is None:
             raise ArtifactError(
                 f"{unit.part(_RECORD)} is damaged or gone",
                 run=work_units.format_rebuild_commands(Path(unit.out)),
             )
-        yield done
+        yield result

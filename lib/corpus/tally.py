@@ -30,7 +30,7 @@ _NAMED = 3  # paths printed per format
 _LISTED = 1000  # paths listed in the manifest per format
 _MOST_OTHERS = 3
 _MOST_MIXED = 20
-FirstUse = tuple[str, "int | None"]  # a format and the line of its first conversation
+FirstUse = tuple[str, "int | None"]  # a format, and the line of its first conversation
 
 
 @dataclass
@@ -48,8 +48,8 @@ class ChatTotals:
 
     def add(self, other: ChatTotals) -> None:
         """Add the counts of other conversations."""
-        for name, more in vars(other).items():
-            setattr(self, name, getattr(self, name) + more)
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
     @property
     def mean_turns(self) -> float:

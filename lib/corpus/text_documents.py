@@ -55,7 +55,7 @@ class TextDocuments(Documents):
             self.note_blank()
             return
         self.tally.documents += 1
-        self._row(text)
+        self._add_row(text)
 
     def add_large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
         """Add a large document from a file of valid UTF-8.
@@ -83,7 +83,7 @@ class TextDocuments(Documents):
             text = strings[0] if len(strings) == 1 else "\n".join(strings)
             if text and not text.isspace():
                 self.tally.documents += 1
-                self._row(text)
+                self._add_row(text)
                 return
         rows = [row for row in strings if row and not row.isspace()]
         if not rows:
@@ -93,7 +93,7 @@ class TextDocuments(Documents):
             return
         self.tally.documents += 1
         for row in rows:
-            self._row(row)
+            self._add_row(row)
 
     def add_values(self, values: Sequence[Any]) -> bool:
         """Add structured documents if each of them yields text; otherwise return False.
@@ -113,7 +113,7 @@ class TextDocuments(Documents):
         self.tally.documents += len(values)
         if self._hashes or self._rules:
             for text in texts:
-                self._row(text)
+                self._add_row(text)
         else:
             self._train.extend(rows, self._source)
         return True
@@ -141,7 +141,7 @@ class TextDocuments(Documents):
                 self._fields_counted += 1
                 self.tally.other_fields.update(self._fields.find_others(value))
 
-    def _row(self, text: str) -> None:
+    def _add_row(self, text: str) -> None:
         row = RowText([text])
         if self._is_dropped(row):
             return

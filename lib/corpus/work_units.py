@@ -37,7 +37,7 @@ _IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Name a file to read, or the span [start, stop) of a large file (see RawFile).
+    """Describe a file to read, or the span [start, stop) of a large file (see RawFile).
 
     bytes: estimated size of the span.
     """
@@ -111,21 +111,21 @@ class UnitResult:
 
     @property
     def lines_of_part(self) -> int:
-        """Return the number of lines read, if the unit is a span of a larger file, else 0."""
+        """Return the number of lines read if the unit is a span of a larger file, otherwise 0."""
         return 0 if self.unit.spans[0].is_whole else self.lines
 
 
-def require_unchanged(done: UnitResult) -> None:
+def require_unchanged(result: UnitResult) -> None:
     """Raise UsageError if a file has changed since it was listed.
 
     The dataset would not match its recorded inputs, and could lack the end of the file.
     """
-    if done.changed:
-        path, change = done.changed
+    if result.changed:
+        path, change = result.changed
         raise UsageError(
             f"{escape_path(path)} changed while it was read; nothing was published",
             found=change,
-            hint=f"when no other process writes to {done.unit.folder}:",
+            hint=f"when no other process writes to {result.unit.folder}:",
             run=commands.as_typed(),
         )
 
@@ -211,7 +211,7 @@ def format_rebuild_commands(directory: Path) -> str:
 
 def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
-    done = UnitResult(unit)
+    result = UnitResult(unit)
     Path(unit.out).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
 
@@ -233,18 +233,18 @@ def process_unit(unit: WorkUnit) -> UnitResult:
         for span in unit.spans:
             _read_span(unit, span, documents)
             if change := _find_change(unit, span.file):
-                done.changed = span.file.path, change
+                result.changed = span.file.path, change
                 break
             if sidecars:
                 for split, part in parts.items():
-                    done.rows_of.setdefault(split, []).append(part.rows)
+                    result.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
         for split, part in parts.items():
-            done.rows[split] = part.rows
-            done.text_bytes[split] = part.text_bytes
-    done.tally = documents.tally
-    done.lines = documents.lines
-    return done
+            result.rows[split] = part.rows
+            result.text_bytes[split] = part.text_bytes
+    result.tally = documents.tally
+    result.lines = documents.lines
+    return result
 
 
 def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:

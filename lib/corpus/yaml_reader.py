@@ -15,19 +15,19 @@ _MAX_DEPTH = 1024
 # Parsed nodes take up to a hundred times the memory of their text.
 LARGE = 16_000_000
 _GROUP = 2_000_000
-# Limits for the expansion of aliases, in characters and nodes: a file of 289 bytes can expand to a
+# Limits for the expansion of aliases, in characters and nodes. A file of 289 bytes can expand to a
 # million strings.
 _FREE_EXPANSION = 1_000_000
 _EXPANSION_PER_CHARACTER = 10
 _TAG = "tag:yaml.org,2002:"
 
 
-class _Refused(Exception):
-    """Explain why a document is not expanded: (kind of problem, message)."""
+class _UnexpandableDocument(Exception):
+    """Raised if a document cannot be expanded. args: the kind of problem and the message."""
 
 
 class _Merge:
-    """Represent the merge key `<<`."""
+    """Stands for the merge key `<<`."""
 
 
 def read_yaml(raw: RawFile, documents: Documents) -> None:
@@ -77,7 +77,7 @@ def _read_text_documents(text: str, locator: Locator, documents: Documents) -> b
                         documents.add_value(item, *locator.at(child.start_mark.index))
                 else:
                     documents.add_value(value, *place)
-            except _Refused as refusal:
+            except _UnexpandableDocument as refusal:
                 kind, message = refusal.args
                 documents.note(kind, message, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
@@ -134,16 +134,19 @@ class _Plain:
         self._open: set[int] = set()
 
     def copy(self, value: Any, depth: int = 0) -> Any:
-        """Return the copy; raises _Refused if it is too large, too deep, or contains itself."""
+        """Return the copy.
+
+        Raises _UnexpandableDocument if it is too large, too deep, or contains itself.
+        """
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
-            raise _Refused("aliases", "aliases expand the document beyond the limit")
+            raise _UnexpandableDocument("aliases", "aliases expand the document beyond the limit")
         if not isinstance(value, (dict, list)):
             return value
         if id(value) in self._open:
-            raise _Refused("aliases", "an alias makes the document contain itself")
+            raise _UnexpandableDocument("aliases", "an alias makes the document contain itself")
         if depth > _MAX_DEPTH:
-            raise _Refused("nesting", f"nested more than {_MAX_DEPTH} levels deep")
+            raise _UnexpandableDocument("nesting", f"nested more than {_MAX_DEPTH} levels deep")
         self._open.add(id(value))
         if isinstance(value, list):
             result: Any = [self.copy(item, depth + 1) for item in value]
