@@ -42,7 +42,7 @@ def main() -> None:
             return len(windows)
 
         def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            ids = torch.from_numpy(windows.take(np.array([i]))[0, :-1])
+            ids = torch.from_numpy(windows.read_windows(np.array([i]))[0, :-1])
             return {"input_ids": ids, "labels": ids}
 
     class Clock(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Runs snippets of Python in processes of their own, with lib/ importable."""
+"""Run snippets of Python in child processes that can import lib/."""
 
 from __future__ import annotations
 

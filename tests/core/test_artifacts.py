@@ -1,4 +1,4 @@
-"""The files of a tokenizer: what counts as one, and its identity."""
+"""Find and fingerprint the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def write(directory: Path, *names: str) -> Path:
     return directory
 
 
-def test_an_identity_of_an_earlier_version_stays(tmp_path: Path) -> None:
-    """Token stores and runs name it; a file that it did not list then must not change it."""
+def test_fingerprints_of_earlier_versions_stay_valid(tmp_path: Path) -> None:
+    """Token stores and runs contain it, so files that it did not cover must not change it."""
     names = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "tokenizer.model")
     before = artifacts.tokenizer_fingerprint(write(tmp_path, *names))
     write(tmp_path, "sentencepiece.bpe.model", "tekken.json", "chat_template.json")
@@ -31,7 +31,7 @@ def test_each_vocabulary_alone_is_a_tokenizer(tmp_path: Path, name: str) -> None
     assert artifacts.tokenizer_fingerprint(tmp_path) != before
 
 
-def test_settings_alone_are_none(tmp_path: Path) -> None:
+def test_settings_without_a_vocabulary_are_no_tokenizer(tmp_path: Path) -> None:
     write(tmp_path, "tokenizer_config.json", "special_tokens_map.json", "merges.txt")
     with pytest.raises(ArtifactError, match="no tokenizer"):
         artifacts.tokenizer_fingerprint(tmp_path)

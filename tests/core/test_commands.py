@@ -1,4 +1,4 @@
-"""Commands that are printed: typed as they stand, they run, from where they say."""
+"""Printed commands run when they are pasted in the current directory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def typed(monkeypatch: pytest.MonkeyPatch):
         (["lib.checkpoints", "list"], "-m lib.checkpoints list --overwrite"),
     ],
 )
-def test_the_same_command_with_a_change(typed, words: list[str], expected: str) -> None:
+def test_as_typed_adds_and_drops_options(typed, words: list[str], expected: str) -> None:
     typed(*words)
     command = commands.as_typed("--overwrite", drop=("-d", "--dataset-name"))
     assert command == f"{commands._python()} {expected}"
@@ -75,7 +75,9 @@ def test_an_option_is_replaced_under_any_of_its_names(typed, given: str) -> None
     "script",
     ["04_train_fsdp.py", "./04_train_fsdp.py", "launch/kubernetes.py", str(ROOT / "01_x.py")],
 )
-def test_scripts_are_named_from_where_the_person_stands(typed, monkeypatch, script: str) -> None:
+def test_scripts_are_named_relative_to_the_current_directory(
+    typed, monkeypatch, script: str
+) -> None:
     monkeypatch.chdir(ROOT)
     typed(script)
     name = shlex.split(commands.script("05_export_checkpoint.py"))[1]
@@ -83,7 +85,9 @@ def test_scripts_are_named_from_where_the_person_stands(typed, monkeypatch, scri
     assert Path(name).is_absolute() == Path(script).is_absolute()
 
 
-def test_another_directory_and_spaces(typed, monkeypatch, tmp_path: Path) -> None:
+def test_paths_with_spaces_in_other_directories_are_quoted(
+    typed, monkeypatch, tmp_path: Path
+) -> None:
     project = tmp_path / "my project"
     project.symlink_to(ROOT)
     (here := tmp_path / "here").mkdir()
@@ -94,7 +98,7 @@ def test_another_directory_and_spaces(typed, monkeypatch, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_what_is_printed_is_run_by_a_shell(tmp_path: Path, ranks: int) -> None:
+def test_a_printed_command_runs_in_a_shell(tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "a script.py"
     script.write_text(SHOWS_ITSELF.format(root=str(ROOT)))
     (tmp_path / "torchrun").write_text(TORCHRUN)
@@ -142,7 +146,7 @@ def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_ranks_of_torchrun_name_a_command_that_starts_them(
+def test_under_torchrun_the_command_starts_all_ranks(
     typed, monkeypatch, script: str, nodes: str, ranks: str, expected: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -159,7 +163,7 @@ def test_ranks_of_torchrun_name_a_command_that_starts_them(
         monkeypatch.setenv(name, value)
     typed(script, "-e", "x")
     assert commands.as_typed() == expected
-    monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # which the launcher would take
+    monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # the launcher would use it
     if "single_node" in expected:
         assert commands.as_typed() == f"env PYTHON={sys.executable} {expected}"
 
@@ -180,7 +184,7 @@ def test_a_batch_script_takes_other_options(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["-o2", "a\nb", "it's\x1b[31m\\", "n\udcfcx\x85", "é ü"])
-def test_any_path_is_typed_as_one_word(typed, name: str) -> None:
+def test_any_path_becomes_one_shell_word(typed, name: str) -> None:
     typed("01.py")
     printed = commands.shell("printf", "%s", Path(name))
     assert printed.isprintable()

@@ -1,4 +1,4 @@
-"""Options that a dataclass declares: the parser that they make, and the same from a program."""
+"""Options of a declared dataclass, from a command line or from a Python call."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Wanted(Base):
+class JobOptions(Base):
     job_name: str = option(group="where", metavar="J", help="name")
     is_fast: bool = option(False, help="soon")
     follow: bool = option(True, parse=options.on_off, metavar="on|off", help="go on")
 
 
-def parsed(*argv: str) -> Wanted:
+def parse_job(*argv: str) -> JobOptions:
     parser = options.Parser("Test.")
-    declared.add_options(parser, Wanted, kind="another kind")
+    declared.add_options(parser, JobOptions, kind="another kind")
     assert [group.title for group in parser._action_groups[2:]] == ["where", "what"]
     assert "another kind (default: a)" in parser.format_help()
-    return declared.read_options(Wanted, parser.parse(argv))
+    return declared.read_options(JobOptions, parser.parse(argv))
 
 
-def test_fields_are_options_and_what_is_parsed_is_the_object() -> None:
-    assert parsed("--job-name", "x") == Wanted(job_name="x")
-    assert parsed("--job_name=x", "--nodes", "3", "--is-fast", "--follow", "off") == Wanted(
+def test_parsed_options_become_an_object() -> None:
+    assert parse_job("--job-name", "x") == JobOptions(job_name="x")
+    assert parse_job("--job_name=x", "--nodes", "3", "--is-fast", "--follow", "off") == JobOptions(
         job_name="x", nodes=3, is_fast=True, follow=False
     )
-    for argv, says in (((), "--job-name"), (("--job-name", "x", "--nodes", "0"), "above 0")):
-        with pytest.raises(UsageError, match=says):
-            parsed(*argv)
+    for argv, message in (((), "--job-name"), (("--job-name", "x", "--nodes", "0"), "above 0")):
+        with pytest.raises(UsageError, match=message):
+            parse_job(*argv)
 
 
-def test_a_program_is_told_what_a_command_line_would_be_told() -> None:
-    assert declared.from_values(Wanted, job_name="x", nodes=3, follow=False).nodes == 3
+def test_python_values_are_checked_like_a_command_line() -> None:
+    assert declared.from_values(JobOptions, job_name="x", nodes=3, follow=False).nodes == 3
     with pytest.raises(UsageError) as caught:
-        declared.from_values(Wanted, job_name="x", nodes=0, kind="c")
+        declared.from_values(JobOptions, job_name="x", nodes=0, kind="c")
     assert len(caught.value.several) == 2
     assert "--nodes: expected a whole number above 0" in str(caught.value)
     assert "--kind: there is no 'c'" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Errors: how they read, what they become together, and their exit codes."""
+"""Render and combine errors, and check their exit codes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_single_problem_is_raised_as_it_is() -> None:
     assert caught.value is error
 
 
-def test_many_problems_are_told_at_once_with_their_parts() -> None:
+def test_several_problems_are_reported_at_once() -> None:
     problems = Problems()
     problems.add("first", expected="this", found="that")
     problems.add(ArtifactError("second"))
@@ -72,8 +72,8 @@ def test_many_problems_are_told_at_once_with_their_parts() -> None:
         (errno.EIO, StageError),
     ],
 )
-def test_os_errors_that_a_person_can_cure(number: int, kind: type) -> None:
-    told = from_os_error(OSError(number, "why", "/some/file"))
-    assert type(told) is kind
-    if told:
-        assert "/some/file" in told.problem and "why" in told.problem
+def test_os_errors_that_a_person_can_fix_become_stage_errors(number: int, kind: type) -> None:
+    error = from_os_error(OSError(number, "why", "/some/file"))
+    assert type(error) is kind
+    if error:
+        assert "/some/file" in error.problem and "why" in error.problem

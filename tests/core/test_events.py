@@ -1,5 +1,5 @@
 # covers: lib/core/events.py
-"""Names of events, as files contain them."""
+"""Names of events as files contain them."""
 
 from __future__ import annotations
 

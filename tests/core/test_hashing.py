@@ -1,4 +1,4 @@
-"""Digests: known values, and what happens where xxhash is not installed."""
+"""Digests with known values, of hashed files, and without xxhash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_file_of_many_pieces_has_the_digest_of_its_bytes(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("buffering", [-1, 0])
-def test_a_hashed_file_has_the_digest_of_its_bytes_also_when_it_is_continued(
+def test_a_continued_hashed_file_has_the_digest_of_its_bytes(
     tmp_path: Path, buffering: int
 ) -> None:
     path = tmp_path / "f"
@@ -61,7 +61,7 @@ def test_fingerprint_ignores_the_order_of_keys_only() -> None:
     assert hashing.fingerprint({"a": 1, "b": [1, 2]}) == hashing.fingerprint({"b": [1, 2], "a": 1})
     assert hashing.fingerprint([1, 2]) != hashing.fingerprint([2, 1])
     assert hashing.fingerprint({"a": Path("x")}) == hashing.fingerprint({"a": "x"})
-    assert hashing.fingerprint({}) == "44136fa355b3678a"  # keys of artifacts that exist
+    assert hashing.fingerprint({}) == "44136fa355b3678a"  # existing artifacts contain it
 
 
 def test_without_xxhash_manifests_hold_sha256(python, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank leaves for torchrun, read by torchrun's own code."""
+"""The error file of a rank, read by torchrun's own code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from lib.core import launcher
 
 
-def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_reports_the_recorded_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     path = tmp_path / "error.json"
@@ -23,9 +25,7 @@ def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "dataset x does not exist" in report
 
 
-def test_without_torchrun_or_room_it_is_no_further_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recording_a_failure_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     launcher.record_failure("UsageError", 2, "error: x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "error.json"))

@@ -1,4 +1,4 @@
-"""One process at a time: live, dead, of another machine, taken over."""
+"""One process holds a lease; others are refused, or take it over from a dead holder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_POLL_S", 0.2)
 
 
-def of_another_machine(path: Path, beats: int = 0) -> None:
+def write_foreign_record(path: Path, beats: int = 0) -> None:
     write(
         path,
         {
@@ -82,7 +82,7 @@ def write(path: Path, record: dict) -> None:
     manifest.write_json(path, record)
 
 
-def test_a_second_one_is_refused_and_told_who_holds_it(
+def test_a_second_process_is_refused_and_the_holder_named(
     path: Path, holder: subprocess.Popen
 ) -> None:
     with pytest.raises(UsageError, match="another process") as caught:
@@ -90,7 +90,7 @@ def test_a_second_one_is_refused_and_told_who_holds_it(
     assert f"process {holder.pid} on" in caught.value.found
 
 
-def test_also_where_file_locks_do_not_work(
+def test_a_second_process_is_refused_without_kernel_locks(
     path: Path, holder: subprocess.Popen, no_kernel_locks: None
 ) -> None:
     with pytest.raises(UsageError, match="another process"):
@@ -100,7 +100,9 @@ def test_also_where_file_locks_do_not_work(
         Lease(path, never)
 
 
-def test_a_killed_holder_is_followed_at_once(path: Path, holder: subprocess.Popen) -> None:
+def test_the_lease_of_a_killed_holder_is_taken_at_once(
+    path: Path, holder: subprocess.Popen
+) -> None:
     holder.kill()
     holder.wait()
     assert path.exists()
@@ -110,7 +112,7 @@ def test_a_killed_holder_is_followed_at_once(path: Path, holder: subprocess.Pope
     assert not path.exists()
 
 
-def test_the_same_pid_later_is_another_process(path: Path) -> None:
+def test_a_reused_pid_is_another_process(path: Path) -> None:
     Lease(path, never).release()
     write(
         path,
@@ -126,21 +128,23 @@ def test_the_same_pid_later_is_another_process(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_torn_record_hinders_nobody(path: Path, content: str, fast: None) -> None:
+def test_a_torn_record_does_not_block(path: Path, content: str, fast: None) -> None:
     path.write_text(content)
     Lease(path, never).release()
 
 
-def test_a_dead_holder_elsewhere_is_waited_for_and_followed(path: Path, fast: None) -> None:
-    of_another_machine(path)
+def test_a_silent_holder_on_another_machine_is_replaced_after_a_wait(
+    path: Path, fast: None
+) -> None:
+    write_foreign_record(path)
     began = time.monotonic()
     Lease(path, never).release()
     assert time.monotonic() - began >= 3
 
 
-def test_a_live_holder_elsewhere_is_respected(path: Path, fast: None) -> None:
-    of_another_machine(path)
-    threading.Timer(0.5, of_another_machine, (path, 1)).start()
+def test_a_live_holder_on_another_machine_keeps_the_lease(path: Path, fast: None) -> None:
+    write_foreign_record(path)
+    threading.Timer(0.5, write_foreign_record, (path, 1)).start()
     with pytest.raises(UsageError, match="another process") as caught:
         Lease(path, never)
     assert "process 1 on elsewhere" in caught.value.found
@@ -154,26 +158,28 @@ def nodes(monkeypatch: pytest.MonkeyPatch, no_kernel_locks: None, fast: None) ->
     return here
 
 
-@pytest.mark.parametrize("left", ["nothing", "dead", "released", "torn"])
-def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, left: str) -> None:
-    """Where locks are local to a node; before anyone has written, not at the next beat."""
-    if left == "torn":
+@pytest.mark.parametrize("leftover", ["nothing", "dead", "released", "torn"])
+def test_one_of_many_nodes_gets_the_lease(
+    path: Path, nodes: threading.local, leftover: str
+) -> None:
+    """Locks are local to a node here. The others are refused before the next beat."""
+    if leftover == "torn":
         path.write_text("{")
-    elif left != "nothing":
+    elif leftover != "nothing":
         write(
             path,
             {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
-            | ({"released": True} if left == "released" else {}),
+            | ({"released": True} if leftover == "released" else {}),
         )
     start = threading.Barrier(8)
-    got = []
+    leases = []
     refused = []
 
     def take(number: int) -> None:
         nodes.name = f"node {number}"
         start.wait()
         try:
-            got.append(Lease(path, never))
+            leases.append(Lease(path, never))
         except lease.DirectoryHeld as held:
             refused.append(held)
 
@@ -182,13 +188,13 @@ def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, l
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) == 1 and len(refused) == 7
+    assert len(leases) == 1 and len(refused) == 7
     assert all(held.holder for held in refused)
-    got[0].release()
+    leases[0].release()
     assert not list(path.parent.iterdir())
 
 
-def test_without_hard_links(
+def test_leases_work_without_hard_links(
     path: Path, nodes: threading.local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -204,30 +210,28 @@ def test_without_hard_links(
     Lease(path, never).release()
 
 
-def test_other_ranks_raise_what_the_first_one_was_refused_with() -> None:
+def test_the_error_survives_pickling_for_other_ranks() -> None:
     error = lease.ExperimentHeld("another launch", holder="process 5 on box", hint="wait for it")
-    there = pickle.loads(pickle.dumps(error))
-    assert type(there) is lease.ExperimentHeld and there.holder == error.holder
-    assert there.render() == error.render()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is lease.ExperimentHeld and copy.holder == error.holder
+    assert copy.render() == error.render()
 
 
-def test_who_comes_back_late_writes_nothing_into_the_record_of_another(
-    path: Path, fast: None
-) -> None:
-    """A process that slept through its own end keeps writing, but to what nobody reads."""
-    told: list[str] = []
-    held = Lease(path, told.append)
+def test_a_late_holder_does_not_write_into_the_new_record(path: Path, fast: None) -> None:
+    """A process that was suspended keeps writing, but only to its own, replaced record."""
+    messages: list[str] = []
+    held = Lease(path, messages.append)
     held._ended.set()
     held._thread.join()
-    of_another_machine(path)
+    write_foreign_record(path)
     before = path.read_bytes()
     held._write()
     assert path.read_bytes() == before
     held.stop()
-    assert "taken over by process 1 on elsewhere" in told[0]
+    assert "taken over by process 1 on elsewhere" in messages[0]
 
 
-def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
+def test_a_deleted_record_is_restored(path: Path, fast: None) -> None:
     held = Lease(path, never)
     path.unlink()
     deadline = time.monotonic() + 10
@@ -238,22 +242,24 @@ def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
     assert not list(path.parent.iterdir())
 
 
-def test_who_is_taken_over_hears_of_it(path: Path, fast: None) -> None:
-    told = []
-    heard = threading.Event()
+def test_the_old_holder_is_notified(path: Path, fast: None) -> None:
+    messages = []
+    is_lost = threading.Event()
 
     def lost(text: str) -> None:
-        told.append(text)
-        heard.set()
+        messages.append(text)
+        is_lost.set()
 
     held = Lease(path, lost)
-    of_another_machine(path)
-    assert heard.wait(10) and "taken over by process 1 on elsewhere" in told[0]
+    write_foreign_record(path)
+    assert is_lost.wait(10) and "taken over by process 1 on elsewhere" in messages[0]
     held.release()
-    assert json.loads(path.read_text())["host"] == "elsewhere", "not ours to delete any more"
+    assert json.loads(path.read_text())["host"] == "elsewhere", (
+        "the record of another process was deleted"
+    )
 
 
-def test_it_beats(path: Path, fast: None) -> None:
+def test_the_holder_updates_its_record(path: Path, fast: None) -> None:
     held = Lease(path, never)
     seen = set()
     deadline = time.monotonic() + 10

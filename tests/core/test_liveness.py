@@ -1,4 +1,4 @@
-"""Who is alive: processes of this machine, and values that others keep changing."""
+"""Find out which processes are alive, by the kernel or by values that they keep changing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""manifest.json: read, refused, and what it finds damaged."""
+"""Write, read and check manifest.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(root: Path) -> dict:
     return manifest.read_manifest(root, "thing/1", "the thing", run="python 00.py")
 
 
-def test_what_is_written_is_read(artifact: Path) -> None:
+def test_a_written_manifest_is_read_back(artifact: Path) -> None:
     content = read(artifact)
     assert content["summary"] == {"rows": 2} and content["identity"] == {"options": {"x": 1}}
     assert [(entry["path"], entry["bytes"]) for entry in content["files"]] == [
@@ -46,12 +46,12 @@ def test_what_is_written_is_read(artifact: Path) -> None:
     assert sorted(path.name for path in artifact.iterdir()) == ["a.bin", "manifest.json", "sub"]
 
 
-def test_a_whole_artifact_has_no_damage_wherever_it_lies(artifact: Path) -> None:
+def test_an_intact_artifact_has_no_damage_after_a_move(artifact: Path) -> None:
     moved = artifact.rename(artifact.with_name("elsewhere"))
     manifest.require_intact(moved, read(moved), "the thing", deep=True)
 
 
-def test_damages_are_told_all_at_once(artifact: Path) -> None:
+def test_all_damaged_files_are_reported_at_once(artifact: Path) -> None:
     (artifact / "a.bin").write_bytes(b"axa")
     (artifact / "sub/b.bin").write_bytes(b"bb")
     shallow = manifest.find_damage(artifact, read(artifact), deep=False)
@@ -61,19 +61,19 @@ def test_damages_are_told_all_at_once(artifact: Path) -> None:
         manifest.require_intact(
             artifact, read(artifact), "the thing", run="python 00.py", deep=True
         )
-    told = caught.value.render()
-    assert "a.bin has other content" in told and "b.bin is missing" in told
-    assert "python 00.py" in told
+    message = caught.value.render()
+    assert "a.bin has other content" in message and "b.bin is missing" in message
+    assert "python 00.py" in message
 
 
-def test_a_long_list_of_damages_is_cut(tmp_path: Path) -> None:
+def test_a_long_list_of_damaged_files_is_shortened(tmp_path: Path) -> None:
     files = [{"path": f"{n}", "bytes": 1, "digest": ""} for n in range(25)]
     with pytest.raises(ArtifactError, match="damaged") as caught:
         manifest.require_intact(tmp_path, {"files": files}, "the thing")
     assert caught.value.found.endswith("… and 15 more")
 
 
-def test_missing_and_unfinished_name_the_leftover_and_the_command(tmp_path: Path) -> None:
+def test_errors_for_missing_artifacts_name_leftovers_and_a_command(tmp_path: Path) -> None:
     missing = tmp_path / "corpus[1]"  # brackets are no pattern
     (tmp_path / "corpus[1].partial-81f3").mkdir()
     with pytest.raises(ArtifactError, match="does not exist") as caught:
@@ -86,13 +86,13 @@ def test_missing_and_unfinished_name_the_leftover_and_the_command(tmp_path: Path
     assert "partial-81f3" in caught.value.found
 
 
-def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
+def test_without_leftovers_none_are_described(tmp_path: Path) -> None:
     assert manifest.describe_leftovers(tmp_path / "corpus") == ""
     assert manifest.describe_leftovers(tmp_path / "no/such/parent") == ""
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '"kind"'])
-def test_a_damaged_manifest_is_told(artifact: Path, text: str) -> None:
+def test_a_damaged_manifest_is_reported(artifact: Path, text: str) -> None:
     (artifact / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match="is damaged"):
         read(artifact)
@@ -105,7 +105,7 @@ def test_another_kind_is_refused(artifact: Path) -> None:
     assert (caught.value.expected, caught.value.found) == ("kind splits/1", "kind thing/1")
 
 
-def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_json_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     manifest.write_json(path, {"step": 1})
     with pytest.raises(TypeError):

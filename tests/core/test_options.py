@@ -1,4 +1,4 @@
-"""Options: both spellings, YAML and its precedence, errors that help, secrets that stay secret."""
+"""Options: spellings, aliases, YAML and its precedence, errors, and secrets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lib.core.options import Options, Parser
 
 @pytest.fixture
 def parser() -> Parser:
-    made = Parser("a stage")
-    add = made.add_argument
+    parser = Parser("a stage")
+    add = parser.add_argument
     add("-e", "--experiment-name", metavar="NAME", help="name")
     add("--src-dir", type=Path, default=Path("raw_text"), help="directory")
     add("--lr", "--max-lr", type=options.positive, default=3e-5, help="rate")
@@ -29,13 +29,13 @@ def parser() -> Parser:
     add("--mode", choices=("copy", "symlink"), default="copy", help="way")
     add("--keep-source", action="store_true", help="keep")
     add("--token", help="secret")
-    made.add_common("work")
-    return made
+    parser.add_common("work")
+    return parser
 
 
 @pytest.fixture
 def with_yaml(parser: Parser, tmp_path: Path):
-    """Return with_yaml(text, *argv): the options of a config file and a command line."""
+    """Return with_yaml(text, *argv), which parses a config file and a command line."""
 
     def parse(text: str, *argv: str) -> Options:
         config = tmp_path / "run.yaml"
@@ -46,7 +46,7 @@ def with_yaml(parser: Parser, tmp_path: Path):
 
 
 @pytest.mark.parametrize("argv", [["--src-dir", "a_b"], ["--src_dir", "a_b"], ["--src_dir=a_b"]])
-def test_both_spellings_and_the_value_stays_as_it_is(parser: Parser, argv: list[str]) -> None:
+def test_both_spellings_are_accepted_and_values_kept(parser: Parser, argv: list[str]) -> None:
     assert parser.parse(argv).src_dir == Path("a_b")
 
 
@@ -60,7 +60,7 @@ def test_command_line_beats_yaml_beats_default(with_yaml) -> None:
     assert (got.src_dir, got.num_dirs, got.mode) == (Path("of_yaml"), 7, "copy")
 
 
-def test_two_names_of_one_option_have_one_value(with_yaml) -> None:
+def test_two_names_of_an_option_must_agree(with_yaml) -> None:
     for text, names in (
         ("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
         ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
@@ -93,7 +93,7 @@ def test_errors_quote_the_name_that_was_typed(parser: Parser, with_yaml) -> None
     assert "typed:" not in UsageError("--lr 1 is too large").render()
 
 
-def test_errors_quote_no_name_of_a_file_whose_value_is_not_taken(with_yaml) -> None:
+def test_errors_do_not_quote_overridden_names_of_a_file(with_yaml) -> None:
     for text in ("learning_rate: 2e-4", "learning_rate: null"):
         with_yaml(text, "--lr", "3e-4")
         assert "typed:" not in UsageError("--lr is odd").render()
@@ -101,7 +101,7 @@ def test_errors_quote_no_name_of_a_file_whose_value_is_not_taken(with_yaml) -> N
     assert "--learning_rate, which is --lr here" in UsageError("--lr is odd").render()
 
 
-def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> None:
+def test_an_alias_on_the_command_line_beats_yaml(with_yaml) -> None:
     assert with_yaml("lr: 1.0\n", "--max-lr", "2").lr == 2
     assert with_yaml("experiment-name: of_yaml\n", "-e", "flag").experiment_name == "flag"
     assert with_yaml("experiment-name: of_yaml\n", "-eflag").experiment_name == "flag"
@@ -151,7 +151,7 @@ def test_one_parse_leaves_nothing_for_the_next(parser: Parser, with_yaml) -> Non
         ("keep_source: true", "keep_source", True),
         ("keep_source: false", "keep_source", False),
         ("mode: symlink", "mode", "symlink"),
-        ("num_dirs:", "num_dirs", 20),  # null is silence
+        ("num_dirs:", "num_dirs", 20),  # null means not given
         ("experiment_name: -e", "experiment_name", "-e"),
         ("experiment_name: 2024-01-31", "experiment_name", "2024-01-31"),
     ],
@@ -161,7 +161,7 @@ def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
     assert got == value and type(got) is type(value)
 
 
-def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> None:
+def test_recorded_options_are_a_config(parser: Parser, tmp_path: Path) -> None:
     parser.add_argument("--profile", type=options.span, help="steps")
     given = parser.parse(
         [
@@ -193,7 +193,7 @@ def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> 
     assert again.include == ["a", "b"] and again.src_dir == given.src_dir
 
 
-def test_options_that_are_no_more_are_left_out_of_a_record(
+def test_recorded_options_that_no_longer_exist_are_ignored(
     parser: Parser, tmp_path: Path, capsys
 ) -> None:
     log.setup()
@@ -205,14 +205,12 @@ def test_options_that_are_no_more_are_left_out_of_a_record(
         "manifest.json contains also_gone, gone, which this version does not know"
         in capsys.readouterr().out
     )
-    (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a person's own typo is told
+    (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a typo is reported
     with pytest.raises(UsageError, match="unknown key 'gone'"):
         parser.parse(["--config", str(tmp_path / "typed.yaml")])
 
 
-def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(
-    parser: Parser, tmp_path: Path
-) -> None:
+def test_a_typed_experiment_path_sets_its_directory(parser: Parser, tmp_path: Path) -> None:
     parser.add_argument("--save-dir", type=Path, help="place")
     (tmp_path / "c.yaml").write_text("save-dir: outputs\nexperiment-name: exp\n")
     config = ["--config", str(tmp_path / "c.yaml")]
@@ -227,7 +225,9 @@ def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(
         assert (str(opts.save_dir), opts.experiment_name) == where
 
 
-def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, monkeypatch) -> None:
+def test_the_manifest_of_another_stage_is_refused(
+    parser: Parser, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py"])
     (tmp_path / "manifest.json").write_text('{"stage": "02.py", "options": {}, "versions": {}}')
     with pytest.raises(UsageError, match=r"contains options of 02\.py, not of 04"):
@@ -235,7 +235,7 @@ def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("num_dir: 3", r"run\.yaml: unknown key 'num_dir'; the nearest is --num-dirs"),
         ("e: x", "unknown key 'e'"),
@@ -250,46 +250,46 @@ def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, m
         ("a: [1", "is not valid YAML"),
     ],
 )
-def test_a_bad_config_is_told(with_yaml, text: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_bad_config_is_reported(with_yaml, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         with_yaml(text)
 
 
-def test_yaml_is_read_even_where_the_command_line_wins(with_yaml) -> None:
+def test_yaml_is_checked_even_if_the_command_line_wins(with_yaml) -> None:
     with pytest.raises(UsageError, match="unknown key"):
         with_yaml("nmu_dirs: 3", "--num-dirs", "7")
 
 
-def test_what_must_be_given_may_stand_beside_a_config_or_in_it(tmp_path: Path) -> None:
-    made = Parser("a tool")
-    made.add_argument("what", choices=("one", "other"), help="what to do")
-    made.add_argument("--job-name", required=True, metavar="J", help="name")
-    made.add_argument("--deep", action="store_true", help="more")
-    made.add_argument("--config", type=Path, metavar="FILE", help="file")
+def test_required_options_may_be_typed_or_in_a_config(tmp_path: Path) -> None:
+    parser = Parser("a tool")
+    parser.add_argument("what", choices=("one", "other"), help="what to do")
+    parser.add_argument("--job-name", required=True, metavar="J", help="name")
+    parser.add_argument("--deep", action="store_true", help="more")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="file")
     (tmp_path / "run.yaml").write_text("deep: true")
     (tmp_path / "named.yaml").write_text("job_name: j")
-    given = made.parse(["one", "--job-name", "x", "--config", str(tmp_path / "run.yaml")])
+    given = parser.parse(["one", "--job-name", "x", "--config", str(tmp_path / "run.yaml")])
     assert given.deep and given.what == "one"
-    assert made.parse(["one", "--config", str(tmp_path / "named.yaml")]).job_name == "j"
+    assert parser.parse(["one", "--config", str(tmp_path / "named.yaml")]).job_name == "j"
     with pytest.raises(UsageError, match="required: what, --job-name"):
-        made.parse(["--config", str(tmp_path / "run.yaml")])
+        parser.parse(["--config", str(tmp_path / "run.yaml")])
 
 
-def test_a_missing_config_and_one_without_a_name(parser: Parser) -> None:
+def test_a_missing_config_is_reported(parser: Parser) -> None:
     with pytest.raises(UsageError, match=r"--config: no such file: none\.yaml"):
         parser.parse(["--config", "none.yaml"])
     with pytest.raises(UsageError, match="--config: expected one argument"):
         parser.parse(["--config"])
 
 
-def test_a_config_that_is_no_text(parser: Parser, tmp_path: Path) -> None:
+def test_a_config_that_is_not_text_is_reported(parser: Parser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(UsageError, match="is not valid YAML"):
         parser.parse(["--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["--num-dir", "3"], "unknown option --num-dir; the nearest is --num-dirs"),
         (["--src_dri=x"], "unknown option --src-dri; the nearest is --src-dir"),
@@ -302,8 +302,8 @@ def test_a_config_that_is_no_text(parser: Parser, tmp_path: Path) -> None:
         (["-e"], "expected one argument"),
     ],
 )
-def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told) as caught:
+def test_a_bad_command_line_is_reported(parser: Parser, argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         parser.parse(argv)
     assert caught.value.run.endswith("--help")
     parser.prog = "check.py machine"
@@ -312,7 +312,7 @@ def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) 
     assert caught.value.run.endswith(f"{sys.argv[0]} machine --help")
 
 
-def test_names_that_mean_the_same_elsewhere_are_taken(parser: Parser, with_yaml) -> None:
+def test_aliases_of_other_trainers_are_accepted(parser: Parser, with_yaml) -> None:
     for argv in (["--learning_rate", "1"], ["--learning-rate=1"], ["--optimizer.lr=1"]):
         assert parser.parse(argv).lr == 1
     assert with_yaml("learning_rate: 1").lr == with_yaml("optimizer.lr: 1").lr == 1
@@ -324,7 +324,7 @@ def test_names_that_mean_the_same_elsewhere_are_taken(parser: Parser, with_yaml)
         assert not caught.value.hint and "nearest" not in caught.value.problem
 
 
-def test_what_to_type_for_other_names_is_told(parser: Parser, with_yaml) -> None:
+def test_errors_say_what_to_type_for_other_names(parser: Parser, with_yaml) -> None:
     with pytest.raises(UsageError) as caught:
         parser.parse(["--run_name", "x"])
     assert (
@@ -348,7 +348,7 @@ def test_a_secret_in_a_bad_config_is_not_repeated(with_yaml, text: str) -> None:
     assert "hf_secret" not in caught.value.render()
 
 
-def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
+def test_stored_options_contain_no_secrets(parser: Parser) -> None:
     given = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
     assert given.token == "hf_secret"
     kept = options.to_plain_values(given)
@@ -377,8 +377,8 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
         "--eos_token",
     ],
 )
-def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
-    """Else a printed command that names one could not be typed."""
+def test_names_and_paths_of_secrets_are_shown(option: str) -> None:
+    """Otherwise a printed command with such an option could not be pasted."""
     for words in ([option, "hub"], [f"{option}=hub"]):
         assert commands.redact_argv(words) == words
         assert commands.shell("x", *words) == " ".join(["x", *words])
@@ -440,7 +440,7 @@ def test_a_dtype_has_two_names_and_one_value(names, text: str, expected: str) ->
     assert options.dtype(*names)(text) == expected
 
 
-def test_identity_leaves_out_how_the_work_is_done(parser: Parser) -> None:
+def test_identity_omits_options_that_do_not_affect_the_result(parser: Parser) -> None:
     one = parser.parse(["--num-workers", "1", "--overwrite", "--no-progress"])
     other = parser.parse(["--num-workers", "2", "--dry-run"])
     assert options.identity(one, "src_dir") == options.identity(other, "src_dir")
@@ -448,7 +448,7 @@ def test_identity_leaves_out_how_the_work_is_done(parser: Parser) -> None:
     assert options.identity(one)["num_dirs"] == 20
 
 
-def test_help_tells_every_default_once(parser: Parser, capsys: pytest.CaptureFixture) -> None:
+def test_help_shows_every_default_once(parser: Parser, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as caught:
         parser.parse(["--help"])
     text = capsys.readouterr().out
@@ -458,17 +458,17 @@ def test_help_tells_every_default_once(parser: Parser, capsys: pytest.CaptureFix
     assert "[]" not in text and "None" not in text
 
 
-def test_all_values_that_are_refused_are_told_at_once() -> None:
+def test_all_wrong_values_are_reported_at_once() -> None:
     parser = options.Parser(None)
     parser.add_argument("--nodes", type=options.positive_int, default=1)
     parser.add_argument("--kind", choices=("a", "b"))
     parser.add_argument("--port", type=options.port)
     with pytest.raises(UsageError) as caught:
         parser.parse(["--nodes", "", "--kind", "c", "--port", "0"])
-    said = caught.value.problem
-    assert said.startswith("3 problems:") and "got nothing" in said
-    assert "invalid choice: 'c'" in said
-    assert "a port from 1 to 65535" in said and len(caught.value.several) == 3
+    problem = caught.value.problem
+    assert problem.startswith("3 problems:") and "got nothing" in problem
+    assert "invalid choice: 'c'" in problem
+    assert "a port from 1 to 65535" in problem and len(caught.value.several) == 3
     problems = Problems()
     problems.add(caught.value)
     problems.add("one more")
@@ -476,7 +476,7 @@ def test_all_values_that_are_refused_are_told_at_once() -> None:
         problems.raise_if_any()
 
 
-def test_names_that_are_not_utf8_are_refused_but_for_raw_files(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_refused_except_for_raw_files(tmp_path: Path) -> None:
     parser = Parser("a stage")
     for flag in ("--src-dir", "--save-dir"):
         parser.add_argument(flag, type=Path, help="directory")

@@ -1,4 +1,4 @@
-"""Which experiment a name or a path means."""
+"""Find the experiment that a name or a path means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lib.core.errors import UsageError
         ("./exp", None, "exp"),
     ],
 )
-def test_a_name_lies_in_outputs_and_a_path_is_itself(
+def test_names_are_in_outputs_and_paths_stay_as_typed(
     text: str, save_dir: str | None, root: str
 ) -> None:
     opts = Namespace(experiment_name=text, save_dir=save_dir and Path(save_dir))
@@ -43,9 +43,7 @@ def test_a_name_lies_in_outputs_and_a_path_is_itself(
         ({"checkpoint_dir": "a/b", "experiment_name": "a/b/exp"}, "a/b/exp"),
     ],
 )
-def test_a_directory_of_checkpoints_is_that_of_the_run_or_of_all_runs(
-    given: dict[str, str], root: str
-) -> None:
+def test_checkpoint_dir_is_the_run_or_the_parent_of_runs(given: dict[str, str], root: str) -> None:
     opts = Namespace(
         save_dir=None,
         experiment_name=given.get("experiment_name"),
@@ -55,14 +53,14 @@ def test_a_directory_of_checkpoints_is_that_of_the_run_or_of_all_runs(
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.checkpoint_dir is None
 
 
-def test_two_places_for_the_same_are_refused() -> None:
+def test_save_dir_and_checkpoint_dir_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="give --save-dir or --checkpoint-dir, not both"):
         paths.expand_save_dir(
             Namespace(save_dir=Path("a"), checkpoint_dir=Path("b"), experiment_name="x")
         )
 
 
-def test_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dot_means_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exp" / "logs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "exp")
     assert paths.experiment(".").root == tmp_path / "exp"
@@ -71,17 +69,17 @@ def test_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["", "/", ".hidden", "outputs/.hidden", "outputs/-x", "a\nb"])
-def test_what_is_no_name(text: str) -> None:
+def test_invalid_names_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a name of an experiment"):
         paths.experiment(text)
 
 
-def test_a_path_that_save_dir_contradicts() -> None:
+def test_a_path_that_contradicts_save_dir_is_refused() -> None:
     with pytest.raises(UsageError, match="outputs/exp does not lie in --save-dir results"):
         paths.experiment("outputs/exp", Path("results"))
 
 
-def test_who_reads_finds_a_run_beside_it_too(
+def test_readers_also_find_runs_in_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "exp").mkdir()

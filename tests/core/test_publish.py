@@ -1,4 +1,4 @@
-"""Atomic publish: an artifact is whole under its final name, or it is not there."""
+"""Artifacts appear under their final name complete, or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_what_is_published_is_done_and_alone(tmp_path: Path) -> None:
+def test_a_published_artifact_is_done_without_leftovers(tmp_path: Path) -> None:
     target = tmp_path / "deep/corpus"
     assert not publish.is_done(target, KIND, identity(), overwrite=False)
     make(target)
@@ -52,19 +52,19 @@ def test_what_is_published_is_done_and_alone(tmp_path: Path) -> None:
     assert names(target.parent) == ["corpus"] and names(target) == ["f", "manifest.json"]
 
 
-def test_what_was_killed_just_after_it_had_published_is_done_and_alone(tmp_path: Path) -> None:
-    """Killed at each operation until there is none; a dry run, or a user's own, changes nothing."""
+def test_a_kill_just_after_publishing_leaves_a_finished_artifact(tmp_path: Path) -> None:
+    """The process is killed at each operation in turn. A dry run deletes nothing."""
     at = 0
     target = tmp_path / "corpus"
-    mine = users_own(tmp_path)
-    while not finished_with(Fault(str(tmp_path), at := at + 1), target):
+    user_directories = make_user_directories(tmp_path)
+    while not has_survived(Fault(str(tmp_path), at := at + 1), target):
         if not publish.is_done(target, KIND, identity(2), False, dry_run=True):
             make(target, x=2)
-        left = names(tmp_path)
+        before = names(tmp_path)
         assert publish.is_done(target, KIND, identity(2), False, dry_run=True)
-        assert names(tmp_path) == left
+        assert names(tmp_path) == before
         assert publish.is_done(target, KIND, identity(2), False)
-        assert names(tmp_path) == sorted(["corpus", *mine])
+        assert names(tmp_path) == sorted(["corpus", *user_directories])
         shutil.rmtree(target)
     assert at > 15
 
@@ -96,7 +96,7 @@ def test_a_mount_point_is_refused_before_the_work(
         publish.is_done(target, KIND, identity(2), overwrite=True)
 
 
-def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
+def test_differences_are_named_as_typed(tmp_path: Path) -> None:
     target = tmp_path / "corpus"
     make(target)
     changed = {"options": {"num_dirs": 2}, "inputs": {"source": "t"}}
@@ -107,37 +107,37 @@ def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
         "--num-dirs: 1 there, 2 now",
     ]
     assert "--overwrite" in caught.value.run
-    for old, new, told in (
+    for old, new, message in (
         (3e-4 / 10 * 10.1, 1e-4, "0.000303 there, 0.0001 now"),
         (0.0, 1, "0.0 there"),
         (0.1 + 0.2, 0.3000000000000001, "0.30000000000000004 there"),
     ):
-        assert told in str(find_differences(old, new)[0])
+        assert message in str(find_differences(old, new)[0])
     with pytest.raises(UsageError) as caught:
         publish.is_done(target, "thing/2", identity(), overwrite=False)
     assert "format: thing/1 there, thing/2 now" in caught.value.found
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("there", ["file", "directory", "other kind", "foreign manifest"])
-def test_what_is_not_ours_is_never_replaced(tmp_path: Path, there: str, overwrite: bool) -> None:
+@pytest.mark.parametrize("content", ["file", "directory", "other kind", "foreign manifest"])
+def test_files_of_others_are_never_replaced(tmp_path: Path, content: str, overwrite: bool) -> None:
     target = tmp_path / "corpus"
-    if there == "file":
+    if content == "file":
         target.write_text("mine")
     else:
         target.mkdir()
         (target / "mine").write_text("mine")
-    if there == "other kind":
+    if content == "other kind":
         (target / "manifest.json").write_text(json.dumps({"kind": "model/1", "files": []}))
-    if there == "foreign manifest":
+    if content == "foreign manifest":
         (target / "manifest.json").write_text('{"name": "an app"}')
     with pytest.raises(UsageError, match="was not made by this stage"):
         publish.is_done(target, KIND, identity(), overwrite)
-    assert (target if there == "file" else target / "mine").read_text() == "mine"
+    assert (target if content == "file" else target / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("content", [None, "short", "x" * 100])
-def test_what_has_lost_files_is_not_done(tmp_path: Path, content: str | None) -> None:
+def test_an_artifact_that_lost_files_is_not_done(tmp_path: Path, content: str | None) -> None:
     target = tmp_path / "corpus"
     make(target, "as it was made")
     (target / "f").unlink()
@@ -157,7 +157,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_resumable_build_goes_on_from_what_is_finished(tmp_path: Path) -> None:
+def test_a_resumable_build_continues_from_finished_files(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with pytest.raises(OSError), Build(target, KIND, identity(), False, resumable=True) as build:
         (build.dir / "part").write_text("part")
@@ -169,7 +169,7 @@ def test_a_resumable_build_goes_on_from_what_is_finished(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["content", "content/part"])
-def test_nothing_is_written_behind_a_link_in_what_is_resumed(tmp_path: Path, name: str) -> None:
+def test_a_resumed_build_does_not_write_through_links(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/part").write_text("mine")
     build = Build(tmp_path / "model", KIND, identity(), False, resumable=True)
@@ -195,7 +195,7 @@ def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
-def test_overwrite_keeps_the_old_whole_until_it_is_replaced(
+def test_overwrite_keeps_the_old_artifact_until_it_is_replaced(
     tmp_path: Path, monkeypatch, swap: bool
 ) -> None:
     if not swap:
@@ -221,8 +221,8 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "big_disk/corpus/f").read_text() == "new"
 
 
-def users_own(directory: Path) -> list[str]:
-    """Make directories that a user may have beside an artifact; return their names."""
+def make_user_directories(directory: Path) -> list[str]:
+    """Create directories that a user may have beside an artifact; return their names."""
     made = ["corpus.old-2025", "corpus.partial-12345678", "corpus.partial-keepme"]
     for name in made:
         make(directory / name, "mine")
@@ -230,8 +230,8 @@ def users_own(directory: Path) -> list[str]:
     return [*made, "corpus.partial-87654321"]
 
 
-def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
-    mine = users_own(tmp_path)
+def test_user_directories_named_like_leftovers_stay(tmp_path: Path) -> None:
+    user_directories = make_user_directories(tmp_path)
     (tmp_path / "corpus").mkdir()
     for x in range(3):
         make(tmp_path / "corpus", "new", x, overwrite=True)
@@ -242,8 +242,8 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
         shutil.copytree(build.partial, copied)
         raise OSError
     make(tmp_path / "corpus", "newer", overwrite=True)
-    assert names(tmp_path) == sorted(["corpus", copied.name, *mine])
-    assert all((tmp_path / name / "f").read_text() == "mine" for name in mine)
+    assert names(tmp_path) == sorted(["corpus", copied.name, *user_directories])
+    assert all((tmp_path / name / "f").read_text() == "mine" for name in user_directories)
     shutil.rmtree(copied)
     build.partial.mkdir()
     (build.partial / "mine").write_text("mine")
@@ -257,31 +257,31 @@ def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
 def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, monkeypatch, swap: bool) -> None:
-    """Whatever was killed where: the old or the new one is there, or comes back with the next."""
+    """After each kill the old or the new artifact exists, or the next build restores it."""
     if not swap:
         monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())
     at = 0
     killed = True
     target = tmp_path / "corpus"
-    mine = users_own(tmp_path)
+    user_directories = make_user_directories(tmp_path)
     while killed:
         at += 1
         make(target, "old", overwrite=True)
-        killed = not finished_with(Fault(str(tmp_path), at), target)
+        killed = not has_survived(Fault(str(tmp_path), at), target)
         if target.exists():
             assert (target / "f").read_text() in ("old", "new") and names(target)[0] == "f"
         assert target.exists() or not swap
         with Build(target, KIND, identity(3), overwrite=True, resumable=True) as build:
             assert names(build.dir) == [] and (target / "f").read_text() in ("old", "new")
             finish(build, "newer")
-        assert names(tmp_path) == sorted(["corpus", *mine])
+        assert names(tmp_path) == sorted(["corpus", *user_directories])
         assert (target / "f").read_text() == "newer"
-        assert all((tmp_path / name / "f").read_text() == "mine" for name in mine)
+        assert all((tmp_path / name / "f").read_text() == "mine" for name in user_directories)
     assert at > 15
 
 
-def finished_with(fault: Fault, target: Path) -> bool:
-    """Replace an artifact in a process of its own; tell whether it survived the fault."""
+def has_survived(fault: Fault, target: Path) -> bool:
+    """Replace an artifact in a child process; return whether that survived the fault."""
     pid = os.fork()
     if not pid:
         fault.install()
@@ -290,7 +290,7 @@ def finished_with(fault: Fault, target: Path) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_builder_is_refused_without_harm(tmp_path: Path) -> None:
     target = tmp_path / "corpus"
     with Build(target, KIND, identity(), False) as build:
         for other in (identity(), identity(2)):
@@ -313,17 +313,17 @@ def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return what makes this process one of another node, where locks are local to a node."""
+    """Return a function that lets this process act as another node. Locks are local to a node."""
     monkeypatch.setattr(lease.fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(lease, "BEAT_S", 0.1)
     monkeypatch.setattr(lease, "SETTLE_S", 0.1)
     return lambda name: monkeypatch.setattr(liveness, "machine_identity", lambda: name)
 
 
-def test_two_nodes_do_not_build_one_thing_where_locks_are_local(
+def test_two_nodes_with_local_locks_do_not_build_the_same_artifact(
     tmp_path: Path, node, monkeypatch
 ) -> None:
-    """Neither what the other builds, nor what it builds with other options, is touched."""
+    """No node touches a directory in which the other builds, with the same or other options."""
     target = tmp_path / "corpus"
     node("a")
     with Build(target, KIND, identity(), False) as build:
@@ -343,24 +343,22 @@ def test_two_nodes_do_not_build_one_thing_where_locks_are_local(
 
 
 @pytest.mark.parametrize("silent_s", [60, 6000])
-def test_leftovers_of_another_node_go_when_it_has_long_been_silent(
-    tmp_path: Path, node, silent_s: int
-) -> None:
+def test_leftovers_of_a_silent_node_are_deleted(tmp_path: Path, node, silent_s: int) -> None:
     target = tmp_path / "corpus"
-    left = tmp_path / "corpus.partial-12345678"
-    left.mkdir()
-    partial_dirs.claim(left)
-    record = left / publish.OWNER
+    partial = tmp_path / "corpus.partial-12345678"
+    partial.mkdir()
+    partial_dirs.claim(partial)
+    record = partial / publish.OWNER
     manifest.write_json(record, {"host": "a", "pid": 1, "machine": "a", "id": "x", "beats": 3})
     at = record.stat().st_mtime - silent_s
     os.utime(record, (at, at))
     node("b")
     make(target)
-    assert left.exists() == (silent_s < 600)
+    assert partial.exists() == (silent_s < 600)
 
 
-def test_who_slept_until_another_had_published_hears_of_it(tmp_path: Path, node) -> None:
-    """Its directory is gone: no bug, and what waits for the artifact goes on with that."""
+def test_a_suspended_builder_reports_that_another_published(tmp_path: Path, node) -> None:
+    """Its directory is gone. That is no bug: callers can use the artifact of the other."""
     target = tmp_path / "corpus"
     node("a")
     with (
@@ -376,8 +374,8 @@ def test_who_slept_until_another_had_published_hears_of_it(tmp_path: Path, node)
     assert (target / "f").read_text() == "new" and names(tmp_path) == ["corpus"]
 
 
-def test_who_lost_what_it_builds_ends_at_once(tmp_path: Path, node, monkeypatch) -> None:
-    """It was stopped for so long that another took over, and must not publish."""
+def test_a_builder_that_lost_its_lease_ends_at_once(tmp_path: Path, node, monkeypatch) -> None:
+    """It was suspended for so long that another process took over, so it must not publish."""
     ended = []
     monkeypatch.setattr(publish.os, "_exit", ended.append)
     node("a")

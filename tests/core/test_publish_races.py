@@ -1,4 +1,4 @@
-"""Atomic publish where processes are killed, meet each other, or find the disk full."""
+"""Publish artifacts with killed processes, races and full disks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_killed_build_does_not_exist_and_is_cleaned_up(
 
 
 def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) -> None:
-    """Whoever comes late hears AlreadyBuilding, whatever the others do at that moment."""
+    """The others get AlreadyBuilding, whatever the first one does at that moment."""
     for attempt in range(3):
         target = tmp_path / f"corpus{attempt}"
         racers = [start(environment, target, number, 0.05) for number in range(6)]
@@ -73,9 +73,7 @@ def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) ->
 
 
 @pytest.mark.parametrize("state", ["removed", "published"])
-def test_a_directory_that_goes_away_while_it_is_locked(
-    tmp_path: Path, monkeypatch, state: str
-) -> None:
+def test_a_directory_that_disappears_is_not_locked(tmp_path: Path, monkeypatch, state: str) -> None:
     """Between the open and the lock another process may remove or publish the directory."""
     path = tmp_path / "d"
     flock = lease.fcntl.flock
@@ -110,7 +108,7 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path, python) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(small_disk: Path, python) -> None:
     done = python(
         """
 import sys

@@ -1,4 +1,4 @@
-"""What others wrote is read within limits, and leads nowhere outside."""
+"""Records of others are read within limits, and their paths stay inside a directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MERGES = "a0: &a0 {k: v}\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("[" * DEEP, "levels deep"),
         ("[" * 500 + "]" * 500, "levels deep"),
@@ -32,13 +32,13 @@ MERGES = "a0: &a0 {k: v}\n" + "".join(
         ("1" * 5000, "4300 digits"),
     ],
 )
-def test_json_that_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         records.parse_json(text)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("[" * DEEP, "levels deep"),
         ("- " * DEEP + "x", "levels deep"),
@@ -55,15 +55,15 @@ def test_json_that_is_refused(text: str, said: str) -> None:
         ("a: *b", "alias"),
     ],
 )
-def test_yaml_that_is_refused(text: str, said: str) -> None:
-    """At once: none of it is built first."""
+def test_invalid_yaml_is_refused(text: str, message: str) -> None:
+    """YAML is refused before its values are built."""
     began = time.monotonic()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         records.parse_yaml(text)
     assert time.monotonic() - began < 2
 
 
-def test_yaml_and_json_that_are_taken(tmp_path: Path) -> None:
+def test_valid_yaml_and_json_are_read(tmp_path: Path) -> None:
     assert records.parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: 1}}") == {
         "a": [1, 2],
         "b": [1, 2],
@@ -93,7 +93,7 @@ def test_yaml_and_json_that_are_taken(tmp_path: Path) -> None:
         "token: !!binary hf_s3cret\u00e9",
     ],
 )
-def test_no_message_repeats_what_a_config_holds(tmp_path: Path, text: str) -> None:
+def test_messages_do_not_quote_the_content_of_a_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UsageError) as caught:
         config_file.read_yaml(tmp_path / "run.yaml", "--config: ")
@@ -104,7 +104,7 @@ def test_no_message_repeats_what_a_config_holds(tmp_path: Path, text: str) -> No
     "path",
     ["../f", "/etc/passwd", "a/../../f", "a//b", "", ".", "a\0b", 5, None, "a/./b", "\ud800"],
 )
-def test_a_path_that_leads_out_makes_no_manifest(tmp_path: Path, path: object) -> None:
+def test_a_manifest_with_outside_paths_is_invalid(tmp_path: Path, path: object) -> None:
     assert records.leads_out(path)
     content = {
         "kind": "model/1",
@@ -119,7 +119,7 @@ def test_a_path_that_leads_out_makes_no_manifest(tmp_path: Path, path: object) -
 
 
 def test_a_record_deletes_nothing_outside(tmp_path: Path) -> None:
-    """Neither by its parts, nor by a link that lies in the directory."""
+    """Neither the parts of a path nor a link in the directory lead outside."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/f").write_text("mine")
     target = tmp_path / "raw/org--name/.hub"
@@ -133,7 +133,7 @@ def test_a_record_deletes_nothing_outside(tmp_path: Path) -> None:
     assert (tmp_path / "mine/f").read_text() == "mine"
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_reading_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     assert manifest.read_if_any(tmp_path) is None and manifest.read_kind(tmp_path) == ""
     with pytest.raises(ValueError, match="not a regular file"):

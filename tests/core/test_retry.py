@@ -1,4 +1,4 @@
-"""Polling and retrying: when they go on, when they end, and how long they wait."""
+"""Polling and retrying: when they continue, when they end, and how long they wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stage starts and ends: the offline guard, exit codes, log and progress lines."""
+"""The start and end of a stage: offline guard, exit codes, log and progress lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ stage.run(main)
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "told"),
+    ("raised", "code", "message"),
     [
         (
             "errors.UsageError('bad option', run='do this')",
@@ -50,12 +50,12 @@ stage.run(main)
         ("KeyboardInterrupt", 130, "interrupted; run the same command again"),
     ],
 )
-def test_what_a_person_can_cure_has_a_code_and_no_traceback(python, raised, code, told) -> None:
+def test_errors_of_users_have_a_code_and_no_traceback(python, raised, code, message) -> None:
     done = python(RAISE.format(raised), expect=code)
-    assert told in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+    assert message in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_an_interruption_is_told_by_one_rank(python) -> None:
+def test_only_rank_0_reports_an_interruption(python) -> None:
     assert python(RAISE.format("KeyboardInterrupt"), expect=130, env={"RANK": "1"}).stderr == ""
 
 
@@ -65,19 +65,19 @@ def test_a_bug_keeps_its_traceback(python, raised: str) -> None:
     assert "Traceback" in done.stderr and "bug" in done.stderr
 
 
-def test_being_stopped_is_no_error(python) -> None:
+def test_a_preempted_run_reports_no_error(python) -> None:
     done = python(RAISE.format("errors.Preempted('stopped after step 3')"), expect=EXIT_PREEMPTED)
     assert done.stdout == "stopped after step 3\n" and done.stderr == ""
 
 
-def test_a_rank_other_than_0_speaks_later_and_with_its_number(python) -> None:
+def test_other_ranks_print_later_and_with_their_number(python) -> None:
     began = time.monotonic()
     done = python(RAISE.format("errors.UsageError('bad')"), expect=2, env={"RANK": "3"})
     assert done.stderr == "[rank=3] error: bad\n"
     assert time.monotonic() - began > 1.5
 
 
-def test_a_real_ctrl_c(environment, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_stage_without_a_traceback(environment, tmp_path: Path) -> None:
     code = (
         "import time\nfrom lib.core import stage\n"
         "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run(main)"
@@ -92,8 +92,8 @@ def test_a_real_ctrl_c(environment, tmp_path: Path) -> None:
     ) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=30)
-    assert process.returncode == 130 and "interrupted" in told and "Traceback" not in told
+        _, message = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted" in message and "Traceback" not in message
 
 
 def test_a_stage_is_offline_before_any_import(python) -> None:
@@ -122,7 +122,7 @@ def test_stage_03_may_stay_online(python) -> None:
 
 
 @pytest.mark.parametrize("module", ["huggingface_hub", "datasets", "transformers"])
-def test_too_late_to_go_offline_is_a_bug(python, module: str) -> None:
+def test_going_offline_after_an_import_is_a_bug(python, module: str) -> None:
     done = python(
         f"import sys, types\nsys.modules[{module!r}] = types.ModuleType({module!r})\n"
         "from lib.core import offline\noffline.enable()",
@@ -131,14 +131,14 @@ def test_too_late_to_go_offline_is_a_bug(python, module: str) -> None:
     assert f"RuntimeError: offline.enable() called after importing {module}" in done.stderr
 
 
-def test_after_the_real_import_too(python) -> None:
+def test_going_offline_after_a_real_import_is_a_bug(python) -> None:
     done = python(
         "import huggingface_hub\nfrom lib.core import offline\noffline.enable()", expect=1
     )
     assert "called after importing huggingface_hub" in done.stderr
 
 
-def test_names_that_are_no_text_do_not_end_a_run(python) -> None:
+def test_names_that_are_not_utf8_do_not_end_a_run(python) -> None:
     done = python(
         "from lib.core import log, streams\nstreams.outlive_readers()\nlog.setup()\n"
         "log.info('caf\\u00e9 \\udcff')",
@@ -147,7 +147,7 @@ def test_names_that_are_no_text_do_not_end_a_run(python) -> None:
     assert done.stdout == "caf\\xe9 \\udcff\n"
 
 
-def test_the_log_file_of_a_rank_has_what_its_console_has_not(python, tmp_path: Path) -> None:
+def test_the_log_file_of_a_rank_contains_more_than_its_console(python, tmp_path: Path) -> None:
     done = python(
         "from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
         "log.add_file(Path('logs/r.log'))\nlog.info('quiet')\nlog.warn('loud')\n"
@@ -175,7 +175,7 @@ with progress.Progress("reading", total, sys.argv[2], enabled=sys.argv[3] == "on
 """
 
 
-def test_progress_is_lines_where_there_is_no_terminal(python) -> None:
+def test_progress_prints_lines_without_a_terminal(python) -> None:
     done = python(PROGRESS, 2_000_000, "B", "on")
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and done.stderr == ""
@@ -184,7 +184,7 @@ def test_progress_is_lines_where_there_is_no_terminal(python) -> None:
 
 
 @pytest.mark.parametrize(("switch", "rank"), [("off", "0"), ("on", "1")])
-def test_progress_is_silent_when_told_and_on_other_ranks(python, switch: str, rank: str) -> None:
+def test_progress_can_be_disabled_and_only_rank_0_shows_it(python, switch: str, rank: str) -> None:
     assert python(PROGRESS, 10, "B", switch, env={"RANK": rank}).stdout == ""
 
 
@@ -206,7 +206,7 @@ def test_progress_is_a_bar_on_a_terminal(environment, tmp_path: Path) -> None:
     os.close(master)
 
 
-def test_what_was_done_before_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_work_does_not_count_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
     monkeypatch.setattr(progress.log, "info", lines.append)
@@ -223,7 +223,7 @@ def test_progress_lines_are_rare() -> None:
     assert progress._LINE_EVERY_S >= 10 and log.rank() == 0
 
 
-def test_step_names_sort_and_come_back() -> None:
+def test_step_names_are_parsed_back() -> None:
     assert paths.step_name(1000) == "step_00001000"
     assert [
         paths.step_of(name) for name in ("step_00001000", "step_x", "step_1.tmp-3", "best")

@@ -1,4 +1,4 @@
-"""Threads work on the GPU of whoever made them; shown with a stand-in for torch's cuda module."""
+"""Threads use the GPU of the thread that created them, here with a fake torch.cuda."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPU = 3
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Let this process look as if it used GPU 3; return by name of a thread which GPU it took."""
+    """Act as if this process used GPU 3; return the GPU that each thread set, by its name."""
     taken: dict[str, int] = {}
 
     def take(device: int) -> None:
@@ -32,16 +32,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return taken
 
 
-def test_a_thread_takes_the_gpu_of_its_maker(on_gpu: dict[str, int]):
+def test_a_thread_uses_the_gpu_of_its_creator(on_gpu: dict[str, int]):
     with workers.thread_pool(name="mine") as pool:
         pool.submit(int).result()
     assert on_gpu == {"mine": GPU}
 
 
-def test_threads_that_touch_tensors_do(
+def test_all_threads_with_tensors_use_the_current_gpu(
     on_gpu: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Copies, saves, loads and reading ahead use threads; one thread copies what is on a GPU."""
+    """Host copies, saves, loads and the data loader use threads."""
     weight = torch.nn.Parameter(torch.ones(3))
     copies = HostCopies(torch.optim.SGD([weight], lr=1.0))
     taken = copies.copy_tensors({"model.weight": weight})
@@ -59,7 +59,7 @@ def test_threads_that_touch_tensors_do(
     assert on_gpu == {"staging": GPU, "loader": GPU, "reader": GPU}
 
 
-def test_without_a_gpu_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_no_device_is_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("no GPU is here"))
     with workers.thread_pool() as pool:
         assert pool.submit(int).result() == 0

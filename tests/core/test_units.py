@@ -1,4 +1,4 @@
-"""Numbers for people, and back."""
+"""Format and parse sizes, counts and durations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parse_size(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5PB", "five", "1e9", "5 G B", "1,000"])
-def test_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         units.parse_size(text)
 

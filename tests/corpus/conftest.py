@@ -1,4 +1,4 @@
-"""Reads tiny inputs through the whole of lib/corpus, in this process."""
+"""Build datasets from tiny inputs in this process, with all of lib/corpus."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from lib.tokens.chat import conversations
 
 @dataclass
 class Outcome:
-    """rows: of the split train. problems: lines of errors.jsonl. sources: column, if kept. chats:
-    the rows of a chat dataset."""
+    """Holds the content of a built dataset.
+
+    rows: of the split train. problems: lines of errors.jsonl. sources: the column, if it is kept.
+    chats: the rows of a chat dataset.
+    """
 
     rows: list[str]
     problems: list[dict]
@@ -47,30 +50,32 @@ def table(directory: Path) -> pa.Table:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """Return read({"a.json": b"…"}, **shape): what those files give."""
+    """Return read({"a.json": b"…"}, **options), which builds a dataset from these files."""
 
-    def run(files: dict[str, bytes | str], **shape) -> Outcome:
+    def run(files: dict[str, bytes | str], **options) -> Outcome:
         folder = tmp_path / "data"
         out = tmp_path / "out"
         for name, data in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        found, skipped = inputs.find_inputs(folder, False)
-        with DatasetWriter(out, RowOptions(**shape)) as dataset:
+        files_found, skipped = inputs.find_inputs(folder, False)
+        with DatasetWriter(out, RowOptions(**options)) as dataset:
             dataset.note_skipped(skipped)
-            for unit in work_units.cut_files(folder, found, out / PARTS, RowOptions(**shape)):
+            for unit in work_units.cut_files(
+                folder, files_found, out / PARTS, RowOptions(**options)
+            ):
                 dataset.add(work_units.process_unit(unit))
             dataset.finish()
         homes = (
-            {split: out / split for split in RowOptions(**shape).splits}
-            if shape.get("validation_percent")
+            {split: out / split for split in RowOptions(**options).splits}
+            if options.get("validation_percent")
             else {"train": out}
         )
         tables = {split: table(home) for split, home in homes.items()}
         problems = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
         train = tables["train"]
-        if shape.get("format") == "chat":
+        if options.get("format") == "chat":
             return Outcome(
                 [],
                 problems,
@@ -85,8 +90,8 @@ def read(tmp_path: Path) -> Read:
             rows=train["text"].to_pylist(),
             problems=problems,
             dataset=dataset,
-            splits={split: found["text"].to_pylist() for split, found in tables.items()},
-            sources=train["source"].to_pylist() if shape.get("keep_source") else [],
+            splits={split: rows["text"].to_pylist() for split, rows in tables.items()},
+            sources=train["source"].to_pylist() if options.get("keep_source") else [],
         )
 
     return run

@@ -1,4 +1,4 @@
-"""Conversations go into Arrow columns and come back as they were."""
+"""Conversations survive the round trip through Arrow columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lib.corpus import chat_rows
 from lib.tokens.chat import conversations
 
 
-def test_rows_come_back_as_they_went_in() -> None:
+def test_rows_survive_the_round_trip() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, 2.5, None, "ä"]}}}
     rows = [
         (

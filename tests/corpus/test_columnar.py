@@ -1,4 +1,4 @@
-"""Parquet and Arrow: rows, nested values, damage, and large files in pieces."""
+"""Parquet and Arrow: rows, nested values, damage, and large files in spans."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ def test_rows_are_documents_and_nested_strings_their_text(read, name):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.arrow", "c.arrow"])
-def test_whatever_the_suffix_and_compressed(read, name):
+def test_formats_are_detected_by_content_and_decompressed(read, name):
     data = encoded(ROWS[:50])[name]
     outcome = read({"a.txt": data, f"b{name}.gz": gzip.compress(data), "c.bz2": bz2.compress(data)})
     assert outcome.rows == TEXTS[:50] * 3 and not outcome.problems
 
 
-def test_fields_take_columns_and_parts_of_them(read):
+def test_fields_select_columns_and_nested_keys(read):
     files = encoded(ROWS[:2])
     assert read(files, fields=("meta.title", "n")).rows == ["title 0", "title 1"] * 3
 
 
-def test_a_field_that_is_no_string_was_still_seen(read):
+def test_fields_without_strings_count_as_seen(read):
     outcome = read(encoded(ROWS[:2]), fields=("n", "none", "absent"))
     assert outcome.dataset.tally.fields_seen == {"n", "none"}
     assert [problem["kind"] for problem in outcome.problems] == ["no string"] * 6
     assert outcome.problems[1]["message"].startswith("document 2:")
 
 
-def test_kinds_of_columns_that_hold_strings(read):
+def test_all_column_types_with_strings_are_read(read):
     arrays = {
         "dictionary": pa.array(["x", "y"]).dictionary_encode(),
         "large": pa.array(["l", None], pa.large_string()),
@@ -87,21 +87,21 @@ def test_kinds_of_columns_that_hold_strings(read):
     assert read({"a.arrow": ipc(table)}).rows == ["x\nl\nv\np\nq\nvalue", "y\nw"]
 
 
-def test_bytes_that_are_no_utf8_are_replaced(read):
+def test_invalid_utf8_in_columns_is_replaced(read):
     column = pa.array([b"ok", b"a\xffb", None], pa.binary()).view(pa.string())
     outcome = read({"a.arrow": ipc(pa.table({"t": column}))})
     assert outcome.rows == ["ok", "a\ufffdb"] and outcome.dataset.tally.replaced == 1
     assert outcome.kinds == ["no string", "encoding"]
 
 
-def test_files_without_text_or_rows(read):
+def test_columnar_files_without_text_or_rows_are_listed(read):
     numbers = pa.table({"n": [1, 2, 3]})
     outcome = read({"a.parquet": parquet(numbers), "b.parquet": parquet(numbers[:0]), "c.txt": "t"})
     assert outcome.rows == ["t"]
     assert outcome.kinds == ["no string"] * 3 + ["empty"]
 
 
-def test_a_damaged_row_group_costs_only_itself(read):
+def test_only_a_damaged_row_group_is_lost(read):
     data = bytearray(encoded(ROWS)["a.parquet"])
     meta = pq.ParquetFile(io.BytesIO(data)).metadata
     start = (
@@ -115,7 +115,7 @@ def test_a_damaged_row_group_costs_only_itself(read):
     assert problem["kind"] == "syntax" and "row group 1" in problem["message"]
 
 
-def test_cut_files_keep_what_is_whole_and_never_raise(read):
+def test_cut_files_keep_complete_rows(read):
     files = encoded(ROWS)
     outcome = read(
         {

@@ -1,4 +1,4 @@
-"""Conversations out of every format: what becomes a row, and what is refused by name."""
+"""Conversations of all formats become rows; other records are refused with a reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CALLING = [
     {"role": "tool", "content": "3"},
     ANSWER,
 ]
-# What a record holds, and the conversation that it is: messages, tools, weights.
+# By format: a record, and the messages, tools and weights of its conversation.
 RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
     "messages": [
         ({"messages": [USER, ANSWER]}, [USER, ANSWER], None, None),
@@ -319,7 +319,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("decoder")
-def test_every_format_from_every_kind_of_file(read):
+def test_every_format_is_read_from_every_kind_of_file(read):
     files: dict[str, bytes | str] = {}
     for number, cases in enumerate(RECORDS.values()):
         records = [record for record, *_ in cases]
@@ -356,8 +356,8 @@ def test_every_format_from_every_kind_of_file(read):
 
 
 @pytest.mark.usefixtures("decoder")
-def test_numbers_and_nulls_of_tables(read):
-    """A struct has the fields of all rows, and weights have no text in their column."""
+def test_numbers_and_nulls_of_tables_are_kept(read):
+    """A struct column contains the fields of all rows, and the column of weights no text."""
     records = [
         {
             "messages": [
@@ -385,8 +385,8 @@ def test_numbers_and_nulls_of_tables(read):
     assert read({"c.arrow": sink.getvalue()}, format="chat").problems[-1]["line"] == 1
 
 
-def test_tables_of_text_and_yaml(read):
-    """A cell of CSV that is a number is text here; in YAML a number has no quotes around it."""
+def test_conversations_in_csv_and_yaml_are_read(read):
+    """A number is text in a cell of CSV, but in YAML only between quotes."""
     outcome = read(
         {
             "a.csv": "prompt,completion,n\nhow many?,42,1\nand now?,,2\n",
@@ -418,7 +418,7 @@ def test_tables_of_text_and_yaml(read):
 
 
 @pytest.mark.usefixtures("decoder")
-def test_what_does_not_fit_is_named_with_its_line(read):
+def test_refused_records_are_listed_with_their_line(read):
     good = {"messages": [USER, ANSWER]}
     records = [record for each in REFUSED for record in (each[1], good)]
     data = lines(records)
@@ -448,7 +448,7 @@ def test_what_does_not_fit_is_named_with_its_line(read):
     }
 
 
-def test_lines_of_a_file_that_is_cut_are_numbered_through(read, monkeypatch):
+def test_line_numbers_continue_across_spans(read, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 400)
     records = [
         {"messages": [USER, {**ANSWER, "content": str(number % 50)}]} for number in range(100)
@@ -465,7 +465,7 @@ def test_lines_of_a_file_that_is_cut_are_numbered_through(read, monkeypatch):
     assert not outcome.dataset.tally.chat.mixed
 
 
-def test_rows_that_are_dropped_leave_the_lines_of_others(read, monkeypatch):
+def test_dropped_rows_do_not_change_other_line_numbers(read, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 400)
     records = [
         {"messages": [USER, {**ANSWER, "content": f"answer {number % 30}"}]}
@@ -488,7 +488,7 @@ def test_rows_that_are_dropped_leave_the_lines_of_others(read, monkeypatch):
     assert outcome.dataset.summary()["text_bytes"] == text_bytes
 
 
-def test_a_file_of_two_formats_is_found_wherever_it_is_cut(read, monkeypatch):
+def test_mixed_formats_are_found_in_all_spans(read, monkeypatch):
     alpaca = {"instruction": "q", "output": "a"}
     chat = {"messages": [USER, ANSWER]}
     for size in (1 << 30, 300):
@@ -511,7 +511,7 @@ def test_a_file_of_two_formats_is_found_wherever_it_is_cut(read, monkeypatch):
 
 
 @pytest.mark.usefixtures("decoder")
-def test_what_is_not_unicode_is_replaced_and_counted(read):
+def test_invalid_unicode_is_replaced_and_counted(read):
     odd = json.dumps(
         {
             "messages": [
@@ -551,7 +551,7 @@ def test_what_is_not_unicode_is_replaced_and_counted(read):
     assert outcome.chats[2][1] == Place("c.json", 1)
 
 
-def test_what_is_nested_without_end_or_cut_or_too_large(read, monkeypatch):
+def test_deep_cut_and_large_records_are_listed(read, monkeypatch):
     monkeypatch.setattr("lib.corpus.raw_file.LARGE_BYTES", 5_000_000)
     deep = {"messages": [USER, {**ANSWER, "tool_calls": [call({"x": 1})]}]}
     texts = [json.dumps(deep).replace("1", "[" * depth + "]" * depth) for depth in (5, 300, 90_000)]
@@ -571,7 +571,7 @@ def test_what_is_nested_without_end_or_cut_or_too_large(read, monkeypatch):
     ]
 
 
-def test_of_equal_keys_the_last_counts(read):
+def test_the_last_of_equal_keys_counts(read):
     outcome = read(
         {"a.jsonl": '{"prompt": "x", "completion": "a", "prompt": "q"}\n'}, format="chat"
     )
@@ -580,7 +580,7 @@ def test_of_equal_keys_the_last_counts(read):
 
 @pytest.mark.usefixtures("decoder")
 def test_any_record_becomes_a_row_or_a_line_of_errors(read):
-    """Values of any type at any place neither raise nor give what no template could take."""
+    """Values of any type in any place raise nothing, and no row is unfit for templates."""
     draw = random.Random(17)
     seeds = [record for cases in RECORDS.values() for record, *_ in cases]
     records = []

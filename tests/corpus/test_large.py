@@ -1,4 +1,4 @@
-"""Documents too large for memory: read in pieces, or dropped with a line that says so."""
+"""Documents too large for memory are read in pieces, or dropped and listed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 1000
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make everything beyond a kilobyte large, and read it in pieces of a few bytes."""
+    """Treat everything beyond a kilobyte as large, and read it in pieces of a few bytes."""
     for module in (raw_file, json_reader, table_reader):
         monkeypatch.setattr(module, "LARGE_BYTES", LIMIT)
     monkeypatch.setattr(yaml_reader, "LARGE", LIMIT)
@@ -47,7 +47,7 @@ def test_a_large_json_list_is_read_value_by_value(read, encoded, indent):
 
 @pytest.mark.parametrize("some", [50, 400, 1 << 17])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, some, indent):
+def test_objects_parsed_at_once_equal_those_parsed_one_by_one(read, monkeypatch, some, indent):
     draw = random.Random(some)
     kinds = [
         lambda i: {"id": i, "t": f"é {i}", "in": [{"id": "x"}, {"id": "y, {"}]},
@@ -59,9 +59,9 @@ def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, s
     ]
     made = [draw.choice(kinds)(i) for i in range(400)]
     data = json.dumps(made, indent=indent) + " "
-    monkeypatch.setattr(json_reader, "_SOME", 0)  # one by one
+    monkeypatch.setattr(json_reader, "_PARSED_AT_ONCE", 0)  # one by one
     one_by_one = read({"a.json": data})
-    monkeypatch.setattr(json_reader, "_SOME", some)
+    monkeypatch.setattr(json_reader, "_PARSED_AT_ONCE", some)
     at_once = read({"a.json": data})
     assert at_once.rows == one_by_one.rows and at_once.problems == one_by_one.problems
     assert len(at_once.rows) + len(at_once.problems) == 400
@@ -69,7 +69,7 @@ def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, s
     assert read({"a.json": cut}).problems[-1]["kind"] == "syntax"
 
 
-def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
+def test_a_large_list_is_never_completely_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_file, "_CHUNK", 10_000)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 8000))
@@ -86,20 +86,20 @@ def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         tracemalloc.stop()
 
 
-def test_a_large_list_cut_after_a_comma_is_told(read):
+def test_a_large_list_cut_after_a_comma_is_reported(read):
     outcome = read({"a.json": "[" + '{"a": "x"},\n' * 500})
     assert outcome.rows == ["x"] * 500
     assert [(p["kind"], p["line"]) for p in outcome.problems] == [("syntax", 501)]
 
 
 @pytest.mark.parametrize("between", ["\n", " ", "\n\n \n"])
-def test_many_values_in_a_large_file(read, between):
+def test_many_values_in_a_large_file_are_read(read, between):
     text = between.join(json.dumps(value, indent=1) for value in values(300))
     rows = read({"a.json": text}).rows
     assert rows == [value["a"] for value in values(300) if isinstance(value, dict)]
 
 
-def test_places_in_a_large_file_are_those_of_the_file(read):
+def test_offsets_and_lines_in_a_large_file_are_correct(read):
     lines = [json.dumps({"a": "é" * 50, "i": i}, ensure_ascii=False) for i in range(100)]
     lines[0] = "{\n" + lines[0][1:]
     lines[60] = '{"a": bad}'
@@ -110,7 +110,7 @@ def test_places_in_a_large_file_are_those_of_the_file(read):
     assert problem["line"] == 62 and data[problem["offset"] :].startswith(b'{"a": bad}')
 
 
-def test_a_value_beyond_the_limit_is_dropped_and_told(read):
+def test_a_value_beyond_the_limit_is_dropped_and_listed(read):
     long = json.dumps({"a": "x" * 3 * LIMIT})
     outcome = read(
         {
@@ -139,7 +139,7 @@ def test_a_value_beyond_the_limit_is_dropped_and_told(read):
         ("utf-8", "\ufeff" + "x" * 4999 + "\ufeff"),
     ],
 )
-def test_large_text_is_one_row_as_it_is(read, pack, encoded, text):
+def test_large_text_becomes_one_unchanged_row(read, pack, encoded, text):
     outcome = read(
         {"a.txt": pack(text.encode(encoded)), "b.txt": "b"},
         keep_source=True,
@@ -150,7 +150,7 @@ def test_large_text_is_one_row_as_it_is(read, pack, encoded, text):
     assert outcome.sources == ["a.txt", "b.txt"]
 
 
-def test_large_text_with_bytes_that_are_none(read):
+def test_invalid_bytes_in_large_text_are_replaced(read):
     data = ("é" * 2000).encode() + b"a\xff\xe9b\xc3" + "\ufffd".encode()
     outcome = read(
         {
@@ -188,13 +188,13 @@ def test_large_yaml_is_read_document_by_document(read):
     assert outcome.kinds[:-1] == ["no string"] * 4
 
 
-def test_large_utf16_lines(read):
+def test_large_utf16_lines_are_read(read):
     lines = "".join(f'"{"ਊ" * 40} {i}"\n' for i in range(100))
     assert read({"a.jsonl": lines.encode("utf-16")}).rows == [f"{'ਊ' * 40} {i}" for i in range(100)]
 
 
 @pytest.mark.parametrize("filler", ["", "x" * 2 * LIMIT])
-def test_a_fallback_encoding_reads_what_is_no_utf8(read, filler):
+def test_a_fallback_encoding_decodes_other_bytes(read, filler):
     outcome = read(
         {"a.txt": (filler + "café à").encode("cp1252"), "b.txt": filler + "café"},
         fallback_encoding="cp1252",

@@ -1,4 +1,4 @@
-"""Equal numbers, even sizes."""
+"""Files are assigned to splits in equal numbers and with even sizes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:
         ([3, 3, 2, 2, 2], 2, 6),
     ],
 )
-def test_the_largest_split_is_as_small_as_can_be(sizes, splits, largest):
+def test_the_largest_split_is_as_small_as_possible(sizes, splits, largest):
     counts, sums = loads(sizes, splits)
     assert max(counts) - min(counts) <= 1
     assert max(sums) == largest
 
 
-def test_close_to_the_best_of_all_ways_for_small_inputs():
+def test_small_inputs_are_split_nearly_optimally():
     draw = random.Random(0)
     for _ in range(30):
         sizes = [draw.randint(1, 50) for _ in range(8)]
@@ -48,7 +48,7 @@ def test_close_to_the_best_of_all_ways_for_small_inputs():
 
 
 @pytest.mark.parametrize("splits", [1, 7, 20, 128])
-def test_skewed_sizes_come_out_even(splits):
+def test_skewed_sizes_are_balanced(splits):
     draw = random.Random(splits)
     sizes = [int(draw.lognormvariate(8, 2)) + 1 for _ in range(5000)]
     counts, sums = loads(sizes, splits)
@@ -58,6 +58,6 @@ def test_skewed_sizes_come_out_even(splits):
     assert max(rest) < 1.1 * min(rest) or max(rest) <= max(sizes)
 
 
-def test_the_answer_is_always_the_same():
+def test_the_assignment_is_deterministic():
     sizes = [random.Random(1).randint(1, 9) for _ in range(500)]
     assert assign_to_splits(sizes, 20) == assign_to_splits(sizes, 20)

@@ -1,4 +1,4 @@
-"""What each format gives: rows, and lines of errors.jsonl."""
+"""Read each format: its rows, and its lines of errors.jsonl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.html", "README", "a.unheard-of"])
-def test_a_text_file_of_any_suffix_is_one_document_as_it_is(read, name):
+def test_a_text_file_of_any_suffix_is_one_unchanged_document(read, name):
     text = "  first\r\n\u2028 second\n\n"
     assert read({name: text}).rows == [text]
 
@@ -108,12 +108,12 @@ def test_files_without_text_are_listed(read):
         (r'{"a": "line\nbreak\u2028"}', ["line\nbreak\u2028"]),
     ],
 )
-def test_json_documents(read, decoder, data, rows):
+def test_json_documents_become_rows(read, decoder, data, rows):
     outcome = read({"a.json": data})
     assert outcome.rows == rows and not outcome.problems
 
 
-def test_json_in_utf16(read):
+def test_json_in_utf16_is_read(read):
     assert read({"a.json": '{"a": "é"}'.encode("utf-16")}).rows == ["é"]
 
 
@@ -123,7 +123,7 @@ def test_a_lone_surrogate_is_replaced_and_counted(read, decoder):
     assert outcome.dataset.tally.replaced == 2
 
 
-def test_a_truncated_list_keeps_its_whole_elements(read, decoder):
+def test_a_truncated_list_keeps_its_complete_elements(read, decoder):
     outcome = read({"a.json": '[{"a": "é"},\n {"a": "y"},\n {"a": "cut'})
     assert outcome.rows == ["é", "y"]
     [problem] = outcome.problems
@@ -136,7 +136,7 @@ def test_a_document_cut_in_the_middle_is_dropped(read, decoder):
     assert outcome.rows == ["kept"] and outcome.kinds == ["syntax"]
 
 
-def test_a_bad_line_under_json_costs_only_itself(read, decoder):
+def test_only_a_bad_line_in_a_json_file_is_lost(read, decoder):
     outcome = read({"a.json": '{"a": "x"}\n{"a": bad}\n{"a": "y"}\n'})
     assert outcome.rows == ["x", "y"]
     assert [(p["kind"], p["line"], p["offset"]) for p in outcome.problems] == [("syntax", 2, 11)]
@@ -181,7 +181,7 @@ def test_bad_lines_are_dropped_with_their_place(read, decoder):
     assert outcome.dataset.tally.failed == {"a.ndjson"}
 
 
-def test_json_lines_in_utf16(read):
+def test_json_lines_in_utf16_are_read(read):
     data = '{"a": "ਊ"}\n{"a": "y"}\n'.encode("utf-16")  # U+0A0A holds two bytes like newlines
     assert read({"a.jsonl": data}).rows == ["ਊ", "y"]
 
@@ -212,12 +212,12 @@ def test_json_lines_without_suffix_are_recognised_but_not_under_txt(read):
         ("\ufeffa: é", ["é"]),
     ],
 )
-def test_yaml_documents(read, data, rows):
+def test_yaml_documents_become_rows(read, data, rows):
     outcome = read({"a.yaml": data})
     assert outcome.rows == rows and not outcome.problems
 
 
-def test_yaml_keeps_what_came_before_a_syntax_error(read):
+def test_yaml_documents_before_a_syntax_error_are_kept(read):
     outcome = read({"a.yml": "a: x\n---\nb: [y\n---\nc: z\n", "b.yml": "a: *nowhere\n"})
     assert outcome.rows == ["x"]
     assert outcome.kinds == ["syntax", "syntax"]
@@ -245,7 +245,7 @@ def test_yaml_alias_bombs_and_cycles_are_dropped_and_the_rest_read(read):
     assert outcome.kinds == ["aliases"] * 4
 
 
-def test_yaml_complex_keys_cost_only_their_document(read):
+def test_complex_yaml_keys_lose_only_their_document(read):
     outcome = read({"a.yaml": "? [a, b]\n: x\n---\ny: z\n"})
     assert outcome.rows == ["z"] and outcome.kinds == ["syntax"]
 
@@ -258,11 +258,11 @@ def test_csv_rows_are_documents(read):
     assert read({"a.csv": data}).rows == ['one\nline\nbreak, "quoted"', "two", "three\nx\nsurplus"]
 
 
-def test_of_columns_with_the_same_name_the_last_counts(read):
+def test_the_last_column_of_a_name_counts(read):
     assert read({"a.csv": "a,a\nx,y\n"}).rows == ["y"]
 
 
-def test_tsv_with_fields(read):
+def test_fields_select_columns_of_tsv(read):
     assert read({"a.tsv": "a\tb\nx\ty,z\n"}, fields=("b",)).rows == ["y,z"]
 
 
@@ -273,8 +273,8 @@ def test_a_csv_row_with_an_open_quote_is_dropped(read):
 
 
 @pytest.mark.parametrize("quoted_later", [False, True])
-def test_a_quote_that_is_not_closed_costs_one_row_where_the_others_are_rows(read, quoted_later):
-    """By the number of their cells; the quote ends at the next one, or never."""
+def test_an_unclosed_quote_loses_one_row(read, quoted_later):
+    """The number of cells shows that the other lines are rows."""
     rows = [f"{n},text {n},more {n}" for n in range(1000)]
     rows[5] = '5,"text 5,more 5'
     if quoted_later:
@@ -293,8 +293,8 @@ def test_a_quote_that_is_not_closed_costs_one_row_where_the_others_are_rows(read
     assert outcome.dataset.tally.lines_lost == 0
 
 
-def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
-    """The lines may be one long text that is cut, which is no row for each of its lines."""
+def test_lines_lost_to_an_unclosed_quote_are_reported(read):
+    """The lines may be one long text that is cut, so they are not read as rows."""
     text = "\n".join(f"line {n} of a text, and some more of it" for n in range(998))
     outcome = read({"a.csv": f'a,b,c\nx,y,z\n1,2,"{text}\n', "b.csv": '"a\n1\n2\n'})
     assert outcome.rows == ["x\ny\nz"]
@@ -307,8 +307,8 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
     assert "1,001 lines" in warning
 
 
-def test_a_row_that_looks_like_many_is_told(read):
-    """Two stray quotes, the second before a comma, make one valid row of all between."""
+def test_a_row_that_looks_like_many_is_reported(read):
+    """Two stray quotes, the second before a comma, make all lines between one valid row."""
     rows = [f"{n},text {n}" for n in range(100)]
     rows[5] = '5,"text 5'
     rows[60] = '60",text 60'
@@ -339,7 +339,7 @@ def test_a_row_that_looks_like_many_is_told(read):
         (".zst", lambda data: pa.compress(data, codec="zstd", asbytes=True)),
     ],
 )
-def test_compressed_files_are_read_as_what_they_hold(read, suffix, compress):
+def test_compressed_files_are_read_by_their_content(read, suffix, compress):
     lines = b"".join(b'{"a": "row %d"}\n' % i for i in range(20_000))
     outcome = read(
         {
@@ -353,7 +353,7 @@ def test_compressed_files_are_read_as_what_they_hold(read, suffix, compress):
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
-def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
+def test_a_truncated_archive_keeps_complete_documents(read, suffix, compress):
     lines = b"".join(
         json.dumps({"a": f"{i * 7919 % 10007} text {i}"}).encode() + b"\n" for i in range(5000)
     )
@@ -395,8 +395,8 @@ def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
 @pytest.mark.parametrize(
     "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"]
 )
-def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, tmp_path):
-    """For a moment: the same rows. For good: the build stops and names the file."""
+def test_a_failing_disk_loses_no_document(read, name, failing_reads, tmp_path):
+    """After a short failure the rows are the same. If it lasts, the build names the file."""
     rows = [f"text {number} " * 60 for number in range(400)]
     lines = "".join(json.dumps({"a": row}) + "\n" for row in rows).encode()
     arrow = io.BytesIO()

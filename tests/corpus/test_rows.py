@@ -52,7 +52,7 @@ def test_fields_that_keep_nothing_are_listed(read):
     assert outcome.rows == ["t"] and outcome.kinds == ["no string", "no string"]
 
 
-def test_strings_rows_makes_a_row_of_every_string(read):
+def test_strings_rows_gives_one_row_per_string(read):
     outcome = read({"a.json": '{"a": "x", "b": ["", " ", "y\\nz"]}'}, strings="rows")
     assert outcome.rows == ["x", "y\nz"]
     assert outcome.dataset.tally.documents == 1
@@ -141,7 +141,7 @@ def test_rows_added_at_once_make_the_same_batches(tmp_path, monkeypatch):
     assert written[0] == written[1]
 
 
-def test_a_part_written_over_another_holds_nothing_of_it(tmp_path, monkeypatch):
+def test_a_reused_part_contains_nothing_of_the_old_one(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 4000)
     (tmp_path / "data").mkdir()
     for name, size in (("a.txt", 3900), ("b.txt", 2000)):

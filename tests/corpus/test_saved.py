@@ -1,4 +1,4 @@
-"""Directories that `datasets` saved, as input of stages 01 and 02."""
+"""Directories that `save_to_disk` wrote, as input of stages 01 and 02."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def texts(split: str, count: int) -> datasets.Dataset:
 
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with 20 rows to train on and 10 to test on."""
+    """Return a DatasetDict with 20 rows of train and 10 of test."""
     monkeypatch.chdir(tmp_path)
     datasets.DatasetDict({"train": texts("train", 20), "test": texts("test", 10)}).save_to_disk(
         "both"
@@ -68,7 +68,7 @@ def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
     assert len(datasets.load_from_disk("out")) == 20
 
 
-def test_what_describes_a_dataset_gives_no_row(tmp_path: Path) -> None:
+def test_metadata_of_a_dataset_gives_no_row(tmp_path: Path) -> None:
     made = texts("train", 40)
     made.save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved/cache-0123.arrow").write_bytes(
@@ -83,7 +83,7 @@ def test_what_describes_a_dataset_gives_no_row(tmp_path: Path) -> None:
     assert kinds == [DESCRIPTION] * 3
 
 
-def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) -> None:
+def test_data_files_with_names_of_metadata_are_read(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name, content in (
         ("state.json", {"text": "Ohio"}),
@@ -95,8 +95,8 @@ def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) ->
     assert not [entry for entry in scan_tree(tmp_path, Rules()) if entry.skipped]
 
 
-def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
-    """As Axolotl prepares them."""
+def test_a_tokenised_dataset_is_refused(tmp_path: Path) -> None:
+    """Axolotl prepares such datasets."""
     datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]}).save_to_disk(
         str(tmp_path / "prepared")
     )
@@ -117,7 +117,7 @@ def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
     ],
     ids=["structs", "strings"],
 )
-def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column: dict) -> None:
+def test_a_dataset_with_nested_text_is_accepted(tmp_path: Path, column: dict) -> None:
     datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
         str(tmp_path / "saved")
     )
@@ -126,7 +126,7 @@ def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column:
     )
 
 
-def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_excluded_tokenised_dataset_is_ignored(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(str(raw / "prepared"))
     (raw / "note.txt").write_text("a note")
@@ -135,7 +135,7 @@ def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: P
 
 
 @pytest.mark.parametrize("names", ["train", [], ["train", 5], {"train": 1}])
-def test_splits_that_are_no_list_of_names_are_damage(both: Path, names: object) -> None:
+def test_invalid_lists_of_splits_are_damage(both: Path, names: object) -> None:
     (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
     with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
         run(BUILD, "--data-folder", both, "--save-dir", "out")

@@ -1,4 +1,4 @@
-"""What a scan takes, and why it leaves things out."""
+"""The files that a scan takes, and the reasons to skip others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lib.corpus.scan import (
 )
 
 
-def verdicts(root: Path, *args, **rules) -> dict[str, str]:
+def find_reasons(root: Path, *args, **rules) -> dict[str, str]:
     return {entry.path: entry.skipped for entry in scan_tree(root, Rules(**rules), *args)}
 
 
-def test_every_entry_has_a_verdict(tmp_path):
+def test_every_entry_is_taken_or_has_a_reason(tmp_path):
     src = tmp_path / "src"
     elsewhere = tmp_path / "elsewhere"
     for path in ("a.txt", "d/b.txt", ".hidden", ".git/config", "empty"):
@@ -57,13 +57,13 @@ def test_every_entry_has_a_verdict(tmp_path):
         "gone": "link dangles",
         "loop": "link loops",
     }
-    assert verdicts(src) == plain | {
+    assert find_reasons(src) == plain | {
         "in": "link inside the source",
         "up": "link inside the source",
         "out": "link leads outside",
         "outdir": "link leads outside",
     }
-    assert verdicts(src, follow_symlinks=True) == plain | {
+    assert find_reasons(src, follow_symlinks=True) == plain | {
         "in": "",
         "out": "",
         "outdir/o.txt": "",
@@ -75,21 +75,23 @@ def test_patterns_match_the_path_or_the_basename(tmp_path):
     for path in ("a.txt", "b.log", "d/c.txt", "d/e.log", "skip/f.txt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("x")
-    assert [path for path, why in verdicts(tmp_path, include=("*.txt",)).items() if not why] == [
+    assert [
+        path for path, reason in find_reasons(tmp_path, include=("*.txt",)).items() if not reason
+    ] == [
         "a.txt",
         "d/c.txt",
         "skip/f.txt",
     ]
-    assert verdicts(tmp_path, include=("*.txt", "d/*"), exclude=("skip", "./d/c.txt")) == {
+    assert find_reasons(tmp_path, include=("*.txt", "d/*"), exclude=("skip", "./d/c.txt")) == {
         "a.txt": "",
         "b.log": "pattern",
         "d/c.txt": "pattern",
         "d/e.log": "",
         "skip/": "pattern",
     }
-    assert [path for path, why in verdicts(tmp_path, include=("**/a.txt",)).items() if not why] == [
-        "a.txt"
-    ]
+    assert [
+        path for path, reason in find_reasons(tmp_path, include=("**/a.txt",)).items() if not reason
+    ] == ["a.txt"]
 
 
 def test_the_output_of_the_stage_is_not_scanned(tmp_path):
@@ -103,8 +105,8 @@ def test_the_output_of_the_stage_is_not_scanned(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
     partial_dirs.mark_path(tmp_path / "splits.partial-1").touch()
-    found = verdicts(tmp_path, tmp_path / "splits")
-    assert [path for path, why in found.items() if not why] == [
+    found = find_reasons(tmp_path, tmp_path / "splits")
+    assert [path for path, reason in found.items() if not reason] == [
         "a.txt",
         "splits.partial-mine/b.txt",
         "splits2/b.txt",
@@ -122,11 +124,11 @@ def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert verdicts(tmp_path) == {"a.txt": "", "closed/": "unreadable"}
+    assert find_reasons(tmp_path) == {"a.txt": "", "closed/": "unreadable"}
 
 
-def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monkeypatch):
-    """What it holds is not known then, and leaving it out would lose it."""
+def test_a_failing_disk_ends_the_scan_except_for_excluded_files(tmp_path, monkeypatch):
+    """The content of the file is unknown, and skipping it would lose text."""
     for name in ("a.txt", "bad.txt"):
         (tmp_path / name).write_text("x")
 
@@ -145,7 +147,7 @@ def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monk
         place._sniff_chunk([str(tmp_path / "a.txt")])
 
 
-def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):
+def test_the_identity_of_files_ignores_their_directory_and_sees_changes(tmp_path):
     one = tmp_path / "one"
     one.mkdir()
     (one / "a.txt").write_text("x")
@@ -155,7 +157,7 @@ def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):
     assert identify_files(select_taken(scan_tree(tmp_path / "two", Rules()))) != before
 
 
-def test_names_that_are_no_text_can_be_shown():
+def test_names_that_are_not_utf8_are_escaped():
     assert escape_path(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
 
 
@@ -183,7 +185,7 @@ def test_names_that_are_no_text_can_be_shown():
         ("a.json", b"[" * 20_000, "json"),
     ],
 )
-def test_kinds(name, head, kind):
+def test_kinds_are_detected_from_name_and_content(name, head, kind):
     assert kinds.sniff_kind(name, head) == kind
 
 
@@ -201,7 +203,7 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
     assert place.choose_mode(source, tmp_path, "hardlink", 1) == "copy"
 
 
-def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
+def test_artifacts_are_not_taken_as_text(tmp_path: Path) -> None:
     made = {
         "corpus": "dataset/1",
         "store": "tokens/1",
@@ -228,8 +230,8 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
 @pytest.mark.parametrize("size", [3, 4, 5])
-def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypatch, mode, size):
-    """Of a copy it may be half the old and half the new content, of the same size."""
+def test_a_file_that_changes_while_it_is_placed_is_reported(tmp_path, monkeypatch, mode, size):
+    """A copy may contain a part of the old and a part of the new content."""
     root = tmp_path / "raw"
     act = place.place_file
     root.mkdir()
@@ -254,6 +256,6 @@ def _die(paths: list[str]) -> list[str]:
     return paths
 
 
-def test_a_worker_that_dies_is_told_in_words() -> None:
+def test_a_dead_worker_is_reported() -> None:
     with place.Workers(1) as workers, pytest.raises(StageError, match="has died"):
         list(workers.map(_die, ["a"] * 600, 600))

@@ -1,4 +1,4 @@
-"""What a process does that prepares the tokens of a dataset, for tests that disturb it."""
+"""Build a token store in a child process, for tests that disturb it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lib.tokens import dataset as datasets
 
 
 def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
-    """Build the tokens and print their directory. pause: seconds before each write, which is told.
-    node: which machine this process acts to be of; locks are local to each of them then.
+    """Build the token store and print its directory.
 
-    With a pause, so little is written at a time that a test can act while it builds.
+    pause: seconds before each write, which is announced; writes are small then, so that a test can
+    act during the build. node: the machine as which this process acts, with locks of its own.
     """
     log.setup()
     if node:

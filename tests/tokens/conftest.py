@@ -1,4 +1,4 @@
-"""Tiny tokenizers, and datasets as stage 02 and as `save_to_disk` make them."""
+"""Tiny tokenizers, and datasets of stage 02 and of `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def save_tokenizer(
 ) -> Path:
     """Save a byte-level tokenizer without merges: ids 0 and 1 are BOS and EOS, then the bytes.
 
-    bos: it puts BOS before every text. extra_ids: further words of the vocabulary.
+    bos: the tokenizer adds BOS before a text. extra_ids: further words of the vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 

@@ -1,4 +1,4 @@
-"""Windows and batches: any number of readers reads the same samples in the same step."""
+"""Windows and batches: any number of ranks reads the same samples in a step."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_resumed_stream_continues_at_its_position() -> None:
 
 
 def test_a_stream_can_start_at_any_sample() -> None:
-    """A global batch that changes leaves the run where no step of the new size begins."""
+    """After a change of the global batch, no step of the new size begins at the position."""
     seen = [
         s
         for step in steps(windows(24), 3, Division(2, 1, 0, 1), 3, 5)
@@ -177,7 +177,7 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
 
 
 def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
-    """In training and evaluation, of one corpus or a mixture; padding is a document like others."""
+    """In training and evaluation, for one corpus or a mixture; padding is a document too."""
     rng = np.random.default_rng(0)
     length = 1024
     short = packed([*rng.integers(1, 200, 300)], tmp_path, "short", length)

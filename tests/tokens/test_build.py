@@ -1,4 +1,4 @@
-"""The token store: what is in it, who builds it, and what a kill leaves."""
+"""The token store: its content, the process that builds it, and its state after a kill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_
 
 
 def expected(split: Path, tokenizer: Path) -> list[list[int]]:
-    """Return what the tokenizer itself makes of each document, EOS behind it."""
+    """Return the ids that the tokenizer itself gives for each document, and EOS."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -144,7 +144,7 @@ def test_a_damaged_store_is_reported_with_a_remedy(
 
 
 def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
-    """Start building.py in a process of its own; return it and what it prints."""
+    """Start building.py in a child process; return it and its output."""
     reader, writer = os.pipe()
     launch = Launch(
         forks.get_server("stages").start(
@@ -218,10 +218,10 @@ def test_a_killed_build_continues_to_the_same_bytes(
     assert files[0] == files[1]
 
 
-def test_a_failing_disk_costs_no_finished_work(
+def test_a_failing_disk_loses_no_finished_work(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, caplog, monkeypatch
 ) -> None:
-    """What was tokenised before stays, as does a note of progress that cannot be read."""
+    """Finished documents are kept, even if the record of progress cannot be read for a while."""
     monkeypatch.setattr(dataset, "_BATCH_ROWS", 5)
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(reading, "_PAUSES_S", ())
@@ -324,7 +324,7 @@ def test_preparing_again_verifies_every_byte(
 def test_two_nodes_without_common_locks_build_one_store(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
-    """Where flock is local to a node, one builds; the other waits, or goes on when it is gone."""
+    """If flock is local to a node, one builds, and the other waits or continues its work."""
     cache = tmp_path / ".cache"
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
     first = start(of_stage_02, tokenizer, cache, 0.03, "a")
@@ -372,7 +372,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
     moment: str,
     way: str,
 ) -> None:
-    """`02 --overwrite` between the splits, or somebody writes into a shard or cuts it."""
+    """`02 --overwrite` replaces it between two splits, or a shard is written to or cut."""
     other = Path(shutil.copytree(of_stage_02, tmp_path / "other"))
     (other / "train").rename(other / "t")
     (other / "validation").rename(other / "train")
@@ -397,7 +397,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
         "was replaced or changed while its tokens were prepared" in caught.value.problem
         or way == "cut"
     )
-    assert not list((tmp_path / ".cache/tokens").iterdir()), "nor is anything to go on from"
+    assert not list((tmp_path / ".cache/tokens").iterdir()), "a partial store was kept"
 
 
 def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
@@ -419,7 +419,7 @@ def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
 def test_a_changed_foreign_dataset_is_tokenised_from_the_start(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its fingerprint knows only the ends of its shards, so a killed build looks at times, too."""
+    """Its fingerprint covers only the ends of its shards, so a resumed build compares times too."""
     import datasets
 
     text = ["a" * 30_000 + f" {n}" for n in range(100)]
@@ -454,7 +454,7 @@ def half_overwritten(path: Path) -> None:
 def test_a_modified_store_is_hashed_before_it_is_used(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sizes are right. What has not been touched since it was found whole is not hashed."""
+    """Its sizes are right. Files that have not changed since the last check are not hashed."""
     monkeypatch.setattr(build.verified, "_RACY_NS", -(10**18))
     hashed: list[str] = []
     damage = build.verified.manifest.describe_damage

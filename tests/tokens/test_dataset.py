@@ -1,4 +1,4 @@
-"""The text to train on: datasets of stage 02 and foreign ones, whole or damaged."""
+"""Datasets of stage 02 and of other programs, intact or damaged."""
 
 from __future__ import annotations
 
@@ -126,40 +126,40 @@ def test_the_name_of_a_hub_dataset_is_answered_with_preparing_commands(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", "org/some-text"])
 
-    def told(name: str = "org/some-text") -> StageError:
+    def missing_error(name: str = "org/some-text") -> StageError:
         with pytest.raises(ArtifactError) as caught:
             open_dataset(find_dataset(name))
         return caught.value
 
     # All files of a dataset may be terabytes: of one whose files are not known, the description.
-    assert told().run.endswith(
+    assert missing_error().run.endswith(
         "03_download_model.py --dataset-name org/some-text --include README.md"
     )
-    fetch, build, train = told("allenai/c4").run.splitlines()
+    fetch, build, train = missing_error("allenai/c4").run.splitlines()
     assert fetch.endswith("--include 'en/c4-train.0000*-of-01024.json.gz'")
-    assert "3 GB" in told("allenai/c4").hint and build.endswith("hf_datasets/allenai--c4")
+    assert "3 GB" in missing_error("allenai/c4").hint and build.endswith("hf_datasets/allenai--c4")
     fetched = tmp_path / "raw_text/org--some-text"
     (fetched / ".hub").mkdir(parents=True)
     (fetched / ".hub/manifest.json").write_text("{}")
     (fetched / "README.md").write_text("files: data/*.parquet")
-    assert not told().run and "--include GLOB" in told().hint
+    assert not missing_error().run and "--include GLOB" in missing_error().hint
     (fetched / "a.jsonl").write_text('{"text": "a"}\n')
-    build, train = told().run.splitlines()
+    build, train = missing_error().run.splitlines()
     assert build.endswith(
         "02_build_hf_dataset.py --data-folder raw_text/org--some-text --save-dir "
         "hf_datasets/org--some-text"
     )
     assert train.endswith("04_train_fsdp.py -e x -d org/some-text")
     (fetched / "a.jsonl").write_text('{"messages": []}\n')
-    assert told().run.splitlines() == [f"{build} --format chat", train]
+    assert missing_error().run.splitlines() == [f"{build} --format chat", train]
     plain_dir = tmp_path / "home/datasets/org___some-text/default/0.0.0"
     plain_dir.mkdir(parents=True)
     plain(plain_dir / "1f", **{"some-text-train": ["a"]})
-    assert told().run.endswith(f"-d {plain_dir}/1f")
+    assert missing_error().run.endswith(f"-d {plain_dir}/1f")
     save_dict(Path("hf_datasets/org--some-text"), train=["a"])
     assert texts(open_dataset(find_dataset("org/some-text"))) == ["a"]
     for name in ("hf_datasets/other", "raw_text/other", "other", "other/a.arrow", "a/b/c"):
-        assert "does not exist" in told(name).problem
+        assert "does not exist" in missing_error(name).problem
 
 
 def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_error_for_a_missing_dataset_lists_others_and_leftovers(
 
 
 def test_an_unfinished_dataset_of_stage_02_is_refused(of_stage_02: Path) -> None:
-    """What a killed stage 02 leaves is neither ours nor foreign."""
+    """The leftovers of a killed stage 02 are neither our dataset nor a foreign one."""
     partial = of_stage_02.rename(of_stage_02.with_name("corpus.partial-81f3"))
     (partial / "manifest.json").unlink()
     with pytest.raises(ArtifactError, match="not finished"):
@@ -289,7 +289,7 @@ def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch) -
 
 @pytest.mark.parametrize("name", ["../../mine/data-00000-of-00001.arrow", "data.bin"])
 def test_files_outside_the_dataset_are_not_read(tmp_path: Path, name: str) -> None:
-    """What its fingerprint does not know, because it lies elsewhere or is no shard, is refused."""
+    """Files that the fingerprint does not cover are refused."""
     path = save_dict(tmp_path / "d", train=["a"] * 100)
     save_dict(tmp_path / "mine", train=["secret"])
     shutil.copy(first_shard(path), path / "train/data.bin")

@@ -1,4 +1,4 @@
-"""Text to ids: one policy for the tokens around a document, whatever the tokenizer does."""
+"""Encode documents, with BOS and EOS whatever the tokenizer adds itself."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def test_the_fingerprint_does_not_depend_on_the_path(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(
-    tmp_path: Path, split: bool
-) -> None:
+def test_special_tokens_in_text_follow_the_tokenizer_setting(tmp_path: Path, split: bool) -> None:
     directory = save_tokenizer(tmp_path / "t", bos=True)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": split}))
@@ -132,7 +130,7 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
 
 
 def test_texts_are_not_cut_if_that_changes_the_ids(tmp_path: Path) -> None:
-    """One that puts a space before every text, as SentencePiece models do."""
+    """This tokenizer puts a space before every text, as SentencePiece models do."""
     directory = save_tokenizer(tmp_path / "t", bos=False)
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Samples of a store with labels: windows, packs and mixtures of them with text."""
+"""Samples of a store with a label mask: windows, packs, and mixtures with text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = 16
 
 
 def split_of(lengths: list[int], seed: int) -> Split:
-    """Return documents of random tokens, of which the first is no label, and another one is."""
+    """Return documents of random tokens; the first is no label, at least one other is."""
     rng = np.random.default_rng(seed)
     ends = np.cumsum(lengths).astype(np.int64)
     begins = ends - lengths
@@ -35,16 +35,16 @@ def packs_of(split: Split, tmp_path: Path, name: str) -> packing.Packs:
     )["train"]
 
 
-def check(samples: Samples) -> None:
-    """Assert that counts and means are those of the rows."""
+def require_matching_counts(samples: Samples) -> None:
+    """Assert that counts and means match the rows."""
     chosen = np.array([3, 0, len(samples) - 1, 3])
     rows = samples.read_samples(chosen)
     assert samples.token_counts(chosen)[0] == (rows.labels != IGNORED).sum()
     if not isinstance(samples, Mixture):
         every = np.arange(len(samples))
         labels, tokens = samples.token_counts(every)
-        left_out = 0 if isinstance(samples, packing.Packs) else T + 1
-        assert samples.mean_counts()[0] * len(samples) == pytest.approx(labels, abs=left_out)
+        not_counted = 0 if isinstance(samples, packing.Packs) else T + 1
+        assert samples.mean_counts()[0] * len(samples) == pytest.approx(labels, abs=not_counted)
         assert samples.mean_counts()[1] * len(samples) == pytest.approx(tokens)
 
 
@@ -72,7 +72,9 @@ def test_labels_are_those_of_the_store(
     trained = np.sort(rows.labels[rows.labels != IGNORED])
     assert seed == 3 or np.array_equal(trained, np.sort(split.tokens[bits]))
     for samples in (windows, packs):
-        check(samples)
+        require_matching_counts(samples)
     plain = Split(split.tokens, split.ends)
-    check(Mixture(["chat", "text"], [packs, packs_of(plain, tmp_path, "b")], [2, 1]))
-    check(Mixture(["chat", "text"], [windows, Windows(split.tokens, T)], [2, 1]))
+    require_matching_counts(
+        Mixture(["chat", "text"], [packs, packs_of(plain, tmp_path, "b")], [2, 1])
+    )
+    require_matching_counts(Mixture(["chat", "text"], [windows, Windows(split.tokens, T)], [2, 1]))

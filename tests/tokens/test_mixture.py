@@ -18,7 +18,7 @@ T = 4
 
 
 def parts(*samples: int) -> list[Windows]:
-    """Make windows whose tokens tell corpus and place: corpus · 10,000 + place."""
+    """Return windows whose tokens contain corpus and place: corpus · 10,000 + place."""
     return [
         Windows(np.arange(n * T + 1, dtype=np.uint16) + corpus * 10_000, T)
         for corpus, n in enumerate(samples)

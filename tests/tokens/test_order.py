@@ -1,4 +1,4 @@
-"""The order of samples: a bijection, different in each epoch, however the range is cut."""
+"""The order of samples: a bijection, different in each epoch, the same for any ranges."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_epochs_and_seeds_have_different_orders(n: int) -> None:
 
 
 def test_the_order_looks_random() -> None:
-    """Neither positions nor neighbours are related, in any of some epochs."""
+    """In some epochs, neither positions nor neighbours are correlated."""
     n = 10_000
     for epoch in range(5):
         seen = order.permute(np.arange(n), n, 0, epoch)
@@ -74,7 +74,7 @@ def test_the_order_looks_random() -> None:
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    """A resumed run must go on in the order it began with, under any release of ours or numpy."""
+    """A resumed run must continue in its order, with any version of this project or of numpy."""
     assert order.sample_numbers(0, 12, 10, seed=0).tolist() == [1, 9, 6, 4, 7, 0, 8, 3, 5, 2, 7, 1]
     assert order.sample_numbers(0, 5, 1_000_003, seed=17).tolist() == [
         879429,

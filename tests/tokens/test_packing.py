@@ -13,7 +13,7 @@ from lib.tokens.store import Split, TokenStore
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
-    """Return the room left in each bin, by the textbook: longest first, into the tightest bin."""
+    """Return the room left in each bin after plain best-fit decreasing."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fits = [i for i, room in enumerate(rooms) if room >= length]
@@ -55,7 +55,7 @@ def test_an_empty_split_gives_no_packs() -> None:
     ],
 )
 def test_a_pack_of_tiny_documents_is_split(lengths: list[int], most: tuple[int, int]) -> None:
-    """Documents of the fullest pack before and after; others stay where they are."""
+    """most: documents of the fullest pack before and after. Other packs do not change."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
     bins = packing.split_overfull_packs(whole, 64)
@@ -70,7 +70,7 @@ def test_a_pack_of_tiny_documents_is_split(lengths: list[int], most: tuple[int, 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
-    """A run tells packs of an earlier version, with a lower limit, by their number."""
+    """So a run recognises packs of an earlier version, with a lower limit, by their number."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / rng.integers(1, 40), 8000), 1024)
     whole = packing.best_fit(lengths, 1024)
@@ -93,7 +93,7 @@ def test_packs_below_the_limit_stay_unchanged(tmp_path: Path, seq_length: int, m
 def test_packs_of_an_earlier_version_are_used_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """Their index has the same kind and identity, and what it divided does not matter."""
+    """Their index has the same kind and identity, whichever packs it has split."""
     documents = [1] * 100 + [128] * 200
     with monkeypatch.context() as earlier:
         earlier.setattr(packing, "choose_document_limit", lambda _: limit)

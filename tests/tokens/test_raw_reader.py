@@ -32,21 +32,21 @@ def test_a_line_belongs_to_the_span_where_it_begins(tmp_path: Path, ending: byte
 
 
 def test_a_shrunk_shard_is_reported(tmp_path: Path):
-    """What was there of a span comes first; of the spans behind the end nothing does."""
+    """The rest of a span is read before the error. Spans beyond the end give nothing."""
     content = lines(texts("a", 30))
     path = tmp_path / "a.jsonl"
     half = len(content) // 2
     path.write_bytes(content[:half])
-    for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
+    for start, end, size in ((0, len(content), half), (half + 1, len(content), 0)):
         read: list[bytes] = []
         blocks = raw_reader.read_blocks(path, Span("a.jsonl", start, end), None, "text", print)
         with pytest.raises(EOFError, match=f"had {len(content):,} when"):
             read.extend(block.content for block in blocks)
-        assert sum(map(len, read)) == there
+        assert sum(map(len, read)) == size
 
 
-def test_left_adds_up():
-    left = SkippedRecords()
-    left.add("a", "one")
-    left.add("a", "two", 3)
-    assert (left.counts, left.first) == ({"a": 4}, {"a": "one"})
+def test_skipped_records_add_up():
+    skipped = SkippedRecords()
+    skipped.add("a", "one")
+    skipped.add("a", "two", 3)
+    assert (skipped.counts, skipped.first) == ({"a": 4}, {"a": "one"})

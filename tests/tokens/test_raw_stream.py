@@ -1,4 +1,4 @@
-"""Raw shards as a stream: every document once an epoch, and a cursor that goes on to the token."""
+"""Raw shards as a stream: every document once per epoch, and a cursor exact to the token."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def documents(part: RawDocuments, epoch: int = 0) -> list[str]:
     """Return the texts of an epoch."""
     found = []
     for origin in part.encoded(Cursor(epoch)):
-        if origin.own.epoch > epoch:
+        if origin.rank_span.epoch > epoch:
             return found
         found += bytes(origin.block.ids.astype(np.uint8)).decode().split("\0")[:-1]
     return found
@@ -248,8 +248,8 @@ def test_skipped_records_are_counted_and_reported(tmp_path: Path, caplog, monkey
     assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
 
 
-def test_a_failing_disk_costs_no_document(mixed, failing_reads):
-    """For a moment: the same documents. For good: the run ends, and passes nothing over."""
+def test_a_failing_disk_loses_no_streamed_document(mixed, failing_reads):
+    """After a short failure the documents are the same. If it lasts, the run ends."""
     expected = documents(part_of(mixed[0]))
     failing_reads(2)
     part = part_of(mixed[0])

@@ -1,4 +1,4 @@
-"""Samples as a person looks at them."""
+"""Samples as readable text."""
 
 from __future__ import annotations
 
