@@ -250,7 +250,9 @@ def main(argv: list[str]) -> None:
             # Place and verify the files.
             total = sum(sizes.values())
             mode = place.choose_mode(opts.src_dir / files[0][0].path, build.dir, opts.mode, total)
-            ways = place.place_files(opts.src_dir, build.dir, files, mode, workers, progress)
+            files_by_mode = place.place_files(
+                opts.src_dir, build.dir, files, mode, workers, progress
+            )
             write_list(build.dir / "files.jsonl", entries, files)
 
             # Publish.
@@ -261,7 +263,7 @@ def main(argv: list[str]) -> None:
                 "files": len(files),
                 "bytes": total,
                 "skipped": len(entries) - len(files),
-                "placed": ways,
+                "placed": files_by_mode,
                 "splits": splits,
             }
             build.publish(

@@ -230,17 +230,17 @@ def add_units(
             f"continuing after unit {dataset.units} of {len(tasks)}, where an earlier run stopped"
         )
     total = sum(task.bytes for task in tasks)
-    left = tasks[dataset.units :]
+    remaining = tasks[dataset.units :]
     with (
         UnitPool(min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
-        bar.skip(total - sum(task.bytes for task in left))
-        for result in split_parts.read_results(left) if opts.merge else workers.run(left):
+        bar.skip(total - sum(task.bytes for task in remaining))
+        for result in split_parts.read_results(remaining) if opts.merge else workers.run(remaining):
             work_units.require_unchanged(result)
             dataset.add(result)
             bar.advance(result.unit.bytes)
-    return sum(task.bytes for task in left)
+    return sum(task.bytes for task in remaining)
 
 
 def check_result(

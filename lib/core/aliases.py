@@ -487,12 +487,12 @@ def find_option(name: str, ours: Collection[str]) -> str:
 
     name: as typed, or without leading dashes. ours: the options of the parser.
     """
-    wanted = _normalize(name)
+    plain_name = _normalize(name)
     return next(
         (
             row.option
             for row in ROWS
-            if not row.text and row.option in ours and wanted in _list_names(row)
+            if not row.text and row.option in ours and plain_name in _list_names(row)
         ),
         "",
     )
@@ -503,11 +503,13 @@ def find_advice(name: str, ours: Collection[str]) -> str:
 
     name, ours: as in `find_option`.
     """
-    wanted = _normalize(name)
+    plain_name = _normalize(name)
     for row in ROWS:
-        places = [SYSTEMS[system] for system, names in row.names.items() if wanted in names.split()]
+        places = [
+            SYSTEMS[system] for system, names in row.names.items() if plain_name in names.split()
+        ]
         if row.text and places and row.option in ours:
-            return f"{row.text} ({wanted} is the name in {' and '.join(places)})"
+            return f"{row.text} ({plain_name} is the name in {' and '.join(places)})"
     return ""
 
 

@@ -92,7 +92,7 @@ def python(*words: object) -> str:
 
 
 def train(*words: object) -> str:
-    """Return a command of stage 04: with several GPUs, through the launcher."""
+    """Return a command of stage 04, through the launcher if the machine has several GPUs."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):
         return _join([*start, "--", *_words(words)])
     return _join([*_torchrun(), path_of(_TRAINER), *_words(words)])
@@ -315,7 +315,7 @@ def _launcher() -> list[str]:
 
 
 def _is_found(program: str) -> bool:
-    """Return whether the shell finds a program beside the current interpreter."""
+    """Return whether the shell finds a program in the directory of the current interpreter."""
     path = shutil.which(program)
     return path is not None and Path(path).absolute().parent == Path(sys.executable).parent
 

@@ -145,7 +145,7 @@ class Problems:
 
 
 def combine_errors(errors: list[StageError]) -> StageError:
-    """Return one error that lists all given ones, of which there is at least one."""
+    """Return one error that lists all of `errors`, which must not be empty."""
     if len(errors) == 1:
         return errors[0]
     rendered = [error.render().removeprefix("error: ") for error in errors]

@@ -25,7 +25,7 @@ class Event(str, Enum):
 
 
 class EventDescription(NamedTuple):
-    """What has happened, and the meaning of the fields that only this event has.
+    """Describes an event, and the fields that only this event has.
 
     Every event also has `time`, `event` and `step`.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """What a key of a file means. unit: empty for a number without one, or a text."""
+    """Describes a key of metrics.jsonl or state.json. unit: empty if the value has none."""
 
     unit: str
     meaning: str

@@ -36,7 +36,7 @@ def is_gone() -> bool:
 
 
 def launch_marks() -> list[str]:
-    """Return texts that identify this launch; none for a process that a person started."""
+    """Return texts that identify this launch; [] for a process that a person started."""
     marks = [os.environ[MARK]] if os.environ.get(MARK) else []
     return marks + ([liveness.process_identity(parent_pid())] if is_torchrun() else [])
 

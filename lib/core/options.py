@@ -107,10 +107,10 @@ class Parser(argparse.ArgumentParser):
         if not (file := self._value_of(argv, "--config")):
             return argv
         config = Path(file)
-        given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
+        typed = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         experiment = self._value_of(argv, "-e", "--experiment-name") or ""
-        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in given:  # they set --save-dir
-            given.add("save_dir")
+        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in typed:  # they set --save-dir
+            typed.add("save_dir")
         from_yaml: list[str] = []
         named: dict[str, tuple[str, list[str]]] = {}  # option → key and words
         problems = Problems()
@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         for key, value in config_file.read_file_options(config, VOLATILE, ours).items():
             names: dict[str, str] = {}
             flag = self.to_our_name(f"--{key}", names)
-            if flag in names and value is not None and self._dest(flag) not in given:
+            if flag in names and value is not None and self._dest(flag) not in typed:
                 TYPED_AS[flag] = str(key)
             if flag not in self._option_string_actions:
                 near, hint = aliases.suggest_option(flag, self._option_string_actions)
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
                     f"{config}: only the command line may set {flag}",
                     expected="a file without it",
                 )
-            elif flag == "--config" or self._dest(flag) not in given:
+            elif flag == "--config" or self._dest(flag) not in typed:
                 action = self._option_string_actions[flag]
                 words = config_file.as_arguments(
                     action, flag, value, f"{config}: {key!r}", _JOINED.get(action.type, "")
@@ -199,10 +199,12 @@ class Parser(argparse.ArgumentParser):
             self._bad.append(str(error))
 
     def _parse_known(self, argv: list[str]) -> Options:
-        options, left = self.parse_known_args(argv)
-        if left:
+        options, unknown_words = self.parse_known_args(argv)
+        if unknown_words:
             raise self._with_help(
-                combine_errors([*aliases.unknown_option_errors(left, self._option_string_actions)])
+                combine_errors(
+                    [*aliases.unknown_option_errors(unknown_words, self._option_string_actions)]
+                )
             )
         self._require_names(options)
         return options
@@ -211,9 +213,9 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError for paths that the libraries below cannot open."""
         problems = Problems()
         try:
-            if _NOT_UTF8.search(here := str(Path.cwd())):
+            if _NOT_UTF8.search(current := str(Path.cwd())):
                 problems.add(
-                    f"the current directory {here} is not valid UTF-8", expected=_NAME_IN_UTF8
+                    f"the current directory {current} is not valid UTF-8", expected=_NAME_IN_UTF8
                 )
         except FileNotFoundError:
             problems.add(
@@ -260,7 +262,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
-    """Add --config and --dry-run to a parser or group. dry_run: help of the latter."""
+    """Add --config and --dry-run to a parser or group. dry_run: help text of --dry-run."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -291,7 +293,7 @@ def identity(options: Any, *leave_out: str) -> dict[str, Any]:
 
 
 def _number(
-    convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str
+    convert: Callable[[str], Any], accept: Callable[[Any], bool], expected: str
 ) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -299,8 +301,8 @@ def _number(
         except ValueError:
             value = None
         if value is None or not accept(value):
-            got = repr(text) if text else "nothing"
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {got}")
+            shown = repr(text) if text else "nothing"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {shown}")
         return value
 
     return parse

@@ -48,7 +48,7 @@ def streaming_root(cache_dir: Path, dataset_name: str) -> Path:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text can name an experiment's directory and be typed in a command."""
+    """Return whether a text can name an experiment: as a directory, and typed in a command."""
     return (
         text.isprintable()
         and not text.startswith(("-", "."))

@@ -360,7 +360,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def require_space(directory: Path, needed: int, what: str) -> None:
+def require_space(directory: Path, needed: int, content: str) -> None:
     """Raise DiskFullError if the file system of `directory` has fewer than `needed` bytes free."""
     existing = directory.resolve()
     while not existing.exists():
@@ -368,7 +368,7 @@ def require_space(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise DiskFullError(
-            f"not enough room for {what} under {directory}",
+            f"not enough room for {content} under {directory}",
             expected=f"about {units.size(needed)} free",
             found=f"{units.size(free)} free",
         )

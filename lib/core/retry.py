@@ -18,10 +18,10 @@ def poll(until: Callable[[], Result], every: float, patience: float = math.inf) 
     """
     deadline = time.monotonic() + patience
     while not (result := until()):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             break
-        time.sleep(min(every, left))
+        time.sleep(min(every, remaining))
     return result
 
 

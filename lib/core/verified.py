@@ -50,8 +50,8 @@ def require_intact(
         if not always and not is_first and _is_recorded(place, directory, content):
             return
         stamps = _read_stamps(directory, content)
-        if found := _find_damage(directory, content, name, workers, progress):
-            raise manifest.make_damage_error(directory, name, found, **remedy)
+        if damage := _find_damage(directory, content, name, workers, progress):
+            raise manifest.make_damage_error(directory, name, damage, **remedy)
         _write_record(place, stamps)
 
 

@@ -56,10 +56,10 @@ class Watchdog:
             section = self._section
             since = self._since
             limit = self._seconds * _FACTORS[section]
-            left = since + limit - time.monotonic()
-            if left < 0:
+            remaining = since + limit - time.monotonic()
+            if remaining < 0:
                 self._end(section, limit)
-            faulthandler.dump_traceback_later(left + _FROZEN_S, exit=True, file=self._output)
+            faulthandler.dump_traceback_later(remaining + _FROZEN_S, exit=True, file=self._output)
             time.sleep(_CHECK_EVERY_S)
 
     def _end(self, section: str, limit: float) -> None:

@@ -190,19 +190,17 @@ class DatasetWriter:
         rows = result.rows[split]
         if not self._deciders or not rows:
             return None
-        kept = np.ones(rows, bool)
+        is_kept = np.ones(rows, bool)
         for name, decision in self._decisions.items():
             sidecars = [
-                np.fromfile(result.unit.part(f"{split}.{sidecar}"), np.uint8).reshape(rows, -1)[
-                    kept
-                ]
+                _read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows)[is_kept]
                 for sidecar in decision.sidecars
             ]
-            dropped = kept.copy()
-            kept[kept] = self._deciders[name].add(*sidecars)
-            dropped &= ~kept
+            dropped = is_kept.copy()
+            is_kept[is_kept] = self._deciders[name].add(*sidecars)
+            dropped &= ~is_kept
             self._note_dropped(result, split, name, decision, dropped)
-        return None if kept.all() else kept
+        return None if is_kept.all() else is_kept
 
     def _note_dropped(
         self, result: UnitResult, split: str, name: str, decision: Decision, dropped: np.ndarray
@@ -269,6 +267,13 @@ class DatasetWriter:
         self._flusher.then(write)
         self._unnoted = 0
         self._noted_at = time.monotonic()
+
+
+def _read_sidecar(path: Path, rows: int) -> np.ndarray:
+    """Return the values of a sidecar, uint8 [rows, width]."""
+    import numpy as np
+
+    return np.fromfile(path, np.uint8).reshape(rows, -1)
 
 
 def _check_parts(result: UnitResult) -> None:

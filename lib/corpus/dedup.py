@@ -77,10 +77,10 @@ class DigestSet:
             slots[pending] = (slots[pending] + 1) % len(self._table)
         return new
 
-    def _make_room(self, more: int) -> None:
+    def _make_room(self, added: int) -> None:
         import numpy as np
 
-        needed = (self.count + more) / _FULL
+        needed = (self.count + added) / _FULL
         if needed <= len(self._table):
             return
         old = self._table

@@ -87,8 +87,8 @@ def repair_strings(value: Any) -> tuple[Any, int]:
     def repair(item: Any) -> Any:
         nonlocal count
         if isinstance(item, str):
-            data, more = encoding.encode_text(item)
-            count += more
+            data, replaced = encoding.encode_text(item)
+            count += replaced
             return data.decode()
         if isinstance(item, list):
             return list(map(repair, item))

@@ -215,10 +215,10 @@ def rewrite_part(
     with pa.OSFile(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            kept = None if keep is None else keep[row : row + batch.num_rows]
+            is_kept = None if keep is None else keep[row : row + batch.num_rows]
             row += batch.num_rows
-            if kept is not None and not kept.all():
-                batch = batch.filter(pa.array(kept))
+            if is_kept is not None and not is_kept.all():
+                batch = batch.filter(pa.array(is_kept))
             if not batch.num_rows:
                 continue
             if lines_before:

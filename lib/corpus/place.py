@@ -302,23 +302,23 @@ def _swap_files(heavy: list[int], light: list[int], sizes: Sequence[int], gap: i
     if len(heavy) > len(light):
         light_sizes.insert(0, 0)  # stands for giving a file and taking none
     for position, file in enumerate(heavy):
-        wanted = sizes[file] - gap / 2
-        near = bisect_left(light_sizes, wanted)
-        for other in (near - 1, near):
-            if 0 <= other < len(light_sizes):
-                remaining = abs(gap - 2 * (sizes[file] - light_sizes[other]))
+        ideal_size = sizes[file] - gap / 2
+        near = bisect_left(light_sizes, ideal_size)
+        for candidate in (near - 1, near):
+            if 0 <= candidate < len(light_sizes):
+                remaining = abs(gap - 2 * (sizes[file] - light_sizes[candidate]))
                 if remaining < best:
                     best = remaining
-                    pair = (position, other)
+                    pair = (position, candidate)
         if best == least:
             break
     if pair is None:
         return 0
-    given = heavy.pop(pair[0])
-    moved = sizes[given] - light_sizes[pair[1]]
+    from_heavy = heavy.pop(pair[0])
+    moved = sizes[from_heavy] - light_sizes[pair[1]]
     index = pair[1] - (len(light_sizes) - len(light))
     if index >= 0:
-        taken = light.pop(index)
-        heavy.insert(bisect_left(heavy, sizes[taken], key=lambda f: sizes[f]), taken)
-    light.insert(bisect_left(light, sizes[given], key=lambda f: sizes[f]), given)
+        from_light = light.pop(index)
+        heavy.insert(bisect_left(heavy, sizes[from_light], key=lambda f: sizes[f]), from_light)
+    light.insert(bisect_left(light, sizes[from_heavy], key=lambda f: sizes[f]), from_heavy)
     return moved

@@ -157,7 +157,7 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
 
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
-    """Return the option with its value for each rule or decision that dropped rows, by kind."""
+    """Return, by kind, the option and value of each rule or decision that dropped rows."""
     tables: dict[str, Rule | Decision] = {**RULES, **DECISIONS}
     return {
         kind: _spell_option(row_options, row.option)

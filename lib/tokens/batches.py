@@ -56,7 +56,7 @@ class MicroBatch(NamedTuple):
     input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
     position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1 in each row.
     boundaries: int32 [documents + 1], where documents begin and end in the B·T tokens; None without
-    position_ids. longest: a number of tokens that no document exceeds, see `longest_document`;
+    position_ids. longest: a number of tokens that no document exceeds (`bound_document_length`);
     None for T. lengths: int64 [B], the tokens of each row before its padding; None without padding.
     """
 

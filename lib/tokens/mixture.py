@@ -187,7 +187,7 @@ class Mixture(Samples):
 
     def read_samples(self, numbers: np.ndarray) -> SampleArrays:
         split = self._split_by_corpus(numbers)
-        arrays = [part.read_samples(own) for part, _, own in split]
+        arrays = [part.read_samples(own_numbers) for part, _, own_numbers in split]
         back = np.argsort(np.concatenate([places for _, places, _ in split]))
         return SampleArrays._make(
             None if column[0] is None else np.concatenate(column)[back]
@@ -195,7 +195,10 @@ class Mixture(Samples):
         )
 
     def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
-        counts = [part.token_counts(own) for part, _, own in self._split_by_corpus(numbers)]
+        counts = [
+            part.token_counts(own_numbers)
+            for part, _, own_numbers in self._split_by_corpus(numbers)
+        ]
         return sum(labels for labels, _ in counts), sum(tokens for _, tokens in counts)
 
     def mean_counts(self) -> tuple[float, float]:

@@ -101,8 +101,8 @@ def _read_lines(
         _skip_bytes(file, span.start - 1)
         offset = span.start - 1 + skip_line(file)
     while span.end is None or offset < span.end:
-        left = _BLOCK_BYTES if span.end is None else span.end - offset
-        block = file.read(min(_BLOCK_BYTES, left))
+        room = _BLOCK_BYTES if span.end is None else span.end - offset
+        block = file.read(min(_BLOCK_BYTES, room))
         if not block and span.end is not None:
             raise EOFError(f"it ends at byte {offset:,} but had {span.end:,} when the run began")
         if not block:
@@ -155,9 +155,9 @@ def _read_row_group(
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
     for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
-        done = max(0, place - first)
-        if done < len(batch):
-            yield Block(_decode_rows(batch.slice(done)), first + done)
+        skipped = max(0, place - first)
+        if skipped < len(batch):
+            yield Block(_decode_rows(batch.slice(skipped)), first + skipped)
         first += len(batch)
 
 
@@ -202,7 +202,7 @@ def find_texts(
 def _find_documents(
     block: Block, text_field: str, skipped: SkippedRecords
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the place and text of each document; None for a text that `skipped` counts."""
+    """Yield the place and text of each document; the text is None if `skipped` counts it."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return

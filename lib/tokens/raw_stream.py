@@ -182,12 +182,12 @@ class RawDocuments:
                 self._pending_blocks.append((rank_span, worker := next(workers)))
                 worker.send(block)
             rank_span, worker = self._pending_blocks[0]
-            done: EncodedBlock = worker.receive()
+            encoded_block: EncodedBlock = worker.receive()
             self._pending_blocks.popleft()
-            self._add_totals(done, rank_span.span)
-            if len(done.ids):
-                yield Origin(first, rank_span, done)
-                first = first + len(done.ids)
+            self._add_totals(encoded_block, rank_span.span)
+            if len(encoded_block.ids):
+                yield Origin(first, rank_span, encoded_block)
+                first = first + len(encoded_block.ids)
                 text_epoch = rank_span.epoch
             elif rank_span.epoch > text_epoch + 1:
                 raise self._make_empty_error(text_epoch + 1)
@@ -278,11 +278,11 @@ class RawDocuments:
         self._send(self.shards.fetcher, span)
         return self._receive(self.shards.fetcher)
 
-    def _add_totals(self, done: EncodedBlock, span: Span) -> None:
-        self._tokens += len(done.ids)
-        self._encoding += done.seconds
-        for reason, count in done.skipped.counts.items():
-            self.skipped.add(reason, f"{span.path} {done.skipped.first[reason]}", count)
+    def _add_totals(self, encoded_block: EncodedBlock, span: Span) -> None:
+        self._tokens += len(encoded_block.ids)
+        self._encoding += encoded_block.seconds
+        for reason, count in encoded_block.skipped.counts.items():
+            self.skipped.add(reason, f"{span.path} {encoded_block.skipped.first[reason]}", count)
 
     def _make_empty_error(self, epoch: int) -> ArtifactError:
         self.log_skipped_records()

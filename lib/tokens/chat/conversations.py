@@ -64,10 +64,10 @@ def _read_conversation(
 ) -> Conversation:
     for number, message in enumerate(messages, 1):
         if message.get("role") not in ROLES:
-            given = repr(message["role"])[:60] if "role" in message else "nothing"
+            role = repr(message["role"])[:60] if "role" in message else "nothing"
             raise InvalidConversation(
                 "unknown role",
-                f"turn {number} has {given} as its role; known are {', '.join(ROLES)}",
+                f"turn {number} has {role} as its role; known are {', '.join(ROLES)}",
             )
         message.setdefault("content", "")
         if CALLS in message:
@@ -192,7 +192,7 @@ def _list_strings(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     return (
-        [text for each in value for text in _list_strings(each)]
+        [text for item in value for text in _list_strings(item)]
         if isinstance(value, (list, tuple))
         else []
     )

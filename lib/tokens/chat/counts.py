@@ -212,7 +212,7 @@ def require_maskable(chats: ChatCounts, path: Path) -> None:
 
 
 def require_samples(chats: ChatCounts, path: Path) -> None:
-    """Raise UsageError if there is no sample."""
+    """Raise UsageError if the conversations gave no sample."""
     if not chats.conversations:
         raise UsageError(f"{path} contains no conversation")
     if chats.samples:

@@ -185,7 +185,7 @@ def limit_memory(added: int = MEMORY) -> Iterator[None]:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Extends Jinja's sandbox with what transformers (5.17 to 5.23) gives templates."""
+    """Extends Jinja's sandbox with the names that transformers (5.17 to 5.23) gives templates."""
 
     # Jinja computes other operations on constants when it compiles a template.
     intercepted_binops = frozenset(["**", "*", "%"])

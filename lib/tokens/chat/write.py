@@ -160,11 +160,12 @@ class ChatWriter(SplitWriter):
 
     def run(self, pool: Pool, bar: Progress) -> None:
         """Prepare the conversations that are not in the files yet."""
-        if done := self.chats.conversations:
+        if finished := self.chats.conversations:
             log.info(
-                f"  continuing after {units.counted(done, 'conversation')} from an interrupted run"
+                f"  continuing after {units.counted(finished, 'conversation')} from an "
+                "interrupted run"
             )
-        rows = self._dataset.chats(self.name, done)
+        rows = self._dataset.chats(self.name, finished)
         for samples, size in encode_rows(pool, rows):
             self.append(samples.tokens, samples.lengths)
             self._append_labels(samples.trained)
@@ -301,21 +302,21 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
     )
 
 
-def _name_cause(one: DroppedChat) -> str:
-    return f"{one.kind} in part" if one.partly else one.kind
+def _name_cause(dropped: DroppedChat) -> str:
+    return f"{dropped.kind} in part" if dropped.partly else dropped.kind
 
 
-def _make_error_line(one: ErrorEntry) -> bytes:
+def _make_error_line(entry: ErrorEntry) -> bytes:
     """Return a line of errors.jsonl."""
     return (
         json.dumps(
             {
-                "path": one.place.source,
-                "offset": one.place.offset,
-                "line": one.place.line,
-                "kind": one.kind,
-                "message": one.message,
-                "action": "kept in part" if one.partly else "dropped",
+                "path": entry.place.source,
+                "offset": entry.place.offset,
+                "line": entry.place.line,
+                "kind": entry.kind,
+                "message": entry.message,
+                "action": "kept in part" if entry.partly else "dropped",
             }
         ).encode()
         + b"\n"

@@ -1,4 +1,4 @@
-"""Chat datasets as stage 02 writes them, and a tokenizer with the words of a template."""
+"""Chat datasets as stage 02 writes them, and a tokenizer with the tokens of ChatML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "
 
 
 def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
-    """Return a conversation of made-up words; the same one for the same seed."""
+    """Return a conversation of invented words, the same one for the same seed."""
     draw = random.Random(seed)
     says = [
         " ".join(draw.choices(_WORDS, k=draw.randint(1, words)))
@@ -42,7 +42,7 @@ def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
 
 
 def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
-    """Write a chat dataset. splits: conversations by name. rows: of a batch."""
+    """Write a chat dataset. splits: conversations by split. rows: per record batch."""
     (path).mkdir(parents=True)
     (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     for name, chats in splits.items():

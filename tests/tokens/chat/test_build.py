@@ -1,4 +1,4 @@
-"""The token store of a chat dataset: labels, what is refused, and what a kill or damage leaves."""
+"""The token store of a chat dataset: labels, refused datasets, kills and damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = [
 
 
 class PoolHere:
-    """Answers in this process, as worker processes do."""
+    """Stands for a pool of worker processes; answers in this process."""
 
     def __init__(self, count: int, name: str, prepare: object, *arguments: object) -> None:
         self._answer = prepare(*arguments)
@@ -257,7 +257,7 @@ ODD_ROWS = {
 
 
 def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5) -> Path:
-    """Save a chat dataset as `datasets` does after a map, one row of it odd."""
+    """Save a chat dataset as `datasets` does after a map, with one odd row."""
     import datasets
 
     rows = []

@@ -1,4 +1,4 @@
-"""Chat datasets on disk: opened, read, and those made elsewhere refused with what makes them."""
+"""Open and read chat datasets; foreign ones are refused with the commands that convert them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_other_columns_than_those_of_a_chat_dataset_are_refused(
 
 
 def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
-    """Strings for large strings, nulls without a type, and messages of role and content alone."""
+    """Strings instead of large strings, untyped nulls, and messages of only role and content."""
     import datasets
 
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))

@@ -1,4 +1,4 @@
-"""The masks of well-known families, written out: what is trained stands between ⟦ and ⟧."""
+"""The loss masks of well-known families: trained text stands between ⟦ and ⟧."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Encoder]:
-    """Return encoders of bytes and of merged bytes, which put BOS in front or do not."""
+    """Return encoders of bytes and of merged bytes, with and without BOS before a text."""
     return {
         (kind, bos): tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
         for kind in ("bytes", "merged")
@@ -206,7 +206,7 @@ def _flags(encoder: Encoder, text: str) -> list[int]:
 def test_a_system_prompt_that_moves_is_refused_with_both_lines(
     encoders: dict[tuple[str, bool], Encoder],
 ) -> None:
-    """Mistral's template writes it before a question that nothing follows, and not otherwise."""
+    """Mistral's template writes it only before the last question of a conversation."""
     chats = ChatEncoder(
         ChatPolicy(TEMPLATES["mistral"], "assistant", "drop", 10_000), encoders["bytes", True]
     )

@@ -1,4 +1,4 @@
-"""What a hostile or mistaken template may do: drop a conversation, and nothing else."""
+"""A hostile or faulty template can drop a conversation, and do nothing else."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_and_computations_in_c_are_limited() -> None:
-    """In a process of its own, which has to live on after each."""
+    """In a child process, which must survive each of them."""
     script = f"""
 import resource, sys, time
 from pathlib import Path
@@ -144,7 +144,7 @@ def test_a_shipped_template_explains_what_it_cannot_render() -> None:
 
 
 def test_an_endless_template_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Path) -> None:
-    """At the first conversation that it is tried with, and whatever is caught on the way."""
+    """At the first trial conversation, even if code in between catches errors."""
     monkeypatch.setattr(render, "SECONDS", 1)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UsageError, match="the chat template cannot be used") as caught:

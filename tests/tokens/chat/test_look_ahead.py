@@ -1,4 +1,4 @@
-"""Templates that look ahead: each answer is trained behind the text that precedes it at inference.
+"""Templates that look ahead: each answer is trained after the text that precedes it at inference.
 
 The reference is rendered by transformers, a prefix of the conversation at a time.
 """

@@ -1,4 +1,4 @@
-"""Which tokens of conversations are trained: of any words, by any tokenizer, and known faults."""
+"""The trained tokens of conversations, for random words, all tokenizers and known faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Encoders = dict[tuple[str, bool], Encoder]
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
-    """Return encoders of each kind of tokenizer, that put BOS in front or do not."""
+    """Return encoders of each kind of tokenizer, with and without BOS before a text."""
     return {
         (kind, bos): tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", kind, bos)
         for kind in tokenizer_kinds.KINDS
@@ -37,7 +37,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
 
 
 def said(*texts: str, system: bool = False) -> Conversation:
-    """Return a conversation of a user and an assistant, in turns."""
+    """Return a conversation in which a user and an assistant take turns."""
     roles = ("user", "assistant") * len(texts)
     return Conversation(
         [
@@ -58,7 +58,7 @@ def coder(
 
 
 def trained(encoder: Encoder, encoded: EncodedChats) -> list[str]:
-    """Return what is trained, each run of tokens as text."""
+    """Return each run of trained tokens as text."""
     return [part for text in shown(encoder, encoded) for part in re.findall("⟦(.*?)⟧", text, re.S)]
 
 
@@ -72,7 +72,7 @@ def drawn(name: str, draw: random.Random) -> Conversation:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_and_their_closing_tokens_are_trained(encoders: Encoders, name: str) -> None:
-    """Of any words, by tokenizers that merge what stands side by side as they see fit."""
+    """For random words, and tokenizers that may merge any neighbouring characters."""
     draw = random.Random(name)
     answer = ANSWERS.get(name, "{}<|im_end|>")
     template = Template(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
@@ -104,7 +104,7 @@ def _by_offsets(
     answers: list[str],
     template: Template,
 ) -> bool:
-    """Tell whether the tokens and flags are those of the whole texts, read by the tokenizer."""
+    """Return whether tokens and flags equal those of the full texts under the tokenizer."""
     if len(encoded.lengths) != len(several):
         return True  # a template that rewrites: one sample an answer
     tokens = []
@@ -322,7 +322,7 @@ def test_options_and_weights_choose_the_trained_answers(encoders: Encoders, sour
 
 
 def test_turns_of_weight_zero_end_before_the_next_turn(encoders: Encoders) -> None:
-    """Also with a template that ends all that it writes by a token of its own."""
+    """Also with a template that writes a token at the end of the full text."""
     encoder = encoders["bytes", True]
     chat = said("a", "b", "c", "d")._replace(weights=[1, 0, 0, 1])
     [text] = shown(encoder, coder(encoder, TEMPLATES["phi 3"], "all").encode([chat]))
@@ -333,7 +333,7 @@ def test_turns_of_weight_zero_end_before_the_next_turn(encoders: Encoders) -> No
 
 
 def test_tool_turns_between_answers_stay_in_one_sample(encoders: Encoders) -> None:
-    """All answers to one question stay one sample, also where later questions rewrite them."""
+    """All answers to a question stay in one sample, even if later questions rewrite them."""
     call = {"function": {"name": "add", "arguments": {}}}
     turns = [
         {"role": "user", "content": "q"},
@@ -353,7 +353,7 @@ def test_tool_turns_between_answers_stay_in_one_sample(encoders: Encoders) -> No
 
 
 def test_added_tokens_of_every_kind_are_found(tmp_path: Path) -> None:
-    """As Phi-3 has them, which take in white space, and Gemma, which has white space as tokens."""
+    """Tokens of Phi-3 take in white space, and some tokens of Gemma are white space."""
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer_kinds.encoder(tmp_path / "it", "merged", False)

@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, and what keeps a hostile one in its place."""
+"""Find the source of a chat template."""
 
 from __future__ import annotations
 

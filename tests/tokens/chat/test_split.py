@@ -1,4 +1,4 @@
-"""Conversations with more tokens than a sample has: dropped, or cut between turns."""
+"""Conversations longer than a sample are dropped, or cut between turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 
 def talk(count: int, size: int = 20) -> Conversation:
-    """Return a system prompt and so many questions and answers, numbered."""
+    """Return a system prompt and numbered questions and answers."""
     turns = [
         {"role": role, "content": f"{role[0]}{n} " + "word " * size}
         for n in range(count)

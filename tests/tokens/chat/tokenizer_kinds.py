@@ -1,4 +1,4 @@
-"""Tokenizers as chat models have them: of bytes, of merged bytes, and of sentencepiece's kinds."""
+"""Tokenizers of the kinds that chat models use: bytes, merged bytes, sentencepiece."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def encoder(home: Path, kind: str, bos: bool, **settings: Any) -> Encoder:
-    """Return the encoder of a tokenizer. settings: further ones of tokenizer_config.json."""
+    """Return the encoder of a tokenizer. settings: further keys of tokenizer_config.json."""
     save_tokenizer(home, bos=bos)
     whole = Tokenizer.from_file(str(home / "tokenizer.json"))
     if kind != "bytes":
@@ -38,7 +38,7 @@ def encoder(home: Path, kind: str, bos: bool, **settings: Any) -> Encoder:
 
 
 def _texts() -> list[str]:
-    """Return made-up paragraphs, the same ones each time, with line breaks and indented lists."""
+    """Return invented paragraphs with line breaks and indented lists, the same ones each time."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 9))) for _ in range(1500)]
     words += ["Number 12", "it's", "you'll", "def f(x):", "naïve", "日本", "<y>", "{z}", "'x'"]
@@ -95,7 +95,7 @@ def _trained(kind: str, around: Any) -> Tokenizer:
 
 
 def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
-    """Return samples as text, what is trained between ⟦ and ⟧."""
+    """Return samples as text, with trained parts between ⟦ and ⟧."""
     found = []
     ends = np.cumsum(encoded.lengths)
     for begin, end in zip([0, *ends], ends, strict=False):
