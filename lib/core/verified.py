@@ -163,7 +163,7 @@ def _write_record(place: Path, stamps: dict[str, list[int]]) -> None:
 
 @contextmanager
 def _take_turn(place: Path) -> Iterator[bool]:
-    """Wait until no other process hashes the same files. Yields whether none did.
+    """Wait until no other process hashes the same files. Yields False if it had to wait.
 
     If the cache cannot be written, nobody waits.
     """
