@@ -100,7 +100,7 @@ class Plan:
         }
         own["inputs"] = own["inputs"] | {"samples": self.samples}
         for rank, identity in enumerate(gather(own, layout.control)):
-            if changes := differences(identity, own):
+            if changes := find_differences(identity, own):
                 raise UsageError(
                     f"ranks {rank} and {layout.rank} were started differently",
                     found="\n".join(
