@@ -194,6 +194,18 @@ def test_lines_are_at_most_100_characters() -> None:
     assert not long
 
 
+def test_prose_in_markdown_is_wrapped_at_120_characters() -> None:
+    """Tables, headings, code blocks and lines without a space are exempt."""
+    long = [
+        f"{name_of(path)}: {line[:60]}"
+        for path in DOCUMENTS
+        for line in re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL).splitlines()
+        if len(line) > 120 and " " in re.sub(r"`[^`]*`", "", line.strip())
+        if not line.lstrip().startswith(("|", "#"))
+    ]
+    assert not long
+
+
 def test_no_code_breaks_a_rule_of_form() -> None:
     assert not [
         f"{name_of(path)}:{line}: {rule}"
