@@ -298,7 +298,7 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
         ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
         ({"sharding_strategy": "full"}, "FSDP2 is always on"),
-        ({"torchrun_path": "/opt/conda/bin/torchrun"}, "started by the Python of the image"),
+        ({"torchrun_path": "/opt/conda/bin/torchrun"}, "the Python of the image starts"),
         ({"use_hyperpod_cli": True}, "--kind hyperpod"),
         ({"num_nodes": 4, "nodes": 2}, "nodes=2 contradicts 4"),
         ({"max_lr": 1e-3, "lr": 1e-4}, "lr=0.0001 contradicts 0.001"),

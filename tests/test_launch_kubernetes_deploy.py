@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_launcher import kubernetes
-from run_launcher.kube import aws
-from run_launcher.kube.deploy import JobFailed, Patience
 
+from launch import kubernetes
+from launch.kube import aws
+from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from lib.train import command_line
 from tests.kube_cluster import (

@@ -85,7 +85,7 @@ ROWS = (
     ),
     _advise(
         "--tokenizer",
-        "a model's directory holds its tokenizer; --tokenizer DIR only goes with --from-scratch",
+        "the model's directory contains the tokenizer; --tokenizer DIR needs --from-scratch",
         trainer="tokenizer_name",
         axolotl="tokenizer_config",
         titan="model.tokenizer_path",
@@ -93,7 +93,7 @@ ROWS = (
     _alias("--dataset-name", offline="dataset_name"),
     _advise(
         "--dataset-name",
-        "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
+        "--dataset-name NAME (in stage 04 a dataset that stage 02 built)",
         trainer="train_file dataset_path dataset_config_name",
         axolotl="datasets dataset_prepared_path",
         titan="training.dataset training.dataset_path",
@@ -191,8 +191,8 @@ ROWS = (
     _alias("--chat-template", trainer="chat_template_path"),
     _advise(
         "--chat-template",
-        "--chat-template FILE, where the model's own is not meant "
-        "(chat_templates/ has one of ChatML)",
+        "--chat-template FILE, to replace that of the model "
+        "(chat_templates/ contains one for ChatML)",
         axolotl="chat_template_jinja",
     ),
     _advise(
@@ -211,8 +211,8 @@ ROWS = (
     ),
     _advise(
         "--lora-rank",
-        "nothing is quantised: the model is kept in bf16, shared by all ranks; "
-        "--cpu-offload on where that does not fit",
+        "no quantised weights: the model stays in bf16, sharded over all ranks; "
+        "--cpu-offload on if it does not fit",
         trainer="load_in_4bit load_in_8bit bnb_4bit_quant_type",
         axolotl="load_in_4bit load_in_8bit",
     ),
@@ -224,7 +224,7 @@ ROWS = (
     ),
     _advise(
         "--lora-targets",
-        "adapters are plain LoRA on linears of the blocks; nothing else is trained beside them",
+        "only plain LoRA on linear layers of the blocks; no other module is trained",
         trainer="use_dora lora_modules_to_save",
         axolotl="peft_use_dora lora_modules_to_save",
     ),
@@ -308,7 +308,7 @@ ROWS = (
     _alias("--precision", scratch="mixed_precision"),
     _advise(
         "--precision",
-        "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
+        "--precision bf16|fp16|fp32|fp8 (default: bf16 if the hardware supports it)",
         trainer=f"{_FLAGS} torch_dtype dtype",
         axolotl=f"{_FLAGS} bfloat16 float16",
         titan="training.mixed_precision_param training.dtype",
@@ -388,7 +388,7 @@ ROWS = (
     _advise("--ckpt-async", "--ckpt-async on (the default)", titan="checkpoint.async_mode"),
     _advise(
         "--resume",
-        "run the same command again to resume; --resume PATH takes one checkpoint",
+        "run the same command again to resume; --resume PATH resumes from one checkpoint",
         trainer="resume_from_checkpoint",
         axolotl="resume_from_checkpoint auto_resume_from_checkpoints",
         titan="checkpoint.load_step checkpoint.folder checkpoint.enable "
@@ -414,7 +414,7 @@ ROWS = (
     ),
     _advise(
         "--eval-freq",
-        "--eval-freq N, 0 for only at the end",
+        "--eval-freq N (0: only at the end)",
         trainer="eval_strategy evaluation_strategy do_eval",
         axolotl="evals_per_epoch",
         titan="validation.enable",
@@ -463,22 +463,22 @@ ROWS = (
     ),
     _advise(
         "--code-dir",
-        "leave it out: the ranks are started by the Python of the image",
+        "leave it out: the Python of the image starts the ranks",
         eks="torchrun_path",
     ),
     _alias("--validate-components", eks="validate_components"),
     _alias("--auto-fix", eks="auto_fix"),
     _advise(
         "--validate-components",
-        "nothing here makes a cluster: eksctl create cluster; in "
-        "Python create_if_missing=True asks whether there is one",
+        "this project creates no cluster: use eksctl create cluster; in "
+        "Python create_if_missing=True only checks that it exists",
         eks="create_if_missing infrastructure_type",
     ),
     _alias("--dockerfile", eks="dockerfile"),
     _alias("--tag", eks="tag"),
     _alias("--base-image", eks="base_image"),
     _alias("--max-attempts", eks="max_attempts"),
-    _advise("--dockerfile", "leave it out: what docker prints is always shown", eks="verbose"),
+    _advise("--dockerfile", "leave it out: docker's output is always shown", eks="verbose"),
 )
 
 
@@ -525,9 +525,9 @@ def spellings(options: Collection[str]) -> list[str]:
 
 def make_table() -> str:
     """Return all rows as a table in Markdown."""
-    lines = ["| here | what to do with the names there | names there |", "|---|---|---|"]
+    lines = ["| here | what to type | names there |", "|---|---|---|"]
     lines += [
-        f"| `{row.option}` | {row.text.replace('|', chr(92) + '|') or 'taken as they are'} | "
+        f"| `{row.option}` | {row.text.replace('|', chr(92) + '|') or 'the names there'} | "
         + "; ".join(
             f"{SYSTEMS[system]}: " + ", ".join(f"`{name}`" for name in names.split())
             for system, names in row.names.items()
