@@ -209,7 +209,9 @@ def measure_loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             windows = Windows(tokens, length)
             steps = 200
             chosen = np.random.default_rng(1).integers(0, len(windows), (steps, 16))
-            take_s, _ = run_timed(lambda w=windows, c=chosen: [len(w.take(some)) for some in c])
+            take_s, _ = run_timed(
+                lambda w=windows, c=chosen: [len(w.read_windows(numbers)) for numbers in c]
+            )
             rates.append(
                 (
                     f"random windows of {length}",

@@ -53,19 +53,19 @@ def main(argv: list[str]) -> None:
     build_and_push(declared.read_options(ImageOptions, opts), opts.dry_run)
 
 
-def build_docker_image(*, dry_run: bool = False, **wanted: Any) -> str:
+def build_docker_image(*, dry_run: bool = False, **values: Any) -> str:
     """Build the image as the command line does, and return its name.
 
-    wanted: options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
+    values: options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
     Raises UsageError or DiskFullError with the cause and its remedy.
     """
     log.ensure_setup()
-    return build_and_push(declared.from_values(ImageOptions, **wanted), dry_run)
+    return build_and_push(declared.from_values(ImageOptions, **values), dry_run)
 
 
-def build_and_push(wanted: ImageOptions, dry_run: bool) -> str:
+def build_and_push(image_options: ImageOptions, dry_run: bool) -> str:
     """Build and push the image as the options say, and return its name."""
-    build = versions.planned(wanted)
+    build = versions.plan_build(image_options)
     log.table(
         {
             "image": build.tag,
@@ -78,12 +78,12 @@ def build_and_push(wanted: ImageOptions, dry_run: bool) -> str:
             else "from pip's index",
         }
     )
-    target = _target(build.push, build.tag)
-    log.info(image_docker.shown(build.command()))
+    target = _resolve_target(build.push, build.tag)
+    log.info(image_docker.format_command(build.command()))
     if dry_run:
-        log.info(image_docker.shown(build.try_out()))
+        log.info(image_docker.format_command(build.try_out()))
         for command in (["tag", build.tag, target], ["push", target]) if target else ():
-            log.info(image_docker.shown(command))
+            log.info(image_docker.format_command(command))
         return target or build.tag
     build = _build(build)
     if target:
@@ -103,40 +103,40 @@ def _build(build: ImageBuild) -> ImageBuild:
     attempts = build.max_attempts if build.auto_fix else 1
     for attempt in range(1, attempts + 1):
         try:
-            image_docker.docker("version", quiet=True)  # fails if the daemon does not answer
-            image_docker.docker(*build.command())
-            _check_result(build, image_docker.docker(*build.try_out()))
+            image_docker.run_docker("version", quiet=True)  # fails if the daemon does not answer
+            image_docker.run_docker(*build.command())
+            _check_result(build, image_docker.run_docker(*build.try_out()))
             return build
         except DockerError as error:
-            fixed = _fixed(build, error, attempt) if attempt < attempts else None
-            if fixed is None:
+            next_build = _apply_remedy(build, error, attempt) if attempt < attempts else None
+            if next_build is None:
                 raise error.explained(attempt) from None
-            build = fixed
-            log.info(image_docker.shown(build.command()))
+            build = next_build
+            log.info(image_docker.format_command(build.command()))
     raise AssertionError("the last attempt returns or raises")
 
 
-def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | None:
+def _apply_remedy(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | None:
     """Apply the remedy of an error and return the next build; None if there is no remedy."""
     cause = error.cause
     if cause is None:
         return None
-    mended: ImageBuild | None = None
+    next_build: ImageBuild | None = None
     if cause.fix == image_docker.PRUNE:
-        image_docker.docker("builder", "prune", "--force")
-        mended = build
+        image_docker.run_docker("builder", "prune", "--force")
+        next_build = build
     elif cause.fix == image_docker.MIRROR and build.base_image.startswith("python:"):
-        mended = replace(build, base_image=f"{MIRROR}/{build.base_image}")
+        next_build = replace(build, base_image=f"{MIRROR}/{build.base_image}")
     elif cause.fix == image_docker.RETRY:
         time.sleep(backoff(attempt, _BACKOFF_S))
-        mended = build
+        next_build = build
     elif cause.fix == image_docker.DEFAULT_TORCH and build.torch != build.named_torch:
         driver = build.driver_version
         if not driver or not torch_builds.driver_problem(build.named_torch, driver):
-            mended = replace(build, torch=build.named_torch)
-    if mended:
+            next_build = replace(build, torch=build.named_torch)
+    if next_build:
         log.info(f"fixed: {cause.problem} ({cause.fix}); retrying")
-    return mended
+    return next_build
 
 
 def _check_result(build: ImageBuild, output: str) -> None:
@@ -153,29 +153,29 @@ def _check_result(build: ImageBuild, output: str) -> None:
 
 
 def _push(tag: str, target: str, create: bool) -> None:
-    is_ecr = bool(image_docker.region_of(target))
+    is_ecr = bool(image_docker.find_region(target))
     if create and not is_ecr:
         raise UsageError("--create-repository is for ECR", found=target)
     if is_ecr:
         if create:
-            created = image_docker.create_repository(target.rpartition(":")[0])
-            log.info("created the repository" if created else "the repository exists already")
+            is_new = image_docker.create_repository(target.rpartition(":")[0])
+            log.info("created the repository" if is_new else "the repository exists already")
         image_docker.log_in(target)
     try:
-        image_docker.docker("tag", tag, target)
-        image_docker.docker("push", target)
+        image_docker.run_docker("tag", tag, target)
+        image_docker.run_docker("push", target)
     except DockerError as error:
-        missing = "does not exist" in error.output or "name unknown" in error.output
+        is_missing = "does not exist" in error.output or "name unknown" in error.output
         raise UsageError(
             f"{target} could not be pushed",
             found=error.evidence(of_cause=False),
             run=commands.as_typed("--create-repository")
-            if missing and is_ecr
+            if is_missing and is_ecr
             else commands.shell("docker", "login", target.partition("/")[0]),
         ) from None
 
 
-def _target(registry: str, tag: str) -> str:
+def _resolve_target(registry: str, tag: str) -> str:
     """Return the full name to push, with the name and tag of the local image as defaults."""
     registry = registry.rstrip("/")
     _, slash, repository = registry.rpartition("/")
@@ -183,8 +183,8 @@ def _target(registry: str, tag: str) -> str:
         return registry
     path, slash_of_tag, last = tag.rpartition("/")
     name, _, version = last.partition(":")
-    where = registry if slash else f"{registry}/{path}{slash_of_tag}{name}"
-    return f"{where}:{version or 'latest'}"
+    full_name = registry if slash else f"{registry}/{path}{slash_of_tag}{name}"
+    return f"{full_name}:{version or 'latest'}"
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ from launch.build_image import build_docker_image  # noqa: E402
 from launch.checks import findings  # noqa: E402
 from launch.images import docker as image_docker  # noqa: E402
 from launch.kube import aws, cluster_state, deploy, nodes, preparation  # noqa: E402
-from launch.kube.cluster import check_cluster, eks_of, manage_eks_cluster  # noqa: E402
+from launch.kube.cluster import check_cluster, find_eks, manage_eks_cluster  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, plan_job, render_manifests  # noqa: E402
-from launch.kube.job_options import JobOptions, instances  # noqa: E402
+from launch.kube.job_options import JobOptions, read_instances  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
 from launch.kube.raw_text import RawText  # noqa: E402
@@ -70,38 +70,38 @@ def build_parser() -> options.Parser:
     declared.add_options(parser, JobOptions)
     declared.add_options(parser, Patience)
     declared.add_options(parser, RawText)
-    one = parser.add_argument_group("the command")
-    one.add_argument(
+    group = parser.add_argument_group("the command")
+    group.add_argument(
         "--cluster-name",
         default="",
         metavar="NAME",
         help="EKS cluster; its context is fetched if the kubeconfig lacks it "
         "(default: that of --context)",
     )
-    one.add_argument(
+    group.add_argument(
         "--token",
         default=os.environ.get("HF_TOKEN", ""),
         metavar="TOKEN",
         help="deploy, prepare: token for the Hub, stored in a secret of the cluster; set "
         "HF_TOKEN rather than this option, which others can see (default: HF_TOKEN)",
     )
-    one.add_argument(
+    group.add_argument(
         "--out",
-        type=findings.output_file,
+        type=findings.parse_output_file,
         metavar="FILE",
         help="render: file to write (default: print the manifest)",
     )
-    one.add_argument(
+    group.add_argument(
         "--node-rank", type=options.count, default=0, metavar="R", help="logs: number of the node"
     )
-    one.add_argument(
+    group.add_argument(
         "--follow",
         type=options.on_off,
         default=True,
         metavar="on|off",
         help="logs: continue until the pod ends",
     )
-    one.add_argument(
+    group.add_argument(
         "--monitor",
         type=options.on_off,
         default=True,
@@ -110,7 +110,7 @@ def build_parser() -> options.Parser:
         const=True,
         help="deploy, prepare: show the first node's log",
     )
-    one.add_argument(
+    group.add_argument(
         "--dry-run",
         action="store_true",
         help="print the manifest or the kubectl command and do nothing",
@@ -119,11 +119,13 @@ def build_parser() -> options.Parser:
 
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
-    """Return our options, and those of stage 04: words after `--`, or options only it knows."""
-    own, train = command_line.split_at_dashes(argv)
+    """Return this script's options, and those of stage 04: all after `--`, or unknown here."""
+    own_words, train = command_line.split_at_dashes(argv)
     parser = build_parser()
-    own, more = command_line.take_stage_options(own, parser._option_string_actions)
-    return parser.parse(own), [*more, *train]
+    own_words, stage_words = command_line.take_stage_options(
+        own_words, parser._option_string_actions
+    )
+    return parser.parse(own_words), [*stage_words, *train]
 
 
 def main(argv: list[str]) -> None:
@@ -132,112 +134,136 @@ def main(argv: list[str]) -> None:
         log.setup(sys.stderr)  # the standard output is the manifest alone
     # By an exception, so that `finally` also ends a kubectl that follows a log.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    wanted = with_context(
+    job_options = choose_context(
         declared.read_options(JobOptions, opts),
         opts.cluster_name,
         opts.dry_run,
         only_plans=opts.dry_run and opts.command in _STARTING,
     )
-    kubectl = Kubectl(wanted.namespace, wanted.context)
-    typed = f"python {_SCRIPT} {commands.shell(*argv)}"
+    kubectl = Kubectl(job_options.namespace, job_options.context)
+    typed_command = f"python {_SCRIPT} {commands.shell(*argv)}"
     if opts.command == "validate":
-        validate_cluster(wanted, kubectl, opts)
+        validate_cluster(job_options, kubectl, opts)
         return
     if opts.command == "prepare":
         start_job(
             preparation.plan_preparation(
-                with_image(wanted), declared.read_options(RawText, opts), train, typed
+                choose_image(job_options),
+                declared.read_options(RawText, opts),
+                train,
+                typed_command,
             ),
             kubectl,
             opts,
         )
         if not opts.dry_run:
-            log.info(f"next: {commands.script(_SCRIPT, *deploy_words(argv))}")
+            log.info(f"next: {commands.script(_SCRIPT, *make_deploy_words(argv))}")
         return
     if opts.command in _STARTING:
-        asks = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))
-        start_job(plan_job(fill_open_options(wanted, kubectl, asks), train, typed), kubectl, opts)
+        queries_cluster = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))
+        start_job(
+            plan_job(
+                fill_open_options(job_options, kubectl, queries_cluster), train, typed_command
+            ),
+            kubectl,
+            opts,
+        )
         return
     problems = Problems()
-    wanted.check_names(problems)
+    job_options.check_names(problems)
     problems.raise_if_any()
     {"status": print_status, "logs": print_logs, "stop": stop_job}[opts.command](
-        wanted, kubectl, opts
+        job_options, kubectl, opts
     )
 
 
-def deploy_words(argv: list[str]) -> list[str]:
+def make_deploy_words(argv: list[str]) -> list[str]:
     """Return the words of the `deploy` that follows a `prepare`."""
-    own, train = command_line.split_at_dashes(argv)
+    own_words, train = command_line.split_at_dashes(argv)
     # The command may follow options, one of which may have the same word as its value.
-    at = 0 if own[0] == "prepare" else len(own) - 1 - own[::-1].index("prepare")
-    return [*own[:at], "deploy", *own[at + 1 :], *(["--", *train] if train else [])]
+    position = (
+        0 if own_words[0] == "prepare" else len(own_words) - 1 - own_words[::-1].index("prepare")
+    )
+    return [
+        *own_words[:position],
+        "deploy",
+        *own_words[position + 1 :],
+        *(["--", *train] if train else []),
+    ]
 
 
-def with_context(
-    wanted: JobOptions, cluster_name: str, dry_run: bool = False, only_plans: bool = False
+def choose_context(
+    job_options: JobOptions, cluster_name: str, dry_run: bool = False, only_plans: bool = False
 ) -> JobOptions:
     """Return the options with the context of the cluster. Raises UsageError if there is none.
 
-    only_plans: accept a cluster without a context, since no call needs it.
+    only_plans: accept a cluster that has no context, since no call needs one.
     """
-    if cluster_name and wanted.context:
+    if cluster_name and job_options.context:
         raise UsageError(
-            f"--cluster-name {cluster_name} and --context {wanted.context} both name a cluster",
+            f"--cluster-name {cluster_name} and --context {job_options.context} both name a "
+            "cluster",
             expected="one of them",
         )
     if not cluster_name:
-        return wanted
+        return job_options
     try:
-        return replace(wanted, context=aws.context_of(cluster_name, fetch=not dry_run))
+        return replace(job_options, context=aws.find_context(cluster_name, fetch=not dry_run))
     except UsageError as error:
         if not only_plans:
             raise
         log.info(f"cluster: {cluster_name}, which has no context yet: {error.problem}")
-        return wanted
+        return job_options
 
 
-def with_image(wanted: JobOptions) -> JobOptions:
+def choose_image(job_options: JobOptions) -> JobOptions:
     """Return the options with the last built image, unless they have an image."""
-    if wanted.image or not (built := image_docker.last_built_image()):
-        return wanted
+    if job_options.image or not (built := image_docker.find_last_built_image()):
+        return job_options
     log.info(f"image: {built.image}, the last one built in this directory")
     if not built.is_pushed:
         log.warn(
             "it was not pushed to a registry, so only nodes that contain it can start it: "
             + commands.script("launch/build_image.py", "--push", "REGISTRY/llm-training")
         )
-    return replace(wanted, image=built.image)
+    return replace(job_options, image=built.image)
 
 
-def fill_open_options(wanted: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOptions:
+def fill_open_options(
+    job_options: JobOptions, kubectl: Kubectl, queries_cluster: bool = True
+) -> JobOptions:
     """Return the options with the image of the last build and the devices of the nodes filled in.
 
-    asks: whether to query the cluster. Raises UsageError if several instance types are possible.
+    queries_cluster: whether to query the cluster. Raises UsageError if several instance types are
+    possible.
     """
-    wanted = with_image(wanted)
-    if not asks or wanted.gpus_per_node == 0:
-        return wanted
+    job_options = choose_image(job_options)
+    if not queries_cluster or job_options.gpus_per_node == 0:
+        return job_options
     try:
-        found = nodes.parse_nodes(kubectl.items("nodes"), [])
+        cluster_nodes = nodes.parse_nodes(kubectl.items("nodes"), [])
     except KubectlError:
-        if wanted.instance_type and (wanted.node or wanted.gpus_per_node is not None):
-            return wanted  # the instance type is known without the cluster
+        if job_options.instance_type and (
+            job_options.node or job_options.gpus_per_node is not None
+        ):
+            return job_options  # the instance type is known without the cluster
         raise
-    if not wanted.instance_type and not any(node.gpus for node in found):
-        wanted = replace(wanted, instance_type=_of_node_groups(kubectl))
-    return nodes.fill_from_nodes(wanted, found)
+    if not job_options.instance_type and not any(node.gpus for node in cluster_nodes):
+        job_options = replace(job_options, instance_type=_find_node_group_type(kubectl))
+    return nodes.fill_from_nodes(job_options, cluster_nodes)
 
 
-def _of_node_groups(kubectl: Kubectl) -> str:
+def _find_node_group_type(kubectl: Kubectl) -> str:
     """Return the only instance type with GPUs of an EKS cluster's node groups; empty if unknown."""
-    cluster, region = eks_of(kubectl, "", "")
-    found = (
-        [name for name in aws.node_types(cluster, region) if name in instances()] if cluster else []
+    cluster, region = find_eks(kubectl, "", "")
+    types = (
+        [name for name in aws.list_node_types(cluster, region) if name in read_instances()]
+        if cluster
+        else []
     )
-    if len(found) == 1:
-        log.info(f"from EKS: its node groups start {found[0]}")
-    return found[0] if len(found) == 1 else ""
+    if len(types) == 1:
+        log.info(f"from EKS: its node groups start {types[0]}")
+    return types[0] if len(types) == 1 else ""
 
 
 def start_job(job: Job, kubectl: Kubectl, opts: Options) -> None:
@@ -254,7 +280,7 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options) -> None:
         print(manifest, end="")
     elif opts.command == "apply":
         deploy.submit_job(job, kubectl)
-        log.info(f"next: {_command('logs', job)}")
+        log.info(f"next: {_format_command('logs', job)}")
     else:
         try:
             deploy.deploy(
@@ -265,68 +291,68 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options) -> None:
                 patience=declared.read_options(Patience, opts),
             )
         except KeyboardInterrupt:
-            log.info(f"\nthe job continues; to end it: {_ending(job, kubectl)}")
+            log.info(f"\nthe job continues; to end it: {_format_stop_command(job, kubectl)}")
             raise
 
 
-def _ending(job: Job, kubectl: Kubectl) -> str:
+def _format_stop_command(job: Job, kubectl: Kubectl) -> str:
     return (
-        _command("stop", job)
+        _format_command("stop", job)
         if job.resource == KINDS[job.kind].resource
         else shlex.join(kubectl.command("delete", job.resource, job.job_name))
     )
 
 
-def _command(command: str, job: JobOptions) -> str:
+def _format_command(command: str, job: JobOptions) -> str:
     """Return another command of this script for the same job."""
     names = {name: getattr(job, name) for name in ("kind", "namespace", "job_name", "context")}
     return commands.script(_SCRIPT, command, *commands.as_words(names))
 
 
-def validate_cluster(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+def validate_cluster(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     """Print whether the cluster is ready for the job. Raises NotReady if it is not."""
     if opts.dry_run:
         print(*kubectl.command("get", "…", "-o", "json"))
         return
     problems = Problems()
-    wanted.check_names(problems)
-    if wanted.instance_type:
-        wanted.check_type(problems)
+    job_options.check_names(problems)
+    if job_options.instance_type:
+        job_options.check_type(problems)
     problems.raise_if_any()
-    found = check_cluster(kubectl, wanted, eks_of(kubectl, opts.cluster_name, ""))
-    findings.print_findings(found)
-    findings.conclude(found, findings.ERROR, "this cluster")
+    cluster_findings = check_cluster(kubectl, job_options, find_eks(kubectl, opts.cluster_name, ""))
+    findings.print_findings(cluster_findings)
+    findings.require_ready(cluster_findings, findings.ERROR, "this cluster")
 
 
-def print_status(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+def print_status(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     """Print the state of the job, its pods, and the cause of a failure."""
     if opts.dry_run:
-        print(*kubectl.command("get", wanted.resource, wanted.job_name, "-o", "json"))
+        print(*kubectl.command("get", job_options.resource, job_options.job_name, "-o", "json"))
         return
-    state = cluster_state.job_state(
-        cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
+    state = cluster_state.read_job_state(
+        cluster_state.find_job(kubectl, job_options.resource, job_options.job_name)
     )
-    log.info(f"{wanted.job_name} is {state.state}: {state.words}")
-    pods = cluster_state.list_pods(kubectl, wanted.selector)
+    log.info(f"{job_options.job_name} is {state.state}: {state.words}")
+    pods = cluster_state.list_pods(kubectl, job_options.selector)
     cluster_state.print_pods(pods)
     if state.state != cluster_state.SUCCEEDED and (
-        cause := cluster_state.find_cause(kubectl, wanted.job_name, pods)
+        cause := cluster_state.find_cause(kubectl, job_options.job_name, pods)
     ):
         cluster_state.print_cause(cause)
 
 
-def print_logs(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+def print_logs(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     """Print the log of a node's pod. Raises UsageError if there is no such pod."""
     follow = ["--follow"] if opts.follow else []
     if opts.dry_run:
         print(*kubectl.command("logs", *follow, f"POD of node {opts.node_rank}"))
         return
-    cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
-    pods = cluster_state.list_pods(kubectl, wanted.selector)
+    cluster_state.find_job(kubectl, job_options.resource, job_options.job_name)
+    pods = cluster_state.list_pods(kubectl, job_options.selector)
     if opts.node_rank >= len(pods):
         raise UsageError(
             f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
-            run=_command("status", wanted),
+            run=_format_command("status", job_options),
         )
     name = pods[opts.node_rank]["metadata"]["name"]
     stream = kubectl.stream("logs", *follow, name)
@@ -336,25 +362,26 @@ def print_logs(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
         stream.terminate()
     if code:
         raise UsageError(
-            f"no log of {name} (kubectl exit code {code})", run=_command("status", wanted)
+            f"no log of {name} (kubectl exit code {code})",
+            run=_format_command("status", job_options),
         )
 
 
-def stop_job(wanted: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+def stop_job(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     """Delete the job, whose pods finish their step, save and end."""
-    delete = kubectl.command("delete", wanted.resource, wanted.job_name)
+    delete = kubectl.command("delete", job_options.resource, job_options.job_name)
     if opts.dry_run:
         print(*delete)
         return
-    state = cluster_state.job_state(
-        cluster_state.find_job(kubectl, wanted.resource, wanted.job_name)
+    state = cluster_state.read_job_state(
+        cluster_state.find_job(kubectl, job_options.resource, job_options.job_name)
     )
     if state.state != cluster_state.ACTIVE:
-        log.info(f"nothing to stop: {wanted.job_name} is not running ({state.words})")
+        log.info(f"nothing to stop: {job_options.job_name} is not running ({state.words})")
         log.info(f"its pods and logs remain until you delete it: {shlex.join(delete)}")
         return
-    log.info(f"{wanted.job_name}: its pods finish their step, save and end")
-    deploy.stop_job(wanted, kubectl)
+    log.info(f"{job_options.job_name}: its pods finish their step, save and end")
+    deploy.stop_job(job_options, kubectl)
     log.info("stopped; the same job continues from the checkpoint")
 
 
@@ -366,31 +393,31 @@ def deploy_training_job(
     auto_retry: bool = True,
     train: Sequence[str] = (),
     patience: Patience | None = None,
-    **wanted: Any,
+    **values: Any,
 ) -> None:
     """Run a job to its end as `deploy` does. Raises launch.kube.deploy.JobFailed if it fails.
 
     cluster_name: of EKS, or a context of the kubeconfig (default: the current one). hf_token: for a
     secret of the cluster (default: HF_TOKEN). auto_retry: submit again after failures that may
     pass. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how
-    often and how long to try. wanted: options of `deploy` or of stage 04 by their names, such as
-    job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
+    often and how long to try. values: options of `deploy` or of stage 04 by their names, such as
+    job_name="exp", num_nodes=4, max_steps=1000; defaults are those of the command line.
     """
     log.ensure_setup()
-    ours = declared.fields_by_spelling(JobOptions)
-    theirs = declared.fields_by_spelling(Config)
-    declared.require_known(wanted, [*ours, *theirs])
+    job_fields = declared.fields_by_spelling(JobOptions)
+    stage_fields = declared.fields_by_spelling(Config)
+    declared.require_known(values, [*job_fields, *stage_fields])
     job = declared.from_values(
-        JobOptions, **{name: wanted[name] for name in wanted if name in ours}
+        JobOptions, **{name: values[name] for name in values if name in job_fields}
     )
-    given = declared.merge_spellings(
-        Config, {name: wanted[name] for name in wanted if name not in ours}
+    stage_values = declared.merge_spellings(
+        Config, {name: values[name] for name in values if name not in job_fields}
     )
-    job = with_context(job, cluster_name)
+    job = choose_context(job, cluster_name)
     kubectl = Kubectl(job.namespace, job.context)
     token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
     deploy.deploy(
-        plan_job(fill_open_options(job, kubectl), [*train, *command_line.to_words(given)]),
+        plan_job(fill_open_options(job, kubectl), [*train, *command_line.to_words(stage_values)]),
         kubectl,
         token=token,
         monitor=monitor,

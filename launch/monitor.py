@@ -33,11 +33,11 @@ from lib.core.run_records import mean_loss
 from lib.parallel import nvidia
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_PLAIN = "_.-~=*#@"
+_ASCII_BLOCKS = "_.-~=*#@"
 _CURVE_ROWS = 8
-_RECENT = 20  # rows that are searched for a slow rank
-_STRAGGLER = 1.2  # times the median rank
-_LABEL = 13
+_RECENT_ROWS = 20  # rows that are searched for a slow rank
+_STRAGGLER_RATIO = 1.2  # times the median rank
+_LABEL_WIDTH = 13
 _LOG_LINES = 40
 _LOG_BYTES = 64 << 10
 _MIB = 1 << 20
@@ -64,15 +64,15 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     """Show a run once, live, or as its log."""
     opts = parse(argv)
-    live = sys.stdout.isatty() and not (opts.once or opts.log)
+    is_live = sys.stdout.isatty() and not (opts.once or opts.log)
     experiment = paths.existing_experiment(opts.experiment)
-    if not live:
+    if not is_live:
         run_files.require_run(experiment)
     run = RunFiles(experiment.root.resolve())
     if opts.log:
         _follow_log(run, max(0.2, opts.every))
         return
-    if live:
+    if is_live:
         _show_live(run, max(0.2, opts.every))
     run.update()
     print("\n".join(render_page(run, shutil.get_terminal_size((100, 40)).columns)))
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
 
 def _show_live(run: RunFiles, every: float) -> None:
     """Redraw the page until the run is complete, and then restore the terminal."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     sys.stdout.write(_ENTER_PAGE)
     try:
         while not run.is_complete():
@@ -99,7 +99,7 @@ def _show_live(run: RunFiles, every: float) -> None:
 
 def _follow_log(run: RunFiles, every: float) -> None:
     """Print the last lines of rank 0's log and all new ones until the run is complete."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     log = run_files.GrowingFile(run.experiment.rank_log(0), _LOG_BYTES)
     try:
         lines = log.read_new()[0][-_LOG_LINES:]
@@ -119,7 +119,7 @@ def _follow_log(run: RunFiles, every: float) -> None:
         pass
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
+def _raise_interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
@@ -151,14 +151,14 @@ def render_page(run: RunFiles, width: int) -> list[str]:
     elif run.rows:
         lines.append(_format_line("checkpoint", "none yet"))
     if run.status().is_held:
-        lines += _gpu_lines()
+        lines += _format_gpus()
     if warnings := run.warnings():
         lines += ["", "warnings", *(f"  {text}" for text in warnings)]
     # The name of a directory may contain control characters too.
     return [run_records.one_line(line) for line in lines]
 
 
-def _gpu_lines() -> list[str]:
+def _format_gpus() -> list[str]:
     """Return a line for each GPU that nvidia-smi lists on this machine."""
     lines = []
     degrees = "°C" if _is_unicode() else "C"
@@ -180,7 +180,7 @@ def _gpu_lines() -> list[str]:
 
 
 def _format_line(label: str, text: str) -> str:
-    return f"{label:<{_LABEL}} {text}"
+    return f"{label:<{_LABEL_WIDTH}} {text}"
 
 
 def _format_progress(run: RunFiles, width: int) -> str:
@@ -193,12 +193,12 @@ def _format_progress(run: RunFiles, width: int) -> str:
     full, empty = ("█", "·") if _is_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
-    left = (
+    time_left = (
         ""
         if seconds is None or not math.isfinite(seconds) or not run.status().is_held
         else f", {units.duration(seconds)} left"
     )
-    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{left}"
+    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{time_left}"
 
 
 def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
@@ -228,7 +228,7 @@ def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
         ("speed", _describe_speed(row, since)),
         ("step time", _describe_times(row, since)),
         ("memory", _describe_memory(row)),
-        ("slowest rank", _describe_slowest(run.rows[-_RECENT:])),
+        ("slowest rank", _describe_slowest(run.rows[-_RECENT_ROWS:])),
         (
             "tokens",
             f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch {row.get('epoch', 0):.3g}",
@@ -281,7 +281,7 @@ def _describe_slowest(rows: list[Row]) -> str:
     slow = [
         (row["perf/slowest_rank"], row["perf/slowest_ratio"])
         for row in rows
-        if row.get("perf/slowest_ratio", 0) > _STRAGGLER
+        if row.get("perf/slowest_ratio", 0) > _STRAGGLER_RATIO
         and math.isfinite(row.get("perf/slowest_rank", math.nan))
     ]
     if not slow or len(slow) * 2 < len(rows):
@@ -296,7 +296,7 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
 
     steps: first and last step of the axis.
     """
-    columns = max(10, min(width - _LABEL - 2, 100, len(losses)))
+    columns = max(10, min(width - _LABEL_WIDTH - 2, 100, len(losses)))
     spans = [
         losses[i * len(losses) // columns : (i + 1) * len(losses) // columns]
         for i in range(columns)
@@ -311,7 +311,7 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
         return []
     low = min(known)
     high = max(known)
-    blocks = _BLOCKS if _is_unicode() else _PLAIN
+    blocks = _BLOCKS if _is_unicode() else _ASCII_BLOCKS
     levels = _CURVE_ROWS * len(blocks)
     heights = [
         0 if not math.isfinite(x) else 1 + round((x - low) / ((high - low) or 1) * (levels - 1))
@@ -322,11 +322,13 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
     for row in range(_CURVE_ROWS - 1, -1, -1):
         cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)
         label = labels.get(row, "")
-        lines.append(f"{label:>{_LABEL}} " + "".join(blocks[c - 1] if c else " " for c in cells))
+        lines.append(
+            f"{label:>{_LABEL_WIDTH}} " + "".join(blocks[c - 1] if c else " " for c in cells)
+        )
     first = f"step {steps[0]:,}"
     last = f"{steps[1]:,}"
     gap = max(len(means) - len(first) - len(last), 4)
-    return [*lines, f"{'':{_LABEL}} {first}{' to ':^{gap}}{last}", ""]
+    return [*lines, f"{'':{_LABEL_WIDTH}} {first}{' to ':^{gap}}{last}", ""]
 
 
 def _is_unicode() -> bool:

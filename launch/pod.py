@@ -38,9 +38,9 @@ from lib.core.retry import poll  # noqa: E402
 from lib.train import command_line  # noqa: E402
 
 _STAGE = str(ROOT / "04_train_fsdp.py")
-_TRY_AGAIN = 128 + signal.SIGTERM
+_EXIT_RETRY = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_LOOK_EVERY_S = 2.0
+_POLL_S = 2.0
 
 
 def parse(argv: list[str]) -> Options:
@@ -79,30 +79,32 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Print the command, run it, and exit with its code as Kubernetes expects it."""
-    own, train = command_line.split_at_dashes(argv)
-    opts = parse(own)
+    pod_words, train = command_line.split_at_dashes(argv)
+    opts = parse(pod_words)
     if not train:
         raise command_line.missing_dashes_error("-e exp -d corpus")
     if opts.min_nodes and opts.min_nodes > opts.nnodes:
         raise UsageError(f"--min-nodes {opts.min_nodes} is above --nnodes {opts.nnodes}")
-    operators = {
+    operator_variables = {
         name: os.environ.pop(name) for name in list(os.environ) if name.startswith("PET_")
-    }  # torchrun would take them for its own options
-    command = pod_command(opts, train, operators)
+    }  # torchrun would read them as its own options
+    command = build_pod_command(opts, train, operator_variables)
     print(f"pod {platform.node()}, in {Path.cwd()}:\n  {commands.shell(*command)}", flush=True)
     if opts.dry_run:
         return
     if KINDS[opts.kind].agent:
         os.execvp(command[0], command)  # its agent must receive the signals itself
     for number in _SIGNALS:  # the first process of a container ignores signals without a handler
-        signal.signal(number, lambda number, frame: sys.exit(_TRY_AGAIN))
+        signal.signal(number, lambda number, frame: sys.exit(_EXIT_RETRY))
     if opts.nnodes > 1:
-        wait_for_address(head_address(operators))
+        wait_for_address(find_head_address(operator_variables))
     sys.exit(run_with_signals(command))
 
 
-def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
-    """Return the command that trains on this pod. operators: PET_ variables."""
+def build_pod_command(
+    opts: Options, train: list[str], operator_variables: dict[str, str]
+) -> list[str]:
+    """Return the command that trains on this pod. operator_variables: those named PET_…."""
     workers = [
         "--nproc-per-node",
         str(opts.nproc_per_node),
@@ -111,11 +113,11 @@ def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> l
     ]
     size = str(opts.nnodes) if not opts.min_nodes else f"{opts.min_nodes}:{opts.nnodes}"
     if KINDS[opts.kind].agent:
-        program, *more = KINDS[opts.kind].agent
-        return [program, "--nnodes", size, *workers, *more, _STAGE, *train]
+        program, *agent_options = KINDS[opts.kind].agent
+        return [program, "--nnodes", size, *workers, *agent_options, _STAGE, *train]
     if opts.nnodes == 1:
         return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers, "--", *train]
-    head = head_address(operators)
+    head = find_head_address(operator_variables)
     if not opts.min_nodes:
         return [
             "bash",
@@ -123,7 +125,7 @@ def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> l
             "--nnodes",
             size,
             "--node-rank",
-            str(node_rank(operators, opts.nnodes)),
+            str(find_node_rank(operator_variables, opts.nnodes)),
             "--head",
             head,
             *workers,
@@ -144,7 +146,7 @@ def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> l
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        operators.get("PET_RDZV_ENDPOINT", head),
+        operator_variables.get("PET_RDZV_ENDPOINT", head),
         "--rdzv-id",
         "train",
         "--rdzv-conf",
@@ -158,17 +160,20 @@ def pod_command(opts: Options, train: list[str], operators: dict[str, str]) -> l
     ]
 
 
-def node_rank(operators: dict[str, str], nodes: int) -> int:
+def find_node_rank(operator_variables: dict[str, str], nodes: int) -> int:
     """Return the number of this node: the operator's, or the one at the end of the pod's name.
 
     Raises UsageError if there is none, or if it is out of range.
     """
-    for name, variables in (("PET_NODE_RANK", operators), ("JOB_COMPLETION_INDEX", os.environ)):
-        if given := variables.get(name):
-            rank = int(given) if given.isascii() and given.isdecimal() else nodes
+    for name, variables in (
+        ("PET_NODE_RANK", operator_variables),
+        ("JOB_COMPLETION_INDEX", os.environ),
+    ):
+        if value := variables.get(name):
+            rank = int(value) if value.isascii() and value.isdecimal() else nodes
             if rank >= nodes:
                 raise UsageError(
-                    f"{name} in the environment is {given!r}, but the job has {nodes} nodes",
+                    f"{name} in the environment is {value!r}, but the job has {nodes} nodes",
                     expected=f"0 to {nodes - 1}, a different number in each pod",
                 )
             return rank
@@ -181,11 +186,11 @@ def node_rank(operators: dict[str, str], nodes: int) -> int:
     return int(ending[1])
 
 
-def head_address(operators: dict[str, str]) -> str:
+def find_head_address(operator_variables: dict[str, str]) -> str:
     """Return the address of node 0. Raises UsageError if the operator has not set it."""
     head = (
-        operators.get("PET_MASTER_ADDR")
-        or operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
+        operator_variables.get("PET_MASTER_ADDR")
+        or operator_variables.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
     )
     if not head:
         raise UsageError(
@@ -195,11 +200,11 @@ def head_address(operators: dict[str, str]) -> str:
     return head
 
 
-def wait_seconds() -> float:
+def read_wait_seconds() -> float:
     """Return the seconds to wait for the pod of node 0. Raises UsageError for a bad variable."""
-    given = os.environ.get("WAIT_SECONDS", "900")
+    text = os.environ.get("WAIT_SECONDS", "900")
     try:
-        return options.positive(given)
+        return options.positive(text)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"WAIT_SECONDS in the environment: {error}") from None
 
@@ -209,11 +214,11 @@ def wait_for_address(head: str) -> None:
 
     Raises StageError if that takes too long.
     """
-    patience = wait_seconds()
+    patience = read_wait_seconds()
     if has_address(head):
         return
     print(f"waiting for {head}: it has no address yet", flush=True)
-    if not poll(lambda: has_address(head), _LOOK_EVERY_S, patience):
+    if not poll(lambda: has_address(head), _POLL_S, patience):
         raise StageError(
             f"{head} has no address after {patience:.0f} s",
             expected="the pod of node 0 to run; `kubectl get pods` shows it",
@@ -227,14 +232,14 @@ def has_address(host: str) -> bool:
 
 def run_with_signals(command: list[str]) -> int:
     """Run a command, pass signals on to it, and return the exit code for Kubernetes."""
-    signalled: list[int] = []
-    early: list[int] = []
+    received: list[int] = []
+    received_early: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        signalled.append(number)
+        received.append(number)
         if child is None:
-            early.append(number)
+            received_early.append(number)
         elif child.poll() is None:
             child.send_signal(number)
 
@@ -243,14 +248,14 @@ def run_with_signals(command: list[str]) -> int:
     # In another session, since otherwise Ctrl-C in a terminal would reach the command twice, and
     # the second SIGINT kills the ranks before they have saved.
     child = subprocess.Popen(command, start_new_session=True)
-    for missed in early:
-        child.send_signal(missed)
+    for early_signal in received_early:
+        child.send_signal(early_signal)
     code = child.wait()
     code = code if code >= 0 else 128 - code
-    if code and code != EXIT_PREEMPTED and signalled.count(signal.SIGINT) > 1:
+    if code and code != EXIT_PREEMPTED and received.count(signal.SIGINT) > 1:
         return EXIT_INTERRUPTED
     # torchrun returns 1 for any failure, so every run that received a signal is worth a retry.
-    return _TRY_AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
+    return _EXIT_RETRY if code == EXIT_PREEMPTED or (code and received) else code
 
 
 if __name__ == "__main__":

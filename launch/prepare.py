@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch import pod  # noqa: E402
-from launch.kube.raw_text import RawText, preparation_steps  # noqa: E402
+from launch.kube.raw_text import RawText, list_preparation_steps  # noqa: E402
 from lib.core import declared, log, options, stage  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.train import command_line  # noqa: E402
@@ -37,14 +37,14 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    own, train = command_line.split_at_dashes(argv)
-    opts = parse(own)
+    own_words, train = command_line.split_at_dashes(argv)
+    opts = parse(own_words)
     train = command_line.add_recipe(train)
     config = command_line.parse_options(train)
     if not config.experiment_name:
         train = [*train, "--experiment-name=prepare"]
     for script, *words in list(
-        preparation_steps(declared.read_options(RawText, opts), config, train)
+        list_preparation_steps(declared.read_options(RawText, opts), config, train)
     ):
         log.info(f"$ python {script} {shlex.join(words)}")
         command = [sys.executable, str(ROOT / script), *words]

@@ -36,9 +36,46 @@ from lib.train.config import Config
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-def parse(argv: list[str]) -> Options:
-    """Return the options of the launcher, without those of the command that it starts."""
+def build_parser() -> options.Parser:
+    """Return the parser of the launcher's own options."""
     parser = options.Parser(__doc__, "[options] -- COMMAND …")
+    _add_node_options(parser)
+    parser.add_argument(
+        "--max-restarts",
+        type=options.count,
+        default=3,
+        metavar="M",
+        help="maximum number of restarts in a row without a new checkpoint",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=options.non_negative,
+        default=5.0,
+        metavar="S",
+        help="seconds before the first restart, doubled each time",
+    )
+    parser.add_argument(
+        "--save-seconds",
+        type=options.positive_int,
+        default=120,
+        metavar="S",
+        help="seconds that a save may take when the run is stopped",
+    )
+    parser.add_argument(
+        "--wait-seconds",
+        type=options.positive,
+        default=900.0,
+        metavar="S",
+        help="seconds to wait for missing nodes",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and start nothing"
+    )
+    return parser
+
+
+def _add_node_options(parser: options.Parser) -> None:
+    """Add the options that describe the nodes of the run and the network between them."""
     parser.add_argument(
         "--nnodes", type=options.positive_int, default=1, metavar="N", help="nodes of the run"
     )
@@ -77,38 +114,14 @@ def parse(argv: list[str]) -> Options:
         help="network interface that reaches the other nodes "
         "(default: the one whose route leads to the head)",
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=options.count,
-        default=3,
-        metavar="M",
-        help="maximum number of restarts in a row without a new checkpoint",
-    )
-    parser.add_argument(
-        "--backoff",
-        type=options.non_negative,
-        default=5.0,
-        metavar="S",
-        help="seconds before the first restart, doubled each time",
-    )
-    parser.add_argument(
-        "--save-seconds",
-        type=options.positive_int,
-        default=120,
-        metavar="S",
-        help="seconds that a save may take when the run is stopped",
-    )
-    parser.add_argument(
-        "--wait-seconds",
-        type=options.positive,
-        default=900.0,
-        metavar="S",
-        help="seconds to wait for missing nodes",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command and start nothing"
-    )
-    opts = parser.parse(argv)
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options of the launcher, without those of the command that it starts.
+
+    Raises UsageError with all contradictions between them.
+    """
+    opts = build_parser().parse(argv)
     problems = Problems()
     if opts.node_rank >= opts.nnodes:
         problems.add(
@@ -165,8 +178,8 @@ def print_command(opts: Options, command: NodeCommand) -> None:
 def main(argv: list[str]) -> None:
     """Print the command and, without --dry-run, supervise it; exit with the run's code."""
     problems = Problems()
-    (own, words) = command_line.split_at_dashes(argv)
-    opts = problems.collect(lambda: parse(own))
+    (launcher_words, words) = command_line.split_at_dashes(argv)
+    opts = problems.collect(lambda: parse(launcher_words))
     script = find_script(words)
     config = problems.collect(lambda: read_stage_options(words[script + 1 :]))
     if opts and config:
@@ -198,11 +211,11 @@ def main(argv: list[str]) -> None:
             opts.backoff,
         )
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def handle_signal(number: int, frame: FrameType | None) -> None:
         node.note_signal(signal.Signals(number).name)
 
     for number in _SIGNALS:
-        signal.signal(number, note)
+        signal.signal(number, handle_signal)
     code = node.run()
     sys.stdout.flush()
     os._exit(code)

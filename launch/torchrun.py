@@ -4,11 +4,11 @@
   python launch/torchrun.py --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
 
 A rank that fails prints the reason itself. So torchrun's report of 40 lines is left out, and one
-line names each rank that ended without an error message. Every rank gets its share of the cores
-(OMP_NUM_THREADS, unless it is set). On one machine (--standalone) all sockets listen on 127.0.0.1
-only. The first stop signal is passed on to the ranks, which have time to save. Further signals
-change nothing, except that a second SIGINT kills the ranks. LOGLEVEL=INFO shows torchrun's log.
-The exit code is that of the rank that failed first, or 128 plus the number of the signal.
+line names each rank that a signal ended or that reported no error. Every rank gets its share of the
+cores (OMP_NUM_THREADS, unless it is set). On one machine (--standalone) all sockets listen on
+127.0.0.1 only. The first stop signal is passed on to the ranks, which have time to save. Further
+signals change nothing, except that a second SIGINT kills the ranks. LOGLEVEL=INFO shows torchrun's
+log. The exit code is that of the rank that failed first, or 128 plus the number of the signal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lib.core import commands, liveness, stage
 from lib.core.errors import StageError, UsageError
 
 LOOPBACK = "127.0.0.1"
-_LOOPBACK_WITHIN_S = 10.0
+_LOOPBACK_TIMEOUT_S = 10.0
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from argparse import ArgumentParser
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except (RendezvousError, distributed.DistError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StageError(f"the ranks cannot find each other: {words}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StageError(f"the ranks cannot find each other: {reason}") from None
 
 
 def require_loopback() -> None:
@@ -92,7 +92,7 @@ def require_loopback() -> None:
 
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_WITHIN_S).close()
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_TIMEOUT_S).close()
     except OSError as error:
         raise UsageError(
             f"processes of this machine cannot reach each other at {LOOPBACK}",
@@ -117,15 +117,15 @@ def keep_to_loopback() -> None:
             port: int,
             world_size: int | None = None,
             is_master: bool = False,
-            *more: Any,
-            **named: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> None:
             if is_master and host_name in ("localhost", LOOPBACK):
                 with suppress(OSError):  # the port is taken: torch reports it, or shares its server
                     listener = socket.create_server((LOOPBACK, port))
                     host_name, port = listener.getsockname()
-                    named["master_listen_fd"] = listener.detach()
-            super().__init__(host_name, port, world_size, is_master, *more, **named)
+                    kwargs["master_listen_fd"] = listener.detach()
+            super().__init__(host_name, port, world_size, is_master, *args, **kwargs)
 
     distributed.TCPStore = Store
 
@@ -137,14 +137,14 @@ def pass_on_one_signal() -> None:
     """
     from torch.distributed.elastic.multiprocessing import api
 
-    seen: list[int] = []
+    received: list[int] = []
     end_ranks = api._terminate_process_handler
 
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) == 1:
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
             end_ranks(number, frame)  # raises, and torchrun passes the signal on
-        elif number == signal.SIGINT and seen.count(number) == 2:
+        elif number == signal.SIGINT and received.count(number) == 2:
             os.write(
                 2,
                 b"torchrun: a second SIGINT: the ranks are killed without a save; all training "
@@ -155,34 +155,35 @@ def pass_on_one_signal() -> None:
                     with suppress(ProcessLookupError):
                         os.kill(child.pid, signal.SIGKILL)
 
-    api._terminate_process_handler = note
+    api._terminate_process_handler = handle_signal
 
 
 def apply_shutdown_timeout(argv: list[str], parser: ArgumentParser) -> list[str]:
     """Return the words without --shutdown-timeout if torchrun lacks this option (torch 2.11).
 
-    There the time that ranks have to save and end is the default argument of a method, which is
-    changed instead.
+    In torch 2.11 the seconds that ranks get to save and end are the default argument of a method,
+    so this function changes that default instead.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     option = "--shutdown-timeout"
     if option not in argv or option in parser._option_string_actions:
         return argv
-    at = argv.index(option)
-    PContext.close.__defaults__ = (None, int(argv[at + 1]))  # death_sig, timeout
-    return argv[:at] + argv[at + 2 :]
+    position = argv.index(option)
+    PContext.close.__defaults__ = (None, int(argv[position + 1]))  # death_sig, timeout
+    return argv[:position] + argv[position + 2 :]
 
 
 def report_failures(failures: dict[int, ProcessFailure]) -> int:
-    """Print the ranks that a signal ended; return the exit code of the rank that failed first.
+    """Print a line for each rank that ended without reporting an error.
 
-    Ranks that SIGTERM ended are left out if others failed: mostly torchrun ended them.
+    Returns the exit code of the rank that failed first, or 128 plus the number of its signal. Ranks
+    that SIGTERM ended are left out if others failed, since torchrun has mostly ended them itself.
     """
-    own = {
+    causes = {
         rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM
     } or failures
-    for rank, failure in own.items():
+    for rank, failure in causes.items():
         if failure.exitcode < 0:
             hint = (
                 "; if nobody killed it, memory ran out (`dmesg` shows it)"
@@ -195,7 +196,15 @@ def report_failures(failures: dict[int, ProcessFailure]) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-    code = min(own.values(), key=lambda failure: failure.timestamp).exitcode
+        elif not isinstance(failure.error_file_data["message"], dict):
+            # Such a rank has left by os._exit, or has run a script that writes no error file.
+            print(
+                f"error: rank {rank} (process {failure.pid}) ended with exit code "
+                f"{failure.exitcode} and reported no error",
+                file=sys.stderr,
+                flush=True,
+            )
+    code = min(causes.values(), key=lambda failure: failure.timestamp).exitcode
     return code if code > 0 else 128 - code
 
 

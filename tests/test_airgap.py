@@ -669,7 +669,7 @@ def test_a_build_without_code_for_blackwell_is_reported(
     cuda: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
-    told = bundle_module._torch_facts(Torch("2.11.0", cuda))
+    told = bundle_module._describe_torch(Torch("2.11.0", cuda))
     assert told == {
         "version": f"2.11.0{Torch('2.11.0', cuda).local}",
         "cuda": cuda,
@@ -903,7 +903,7 @@ def test_stores_without_inputs_do_not_belong_to_the_dataset(
     cache = tmp_path / ".cache"
     place = empty_store(cache / "tokens" / "other-1", identity)
     with pytest.raises(ArtifactError, match="no token store called corpus"):
-        bundle_contents._tokens("corpus", cache)
+        bundle_contents._find_tokens("corpus", cache)
     chosen = bundle_contents.list_directory(place, ".cache/tokens/other-1")
     [line] = bundle_contents.describe_missing(argparse.Namespace(cache_dir=cache), [chosen])
     assert "belongs to a dataset that is not packed" in line
@@ -916,7 +916,7 @@ def test_the_current_directory_can_name_a_store(
     (place / "train").mkdir()
     for directory, name in ((place, "."), (place / "train", "..")):
         monkeypatch.chdir(directory)
-        [found] = bundle_contents._tokens(name, Path(".cache"))
+        [found] = bundle_contents._find_tokens(name, Path(".cache"))
         assert found.to == ".cache/tokens/corpus-1"
 
 
@@ -927,7 +927,7 @@ def test_a_dataset_with_a_weight_names_its_tokens(
     for name in ("corpus-1", "a=b-1"):
         empty_store(Path(".cache", "tokens", name), {"inputs": {}})
     for argument, name in (("corpus=0.5", "corpus-1"), ("a=b", "a=b-1"), ("a=b=2", "a=b-1")):
-        [found] = bundle_contents._tokens(argument, Path(".cache"))
+        [found] = bundle_contents._find_tokens(argument, Path(".cache"))
         assert found.to == f".cache/tokens/{name}"
 
 
@@ -940,11 +940,11 @@ def test_the_command_for_a_file_of_a_dataset_names_the_dataset(
     file.write_text("{}")
     monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--out", "b", "--dataset", str(file)])
     with pytest.raises(UsageError, match="is a file") as caught:
-        bundle_contents._dataset(str(file))
+        bundle_contents._find_dataset(str(file))
     assert caught.value.run.endswith("pack --out b --dataset saved/train")
     (words := Path("words")).mkdir()
     (words / "a.txt").write_text("words")
     monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--dataset", "words/a.txt"])
     with pytest.raises(UsageError, match="is a file") as caught:
-        bundle_contents._dataset("words/a.txt")
+        bundle_contents._find_dataset("words/a.txt")
     assert caught.value.run.splitlines()[2].endswith("pack --dataset hf_datasets/a")

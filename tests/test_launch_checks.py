@@ -577,7 +577,7 @@ def test_rounds_contain_each_pair_once_and_each_node_at_most_once(nodes: int):
 def test_exit_codes(severity: str, fail_on: str, code: int):
     found = [Finding(severity, "a", "b"), Finding("info", "c", "d")]
     try:
-        findings.conclude(found, fail_on, "it")
+        findings.require_ready(found, fail_on, "it")
         got = 0
     except findings.NotReady as error:
         got = error.code

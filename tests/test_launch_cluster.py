@@ -615,12 +615,12 @@ def test_impossible_names_are_refused_before_the_cluster_is_queried() -> None:
 def test_the_output_file_is_checked_before_the_work(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     for path in ("file", "new", "not/yet/there"):
-        assert findings.output_file(str(tmp_path / path)) == tmp_path / path
+        assert findings.parse_output_file(str(tmp_path / path)) == tmp_path / path
     for path, says in ((".", "is a directory"), ("file/x", "file is a file")):
         with pytest.raises(argparse.ArgumentTypeError, match=says):
-            findings.output_file(str(tmp_path / path))
+            findings.parse_output_file(str(tmp_path / path))
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(argparse.ArgumentTypeError, match="is read-only"):
-        findings.output_file(str(tmp_path / "new"))
+        findings.parse_output_file(str(tmp_path / "new"))
     monkeypatch.setenv("RANK", "1")
-    assert findings.output_file(str(tmp_path))
+    assert findings.parse_output_file(str(tmp_path))

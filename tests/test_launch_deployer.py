@@ -269,13 +269,13 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         "3",
         cwd=tmp_path,
     )
-    assert image_docker.last_built_image() == image_docker.BuiltImage(
+    assert image_docker.find_last_built_image() == image_docker.BuiltImage(
         "llama32-1b-v1", is_pushed=False
     )
     run_stage(
         "launch/build_image.py", "--auto_fix", "--push", f"{ECR}/fsdp", "--tag", "x:2", cwd=tmp_path
     )
-    assert image_docker.last_built_image() == image_docker.BuiltImage(
+    assert image_docker.find_last_built_image() == image_docker.BuiltImage(
         f"{ECR}/fsdp:2", is_pushed=True
     )
     run_stage(
@@ -342,7 +342,7 @@ def test_several_possible_instance_types_are_an_error(
     assert completed(gpus_per_node=0) == ("", 0, None)
     empty()
     assert completed() == ("g5.12xlarge", None, None)  # its node groups have no nodes yet
-    monkeypatch.setattr(aws, "node_types", lambda cluster, region: [])
+    monkeypatch.setattr(aws, "list_node_types", lambda cluster, region: [])
     with pytest.raises(UsageError, match="no node of the cluster has GPUs"):
         completed()
     eks.add("nodes", gpu_node("own", "own.type", 2, 0))

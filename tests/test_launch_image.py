@@ -162,7 +162,7 @@ def test_an_existing_repository_is_used(machine: Machine):
     ],
 )
 def test_the_pushed_name_has_defaults(registry: str, tag: str, target: str):
-    assert build_image._target(registry, tag) == target
+    assert build_image._resolve_target(registry, tag) == target
 
 
 def test_a_push_to_a_missing_repository_names_the_option(machine: Machine):
@@ -345,9 +345,9 @@ def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
 def test_requirements_may_name_a_build(tmp_path: Path):
     file = tmp_path / "requirements.txt"
     file.write_text("torch==2.13.0+cu126\n")
-    assert image_versions.torch_pin(file) == Torch("2.13.0", "12.6")
+    assert image_versions.find_torch_pin(file) == Torch("2.13.0", "12.6")
     file.write_text("torch==2.13.0+cpu\n")
-    assert image_versions.torch_pin(file) == Torch("2.13.0", "")
+    assert image_versions.find_torch_pin(file) == Torch("2.13.0", "")
 
 
 def test_hadolint_finds_no_problem():

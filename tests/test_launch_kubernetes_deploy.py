@@ -188,7 +188,7 @@ def test_dry_runs_do_not_query_the_cluster(kube: Cluster) -> None:
 
 
 def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
-    from run_launcher.kube.kubectl import Kubectl, KubectlError
+    from launch.kube.kubectl import Kubectl, KubectlError
 
     wrong = {
         "apiVersion": "kubeflow.org/v1",
@@ -557,5 +557,5 @@ def test_a_cluster_that_the_kubeconfig_does_not_have(
     (tmp_path / "bin" / "kubectl").symlink_to(shutil.which("kubectl") or "")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(UsageError, match="no cluster small") as caught:
-        aws.context_of("small")
+        aws.find_context("small")
     assert caught.value.run == "aws eks update-kubeconfig --name small"

@@ -20,13 +20,13 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from run_launcher import kubernetes
-from run_launcher.kube import job
-from run_launcher.kube.job import Job
-from run_launcher.kube.job_options import TEMPLATES, JobOptions
-from run_launcher.kube.kinds import KINDS
-from run_launcher.kube.preparation import Preparation
 
+from launch import kubernetes
+from launch.kube import job
+from launch.kube.job import Job
+from launch.kube.job_options import TEMPLATES, JobOptions
+from launch.kube.kinds import KINDS
+from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import command_line, report
@@ -262,7 +262,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
     ],
 )
 def test_deploy_follows_prepare_wherever_the_command_stands(words: str, follows: str) -> None:
-    assert kubernetes.deploy_words(words.split()) == follows.split()
+    assert kubernetes.make_deploy_words(words.split()) == follows.split()
 
 
 @pytest.mark.parametrize("output", [(), ("--out", "job.yaml")])
@@ -857,11 +857,11 @@ def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
         }
 
     text = "".join(path.read_text() for path in (ROOT / "launch").rglob("*.py"))
-    calls = set(re.findall(r"(?:query|call)\(\s*\"(\w+)\", \"([\w-]+)\"", text))
-    for part in re.split(r"ask = partial\(query, ", text)[1:]:
+    calls = set(re.findall(r"(?:query_json|run_aws)\(\s*\"(\w+)\", \"([\w-]+)\"", text))
+    for part in re.split(r"query_\w+ = partial\(query_json, ", text)[1:]:
         calls |= {
             (re.match(r'"(\w+)"', part)[1], verb)
-            for verb in re.findall(r'ask\("([\w-]+)"', part.split("\ndef ")[0])
+            for verb in re.findall(r'query_(?:eks|sagemaker)\("([\w-]+)"', part.split("\ndef ")[0])
         }
     assert len(calls) > 8
     renamed = {

@@ -51,7 +51,7 @@ def test_a_pod_that_a_signal_has_ended_is_retried() -> None:
     """A second SIGINT included: who wants the job to end deletes it."""
     text = (ROOT / "launch/kube/templates/trainjob.yaml").read_text()
     [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
-    assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._TRY_AGAIN)
+    assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._EXIT_RETRY)
     assert "restartPolicy: ExitCode" in (ROOT / "launch/kube/templates/pytorchjob.yaml").read_text()
 
 
@@ -121,12 +121,12 @@ def test_rank_and_head_come_from_the_operator(
 
 def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "exp-worker-12")
-    assert pod.node_rank({}, 13) == 12
+    assert pod.find_node_rank({}, 13) == 12
     monkeypatch.setattr(platform, "node", lambda: "laptop")
     with pytest.raises(UsageError, match="laptop"):
-        pod.node_rank({}, 13)
+        pod.find_node_rank({}, 13)
     with pytest.raises(UsageError, match="address of node 0"):
-        pod.head_address({"PET_RDZV_ENDPOINT": ""})
+        pod.find_head_address({"PET_RDZV_ENDPOINT": ""})
 
 
 def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:

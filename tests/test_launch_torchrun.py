@@ -1,4 +1,4 @@
-"""torchrun without its banners: what a rank said is all that is read, and its code is returned."""
+"""Test torchrun without its banners: only the ranks' own errors are printed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
         [sys.executable, ROOT / "launch" / "torchrun.py", *arguments],
@@ -42,20 +42,28 @@ def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_rank_that_was_killed_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_in_one_line(tmp_path: Path) -> None:
     import torch
 
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = start(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
+    done = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stdout == f"threads {max(1, torch.get_num_threads() // 2)}\n"
     [line] = done.stderr.splitlines()
     assert line.startswith("error: rank 1 (process ") and "SIGKILL" in line and "dmesg" in line
 
 
+def test_a_rank_that_ends_without_an_error_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text("import os; os._exit(7 * (os.environ['RANK'] == '1'))")
+    result = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
+    assert result.returncode == 7
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: rank 1 (process ") and "exit code 7" in line
+
+
 @pytest.mark.parametrize("count", ["0", "many"])
-def test_a_number_of_ranks_that_starts_none_is_refused(tmp_path: Path, count: str) -> None:
-    done = start(tmp_path, "--nproc-per-node", count, "ranks.py")
+def test_a_number_of_ranks_below_one_is_refused(tmp_path: Path, count: str) -> None:
+    done = run_torchrun(tmp_path, "--nproc-per-node", count, "ranks.py")
     assert done.returncode == 2 and f"--nproc-per-node {count} starts no rank" in done.stderr
     assert "Traceback" not in done.stderr and "AssertionError" not in done.stderr
 
@@ -76,7 +84,7 @@ def test_a_loopback_interface_that_is_down_is_reported_at_once(tmp_path: Path) -
 def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.distributed import run_launcher as elastic
+    from torch.distributed import run as elastic
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     words = ["--nproc-per-node", "2", "--shutdown-timeout", "240", "04_train_fsdp.py", "-e", "x"]
@@ -86,29 +94,41 @@ def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
     assert inspect.signature(PContext.close).parameters["timeout"].default == 240
 
 
-def ended(code: int, when: int = 0) -> SimpleNamespace:
+def make_failure(code: int, timestamp: int = 0, has_reported: bool = True) -> SimpleNamespace:
+    """Return a ProcessFailure of torchrun. has_reported: whether the rank wrote an error file."""
     name = signal.Signals(-code).name if code < 0 else ""
-    return SimpleNamespace(exitcode=code, timestamp=when, pid=7, signal_name=lambda: name)
+    return SimpleNamespace(
+        exitcode=code,
+        timestamp=timestamp,
+        pid=7,
+        signal_name=lambda: name,
+        error_file_data={"message": {"message": "error: no room"} if has_reported else "<NONE>"},
+    )
 
 
 @pytest.mark.parametrize(
     ("failures", "code", "says"),
     [
-        ({0: ended(3, 5), 1: ended(-signal.SIGTERM, 5)}, 3, ""),
-        ({0: ended(2, 6), 1: ended(4, 5)}, 4, ""),
+        ({0: make_failure(3, 5), 1: make_failure(-signal.SIGTERM, 5)}, 3, ""),
+        ({0: make_failure(2, 6), 1: make_failure(4, 5)}, 4, ""),
         (
-            {1: ended(-signal.SIGSEGV)},
+            {1: make_failure(-signal.SIGSEGV)},
             128 + signal.SIGSEGV,
             "rank 1 (process 7) was ended by SIGSEGV",
         ),
         (
-            {0: ended(-signal.SIGTERM)},
+            {0: make_failure(-signal.SIGTERM)},
             128 + signal.SIGTERM,
             "rank 0 (process 7) was ended by SIGTERM",
         ),
+        (
+            {0: make_failure(1, 6), 1: make_failure(7, 5, has_reported=False)},
+            7,
+            "rank 1 (process 7) ended with exit code 7 and reported no error",
+        ),
     ],
 )
-def test_the_code_is_that_of_the_rank_that_failed_first(
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     failures: dict, code: int, says: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert torchrun.report_failures(failures) == code
@@ -128,10 +148,10 @@ def test_the_code_is_that_of_the_rank_that_failed_first(
         ("", ""),
     ],
 )
-def test_the_report_of_a_plain_torchrun_has_the_error_of_rank_0(
+def test_the_report_of_a_plain_torchrun_contains_the_error_of_rank_0(
     text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of other ranks, which mostly fail alike, and of a traceback it has one line."""
+    """For other ranks, which mostly fail alike, and for a traceback it contains one line."""
     from lib.core import launcher
 
     assert headline(text) == line
@@ -145,8 +165,8 @@ def test_the_report_of_a_plain_torchrun_has_the_error_of_rank_0(
         assert message["message"] == text
 
 
-def test_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
-    """Its report of 30 lines comes last, and would bury what stands above it."""
+def test_the_output_of_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
+    """Its report of 30 lines comes last, so the error must be repeated in it."""
     (tmp_path / "raw_text").mkdir()
     done = subprocess.run(
         [
@@ -207,6 +227,6 @@ layout.stop()
 def test_on_one_machine_all_sockets_listen_on_loopback(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ranks.py").write_text(LISTENING)
     options = options or ["--master-port", str(free_port())]
-    done = start(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")
+    done = run_torchrun(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")
     assert done.returncode == 0, done.stderr
     assert "gloo lo\n" in done.stdout and "listens 0100007F\n" in done.stdout

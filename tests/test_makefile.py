@@ -298,7 +298,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
         return there.get(name) or real(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", version)
-    found = {f.check: f for f in setup_check._packages()}
+    found = {f.check: f for f in setup_check._check_packages()}
     assert found["torch"].severity == "error" and "2.11 to 2.13" in found["torch"].text
     assert found["datasets"].severity == "error" and "not installed" in found["datasets"].text
     assert found["tqdm"].severity == "warning" and "4.0 instead of" in found["tqdm"].text
@@ -352,7 +352,7 @@ def test_a_missing_package_is_an_error_only_if_it_is_required(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", absent)
-    severities = {found.check: found.severity for found in setup_check._packages()}
+    severities = {found.check: found.severity for found in setup_check._check_packages()}
     table = (
         (ROOT / "docs" / "explanation" / "dependencies.md")
         .read_text()

@@ -26,12 +26,33 @@ from lib.core.options import Options
 from lib.parallel import torch_builds
 from lib.parallel.torch_builds import Torch
 
-_MOST_VOLUMES = 999
+_MAX_VOLUMES = 999
 
 
 def parse(argv: list[str]) -> Options:
+    """Return the options of `airgap.py pack`."""
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
+    _add_artifact_options(parser)
+    _add_wheel_options(parser)
+    parser.add_argument(
+        "--volume-size",
+        type=options.positive_size,
+        metavar="SIZE",
+        help="largest size of a volume, such as 20GB or 4GiB (default: one volume)",
+    )
+    parser.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="pack the last commit although files differ from it; the changes "
+        "are not packed, and the manifest names these files",
+    )
+    parser.add_common(workers="copy and hash")
+    return parser.parse(argv)
+
+
+def _add_artifact_options(parser: options.Parser) -> None:
+    """Add the options that name the bundle and the artifacts to pack."""
     parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to write (required)")
     parser.add_argument(
         "--dataset",
@@ -62,6 +83,10 @@ def parse(argv: list[str]) -> Options:
         metavar="DIR",
         help="directory of models, token stores and downloaded wheels",
     )
+
+
+def _add_wheel_options(parser: options.Parser) -> None:
+    """Add the options that choose the wheels for the far side."""
     parser.add_argument(
         "--python",
         default=f"{sys.version_info[0]}.{sys.version_info[1]}",
@@ -98,20 +123,6 @@ def parse(argv: list[str]) -> Options:
         help="also pack the wheels of requirements-optional.txt, for --wandb and --ckpt-hyperpod",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
-    parser.add_argument(
-        "--volume-size",
-        type=options.positive_size,
-        metavar="SIZE",
-        help="largest size of a volume, such as 20GB or 4GiB (default: one volume)",
-    )
-    parser.add_argument(
-        "--allow-dirty",
-        action="store_true",
-        help="pack the last commit although files differ from it; the changes "
-        "are not packed, and the manifest names these files",
-    )
-    parser.add_common(workers="copy and hash")
-    return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
@@ -125,27 +136,30 @@ def main(argv: list[str]) -> None:
     for name in ("driver_version", "cuda", "optional") if opts.no_wheels else ():
         if getattr(opts, name):
             raise UsageError(f"{declared.flag(name)} chooses wheels, but --no-wheels packs none")
-    wanted = None if opts.no_wheels else wheelhouse.parse_target(opts.python, opts.platform)
+    target = None if opts.no_wheels else wheelhouse.parse_target(opts.python, opts.platform)
     code = bundle_contents.read_commit(opts.allow_dirty)
     artifacts = bundle_contents.find_artifacts(opts)
     lists = code.requirements(*(kind for kind in ("dev", "optional") if getattr(opts, kind)))
-    builds = wheelhouse.choose_builds(lists, opts.cuda, opts.driver_version) if wanted else []
-    chosen = {
+    builds = wheelhouse.choose_builds(lists, opts.cuda, opts.driver_version) if target else []
+    wheel_options = {
         name: value
         for name in ("cuda", "driver_version", "optional")
         if (value := getattr(opts, name))
     }  # not in bundles of earlier versions
     identity = {
         "options": {
-            "python": wanted and wanted.python,
+            "python": target and target.python,
             "dev": opts.dev,
-            "platform": wanted and wanted.platform,
+            "platform": target and target.platform,
             "volume_size": opts.volume_size,
-            **chosen,
+            **wheel_options,
         },
-        "inputs": {"commit": code.commit, **{found.to: found.fingerprint for found in artifacts}},
+        "inputs": {
+            "commit": code.commit,
+            **{artifact.to: artifact.fingerprint for artifact in artifacts},
+        },
     }
-    _print_plan(opts, code, artifacts, wanted, lists, builds)
+    _print_plan(opts, code, artifacts, target, lists, builds)
     if publish.is_done(opts.out, unpacking.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(
             f"already done: {opts.out}, "
@@ -155,23 +169,23 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         return
     payloads = list(code.payloads)
-    if wanted:
-        place = wheelhouse.prepare_wheelhouse(opts.cache_dir, lists, wanted, builds)
-        payloads += bundle_contents.list_directory(place, "wheelhouse").payloads
-    payloads += [payload for found in artifacts for payload in found.payloads]
+    if target:
+        wheelhouse_dir = wheelhouse.prepare_wheelhouse(opts.cache_dir, lists, target, builds)
+        payloads += bundle_contents.list_directory(wheelhouse_dir, "wheelhouse").payloads
+    payloads += [payload for artifact in artifacts for payload in artifact.payloads]
     summary = {
         "commit": code.commit,
         "changed_files_left_behind": code.changed,
-        "python": wanted and wanted.python,
-        "platform": wanted and wanted.platform,
-        "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
-        "torch": _torch_facts(wheelhouse.find_torch(place)) if wanted else None,
-        "next": bundle_contents.next_commands(artifacts),
+        "python": target and target.python,
+        "platform": target and target.platform,
+        "installed_bytes": wheelhouse.count_installed_bytes(wheelhouse_dir) if target else 0,
+        "torch": _describe_torch(wheelhouse.find_torch(wheelhouse_dir)) if target else None,
+        "next": bundle_contents.list_next_commands(artifacts),
     }
-    _build(opts, identity, payloads, code, summary)
+    _write_bundle(opts, identity, payloads, code, summary)
 
 
-def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
+def _describe_torch(torch: Torch | None) -> dict[str, str] | None:
     """Print which torch is packed, and return its facts for the manifest; None without a wheel."""
     if torch is None:
         return None
@@ -193,7 +207,7 @@ def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
     return {"version": str(torch), "cuda": torch.cuda, "driver": driver}
 
 
-def _build(
+def _write_bundle(
     opts: Options,
     identity: dict[str, Any],
     payloads: list[Payload],
@@ -201,10 +215,10 @@ def _build(
     summary: dict[str, Any],
 ) -> None:
     total = sum(payload.bytes for payload in payloads)
-    if opts.volume_size and total > _MOST_VOLUMES * opts.volume_size:
+    if opts.volume_size and total > _MAX_VOLUMES * opts.volume_size:
         raise UsageError(
             f"--volume-size is too small for {units.size(total)}",
-            expected=f"at most {_MOST_VOLUMES} volumes",
+            expected=f"at most {_MAX_VOLUMES} volumes",
         )
     with publish.Build(opts.out, unpacking.KIND, identity, opts.overwrite, resumable=True) as build:
         writer = Writer(build.dir, build.target, payloads, opts.volume_size)
@@ -249,7 +263,7 @@ def _print_plan(
     opts: Options,
     code: bundle_contents.Commit,
     artifacts: list[Any],
-    wanted: wheelhouse.Target | None,
+    target: wheelhouse.Target | None,
     lists: dict[str, bytes],
     builds: list[Torch],
 ) -> None:
@@ -257,12 +271,15 @@ def _print_plan(
     if code.changed:
         log.warn(f"these changes are not packed: {units.join_names(code.changed, 5)}")
     rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
-    if wanted:
+    if target:
         torch = f", torch {builds[0]}" if builds else ""
-        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, {', '.join(lists)}{torch}"
+        rows["wheelhouse"] = f"Python {target.python}, {target.platform}, {', '.join(lists)}{torch}"
     rows |= {
-        found.to: f"{units.size(sum(p.bytes for p in found.payloads))} from {found.source}"
-        for found in artifacts
+        artifact.to: (
+            f"{units.size(sum(payload.bytes for payload in artifact.payloads))} from "
+            f"{artifact.source}"
+        )
+        for artifact in artifacts
     }
     log.table(rows)
     for line in bundle_contents.describe_missing(opts, artifacts):

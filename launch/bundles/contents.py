@@ -22,9 +22,9 @@ from lib.tokens import mixture, packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("lib", "launch", "tests", "benchmarks")
+_CODE_DIRECTORIES = ("lib", "launch", "tests", "benchmarks")
 _UNFINISHED = ".partial-"
-_PACKS = ".packs-"
+_PACKS_INFIX = ".packs-"
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Commit:
     payloads: list[Payload] = field(repr=False)
     changed: list[str]
 
-    def requirements(self, *more: str) -> dict[str, bytes]:
+    def requirements(self, *kinds: str) -> dict[str, bytes]:
         """Return the contents of requirements.txt and of further lists, such as `dev`, by name."""
-        names = ("requirements.txt", *(f"requirements-{kind}.txt" for kind in more))
+        names = ("requirements.txt", *(f"requirements-{kind}.txt" for kind in kinds))
         return {name: self.content(name) for name in names}
 
     def content(self, name: str) -> bytes:
@@ -82,10 +82,10 @@ def read_commit(allow_dirty: bool) -> Commit:
     Raises UsageError if code here differs from it, or without git. Untracked files count only in
     directories of code, so bundles, data and notes do not matter.
     """
-    listed = _git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
+    status = _run_git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
     changed = [
         line[3:]
-        for line in listed.split("\0")
+        for line in status.split("\0")
         if line and (not line.startswith("??") or _is_code(line[3:]))
     ]
     if changed and not allow_dirty:
@@ -95,7 +95,7 @@ def read_commit(allow_dirty: bool) -> Commit:
             found="\n".join(changed[:10]),
         )
     payloads = []
-    with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(_run_git("archive", "HEAD"))) as archive:
         for member in archive:
             if not member.isfile() or (file := archive.extractfile(member)) is None:
                 continue
@@ -109,26 +109,30 @@ def read_commit(allow_dirty: bool) -> Commit:
                     int(member.mtime) * 10**9,
                 )
             )
-    return Commit(_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
+    return Commit(_run_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
 
 
 def _is_code(path: str) -> bool:
     """Return whether an untracked file, or directory (with a trailing slash), is code."""
     directory, slash, _ = path.partition("/")
-    return directory in _CODE if slash else path.endswith((".py", ".toml", ".txt", "Makefile"))
+    return (
+        directory in _CODE_DIRECTORIES
+        if slash
+        else path.endswith((".py", ".toml", ".txt", "Makefile"))
+    )
 
 
-def _git(*arguments: str) -> bytes:
+def _run_git(*arguments: str) -> bytes:
     try:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True)
+        process = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True)
     except FileNotFoundError:
         raise UsageError("git is not installed, but the code is packed from its commit") from None
-    if done.returncode:
+    if process.returncode:
         raise UsageError(
             f"{_ROOT} is not a git checkout, but the code is packed from its commit",
-            found=done.stderr.decode(errors="replace").strip(),
+            found=process.stderr.decode(errors="replace").strip(),
         )
-    return done.stdout
+    return process.stdout
 
 
 def find_artifacts(opts: Options) -> list[PackedDirectory]:
@@ -137,107 +141,111 @@ def find_artifacts(opts: Options) -> list[PackedDirectory]:
     Raises an error with all problems at once.
     """
     problems = Problems()
-    found = [
-        *(problems.collect(partial(_model, name, opts.cache_dir)) for name in opts.model),
-        *(problems.collect(partial(_dataset, name)) for name in opts.dataset),
+    artifacts = [
+        *(problems.collect(partial(_find_model, name, opts.cache_dir)) for name in opts.model),
+        *(problems.collect(partial(_find_dataset, name)) for name in opts.dataset),
     ]
     for name in opts.tokens:
-        found += problems.collect(partial(_tokens, name, opts.cache_dir)) or []
+        artifacts += problems.collect(partial(_find_tokens, name, opts.cache_dir)) or []
     problems.raise_if_any()
-    places: dict[str, PackedDirectory] = {}
-    for artifact in filter(None, found):
-        there = places.setdefault(artifact.to, artifact)
-        if there.source.resolve() != artifact.source.resolve():
+    by_target: dict[str, PackedDirectory] = {}
+    for artifact in filter(None, artifacts):
+        earlier = by_target.setdefault(artifact.to, artifact)
+        if earlier.source.resolve() != artifact.source.resolve():
             problems.add(
-                f"{there.source} and {artifact.source} would both become {artifact.to}",
+                f"{earlier.source} and {artifact.source} would both become {artifact.to}",
                 expected="directories with different names",
             )
     problems.raise_if_any()
-    return list(places.values())
+    return list(by_target.values())
 
 
-def _model(name: str, cache_dir: Path) -> PackedDirectory:
-    place = lookup.find_model(name, cache_dir)
+def _find_model(name: str, cache_dir: Path) -> PackedDirectory:
+    directory = lookup.find_model(name, cache_dir)
     is_path = (Path(name).expanduser() / "config.json").is_file()
-    own = place.resolve().name if is_path else paths.model_dir_name(name)
-    return list_directory(place, f".cache/models/{own}")
+    target_name = directory.resolve().name if is_path else paths.model_dir_name(name)
+    return list_directory(directory, f".cache/models/{target_name}")
 
 
-def _dataset(name: str) -> PackedDirectory:
-    place = mixture.open_corpora([name])[0].dataset.path
-    return list_directory(place, f"hf_datasets/{place.resolve().name}")
+def _find_dataset(name: str) -> PackedDirectory:
+    directory = mixture.open_corpora([name])[0].dataset.path
+    return list_directory(directory, f"hf_datasets/{directory.resolve().name}")
 
 
-def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
+def _find_tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     """Return the store of this name with its packs, or all stores of the dataset of this name."""
     root = paths.tokens_root(cache_dir)
     path = Path(name)
     if path.name in ("", ".."):  # `.` and `..` have no name at their end
         path = path.resolve()
-    exact = [
-        place
-        for place in (path, root / name)
-        if manifest.read_kind(place) in (store.KIND, packing.KIND)
+    named = [
+        directory
+        for directory in (path, root / name)
+        if manifest.read_kind(directory) in (store.KIND, packing.KIND)
     ]
-    chosen = (
-        exact[:1]
-        or _stores_of_dataset(name, root)
-        or _stores_of_dataset(mixture.split_weight(name)[0], root)
+    directories = (
+        named[:1]
+        or _find_dataset_stores(name, root)
+        or _find_dataset_stores(mixture.split_weight(name)[0], root)
     )
-    for packed in exact[:1]:
-        tokens = packed.with_name(packed.name.partition(_PACKS)[0])
-        chosen = (
-            [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))]
-            if manifest.read_kind(packed) == store.KIND
-            else [tokens, packed]
+    for named_directory in named[:1]:
+        tokens = named_directory.with_name(named_directory.name.partition(_PACKS_INFIX)[0])
+        directories = (
+            [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS_INFIX}*"))]
+            if manifest.read_kind(named_directory) == store.KIND
+            else [tokens, named_directory]
         )
-    chosen = [place for place in chosen if _UNFINISHED not in place.name]
-    if not chosen:
-        there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
+    directories = [directory for directory in directories if _UNFINISHED not in directory.name]
+    if not directories:
+        existing = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
         raise ArtifactError(
             f"no token store called {name}",
-            found=f"under {root}: {there}",
+            found=f"under {root}: {existing}",
             hint="stage 04 builds it, with --prepare-only",
         )
-    for place in chosen:
-        kind = packing.KIND if _PACKS in place.name else store.KIND
-        content = manifest.read_manifest(place, kind, "token store")
-        manifest.require_intact(place, content, "token store")
-    return [list_directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
+    for directory in directories:
+        kind = packing.KIND if _PACKS_INFIX in directory.name else store.KIND
+        content = manifest.read_manifest(directory, kind, "token store")
+        manifest.require_intact(directory, content, "token store")
+    return [
+        list_directory(directory, f".cache/tokens/{directory.resolve().name}")
+        for directory in directories
+    ]
 
 
-def _stores_of_dataset(name: str, root: Path) -> list[Path]:
+def _find_dataset_stores(name: str, root: Path) -> list[Path]:
     """Return the token stores of a dataset, as `-d` names it, with their packs.
 
     A store belongs to a dataset if it has its name or was built from the same content.
     """
-    place = find_dataset(name)
-    names = {Path(name).name, paths.model_dir_name(name), place.resolve().name}
+    dataset = find_dataset(name)
+    names = {Path(name).name, paths.model_dir_name(name), dataset.resolve().name}
     fingerprint = ""
     with suppress(StageError):  # even if the dataset is gone, stores of its name can be packed
-        fingerprint = open_dataset(place).fingerprint
+        fingerprint = open_dataset(dataset).fingerprint
     stores = set()
     for tokens in root.glob("*"):
         content = manifest.read_if_any(tokens) or {}
         is_named = tokens.name.rpartition("-")[0] in names
         if is_named or (
-            content.get("kind") == store.KIND and _inputs(content).get("dataset") == fingerprint
+            content.get("kind") == store.KIND
+            and _read_inputs(content).get("dataset") == fingerprint
         ):
             stores.add(tokens.name)
     return [
         tokens
         for tokens in sorted(root.glob("*"))
-        if (tokens / MANIFEST).is_file() and tokens.name.partition(_PACKS)[0] in stores
+        if (tokens / MANIFEST).is_file() and tokens.name.partition(_PACKS_INFIX)[0] in stores
     ]
 
 
-def list_directory(place: Path, to: str) -> PackedDirectory:
+def list_directory(directory: Path, to: str) -> PackedDirectory:
     """Return all files below a directory; for a file, return this file.
 
     Raises ArtifactError if the directory contains no file, or entries that are not regular files.
     """
-    content = manifest.read_if_any(place)
-    root = place.resolve()
+    content = manifest.read_if_any(directory)
+    root = directory.resolve()
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     payloads = []
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
@@ -258,74 +266,76 @@ def list_directory(place: Path, to: str) -> PackedDirectory:
             )
         )
     if not payloads:
-        raise ArtifactError(f"{place} contains no file to pack")
+        raise ArtifactError(f"{directory} contains no file to pack")
     fingerprint = (
-        hashing.file_digest(place / MANIFEST, "sha256")
+        hashing.file_digest(directory / MANIFEST, "sha256")
         if content
-        else hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
+        else hashing.fingerprint(
+            [[payload.to, payload.bytes, payload.mtime_ns] for payload in payloads]
+        )
     )
-    return PackedDirectory(to, place, payloads, fingerprint, content["kind"] if content else "")
+    return PackedDirectory(to, directory, payloads, fingerprint, content["kind"] if content else "")
 
 
-def describe_missing(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
-    """Return warnings about artifacts that stage 04 needs on the far side and nobody packs."""
-    places = {artifact.to: artifact for artifact in chosen}
-    data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
-    made_of = [open_dataset(artifact.source).fingerprint for artifact in data]
+def describe_missing(opts: Options, artifacts: list[PackedDirectory]) -> list[str]:
+    """Return warnings about artifacts that stage 04 needs on the far side but are not packed."""
+    by_target = {artifact.to: artifact for artifact in artifacts}
+    data = [artifact for artifact in artifacts if artifact.to.startswith("hf_datasets/")]
+    fingerprints = [open_dataset(artifact.source).fingerprint for artifact in data]
     lines = []
-    for artifact in chosen:
+    for artifact in artifacts:
         if artifact.kind == store.KIND:
             content = manifest.read_manifest(artifact.source, store.KIND, "token store")
-            if _inputs(content).get("dataset") not in made_of:
+            if _read_inputs(content).get("dataset") not in fingerprints:
                 lines.append(
                     f"{artifact.to} belongs to a dataset that is not packed; stage 04 needs "
                     "both (--dataset)"
                 )
-    for model in (a for a in chosen if a.to.startswith(".cache/models/")):
+    for model in (a for a in artifacts if a.to.startswith(".cache/models/")):
         for dataset in data:
-            for there in _stores_of(opts.cache_dir, dataset.source, model.source):
-                if f".cache/tokens/{there.name}" not in places:
+            for token_store in _find_stores(opts.cache_dir, dataset.source, model.source):
+                if f".cache/tokens/{token_store.name}" not in by_target:
                     lines.append(
                         f"the tokens of {dataset.to} for {model.to} exist and are not "
-                        f"packed (--tokens {there.name}), so stage 04 builds them again on "
+                        f"packed (--tokens {token_store.name}), so stage 04 builds them again on "
                         "the far side"
                     )
     return lines
 
 
-def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
+def _find_stores(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     """Return the finished token stores of a dataset and a model.
 
     Conversations have one for each length and template with which they were prepared.
     """
     try:
-        wanted = {
+        inputs = {
             "dataset": open_dataset(dataset).fingerprint,
             "tokenizer": tokenizer_fingerprint(model),
         }
     except ArtifactError:  # a model without a tokenizer
         return []
-    found = []
-    for place in sorted(paths.tokens_root(cache_dir).glob("*")):
-        content = manifest.read_if_any(place) or {}
-        if content.get("kind") == store.KIND and wanted.items() <= _inputs(content).items():
-            found.append(place)
-    return found
+    stores = []
+    for directory in sorted(paths.tokens_root(cache_dir).glob("*")):
+        content = manifest.read_if_any(directory) or {}
+        if content.get("kind") == store.KIND and inputs.items() <= _read_inputs(content).items():
+            stores.append(directory)
+    return stores
 
 
-def _inputs(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprints of what an artifact was made from, {} if its manifest has none."""
+def _read_inputs(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprints of an artifact's inputs, {} if its manifest has none."""
     inputs = content.get("identity", {}).get("inputs")
     return inputs if isinstance(inputs, dict) else {}
 
 
-def next_commands(chosen: list[PackedDirectory]) -> list[str]:
+def list_next_commands(artifacts: list[PackedDirectory]) -> list[str]:
     """Return the commands to type on the far side."""
-    data = [a.to for a in chosen if a.to.startswith("hf_datasets/")]
-    named = [a for a in chosen if a.to.startswith(".cache/models/")]
+    data = [artifact.to for artifact in artifacts if artifact.to.startswith("hf_datasets/")]
+    models = [artifact for artifact in artifacts if artifact.to.startswith(".cache/models/")]
     lines = ["make validate-framework"]
-    if data and named:
-        model: Any = named[0].to if not named[0].kind else Path(named[0].to).name
+    if data and models:
+        model: Any = models[0].to if not models[0].kind else Path(models[0].to).name
         words = ["torchrun", "04_train_fsdp.py", "-e", "exp", "-d", data[0], "-m", model]
         lines.append(shlex.join(words))
     return lines

@@ -49,7 +49,7 @@ def main() -> int:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     run_pip = [str(venv / "bin" / "python"), str(pip / "pip")]
-    wanted = [word for path in lists for word in ("-r", str(path))]
+    requirement_words = [word for path in lists for word in ("-r", str(path))]
     for command in (
         [sys.executable, "-m", "venv", "--clear", "--without-pip", str(venv)],
         [
@@ -61,7 +61,7 @@ def main() -> int:
             "--find-links",
             str(wheels),
             "pip",
-            *wanted,
+            *requirement_words,
         ],
         [*run_pip, "check"],
     ):

@@ -41,7 +41,7 @@ _FULL = 4
 _CHUNK = 4 << 20
 _WORKERS = min(16, (os.cpu_count() or 1) + 2)
 _LINE_EVERY_S = 10.0
-_CONTROLS = {n: f"\\x{n:02x}" for n in (*range(10), *range(11, 32), *range(127, 160))}
+_CONTROL_ESCAPES = {n: f"\\x{n:02x}" for n in (*range(10), *range(11, 32), *range(127, 160))}
 
 Entry = dict[str, Any]
 
@@ -58,7 +58,7 @@ class BundleError(Exception):
         self.code = code
 
 
-def parse(argv: list[str], description: str) -> argparse.Namespace:
+def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,7 +84,7 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 
 def print_line(text: object, descriptor: int = 1) -> None:
     """Print a line, also with names that are not text; do nothing if nobody reads (`| head`)."""
-    visible = f"{text}\n".translate(_CONTROLS)
+    visible = f"{text}\n".translate(_CONTROL_ESCAPES)
     with suppress(BrokenPipeError):
         os.write(descriptor, visible.encode(errors="backslashreplace"))
 
@@ -151,11 +151,11 @@ def group_by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 def verify(bundle: Path, content: dict[str, Any]) -> None:
     """Hash all files. Raises BundleError (3) with each damaged, missing or unknown file."""
     entries = content["files"]
-    show = _progress("verifying", sum(entry["bytes"] for entry in entries))
+    show = _make_progress("verifying", sum(entry["bytes"] for entry in entries))
     with ThreadPoolExecutor(_WORKERS) as pool:
         problems = [
             *filter(None, pool.map(lambda e: _find_damage(bundle, e, show), entries)),
-            *_find_extra(bundle, entries),
+            *_find_unlisted(bundle, entries),
         ]
     if problems:
         raise BundleError(
@@ -179,8 +179,8 @@ def _find_damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str
     path = bundle / entry["path"]
     try:
         if path.is_symlink() or not path.is_file():
-            is_there = os.path.lexists(path)
-            return f"{entry['path']} is {'not a plain file' if is_there else 'missing'}"
+            exists = os.path.lexists(path)
+            return f"{entry['path']} is {'not a plain file' if exists else 'missing'}"
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{entry['path']} has {size} bytes instead of {entry['bytes']}"
         if copy_part(path, None, show) != entry["digest"]:
@@ -192,18 +192,18 @@ def _find_damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str
     return ""
 
 
-def _find_extra(bundle: Path, entries: list[Entry]) -> list[str]:
+def _find_unlisted(bundle: Path, entries: list[Entry]) -> list[str]:
     """Return the files in a bundle that its manifest does not list; a volume may be a link."""
     known = {entry["path"] for entry in entries} | {MANIFEST}
     volumes = {path.partition("/")[0] for path in known if "/" in path}
-    found = [path for path in bundle.iterdir() if path.name not in volumes]
-    for top in [bundle / name for name in volumes] + [p for p in found if p.is_dir()]:
+    paths = [path for path in bundle.iterdir() if path.name not in volumes]
+    for top in [bundle / name for name in volumes] + [p for p in paths if p.is_dir()]:
         for folder, folders, names in os.walk(top):
             links = [name for name in folders if Path(folder, name).is_symlink()]
-            found += [Path(folder, name) for name in names + links]
+            paths += [Path(folder, name) for name in names + links]
     plain = sorted(
         path.relative_to(bundle).as_posix()
-        for path in found
+        for path in paths
         if path.is_symlink() or not path.is_dir()
     )
     return [f"{name} is not part of the bundle" for name in plain if name not in known]
@@ -221,7 +221,7 @@ def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
     return f"sha256:{hasher.hexdigest()}"
 
 
-def _progress(what: str, total: int) -> Callable[[int], None]:
+def _make_progress(action: str, total: int) -> Callable[[int], None]:
     """Return a function that counts bytes and prints a line now and then."""
     lock = threading.Lock()
     state = {"done": 0, "line": time.monotonic()}
@@ -231,45 +231,45 @@ def _progress(what: str, total: int) -> Callable[[int], None]:
             state["done"] += count
             if time.monotonic() - state["line"] > _LINE_EVERY_S:
                 state["line"] = time.monotonic()
-                print_line(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
+                print_line(f"{action}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
 
     return show
 
 
-def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
+def unpack(bundle: Path, target: Path, options: argparse.Namespace) -> None:
     """Unpack a bundle into a project: all checks come first, then all files or none."""
     content = read_manifest(bundle)
     stamp = target / UNPACKED  # a copy of the manifest
-    is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
-    why = ""
+    is_unpacked = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
+    obstacle = ""
     if os.path.ismount(target) or target.is_relative_to(bundle.resolve()):
-        why = "is a mount point, or is inside the bundle"
+        obstacle = "is a mount point, or is inside the bundle"
     elif target.exists() and (not target.is_dir() or any(target.iterdir())):
-        why = "exists and was not unpacked from this bundle"
-    if why and not is_there:
+        obstacle = "exists and was not unpacked from this bundle"
+    if obstacle and not is_unpacked:
         expected = "an unused name; the artifacts can be moved together afterwards"
-        raise BundleError(_USAGE, f"{target} {why}", expected=expected)
-    torch = content["summary"].get("torch")  # not in bundles of earlier versions
-    if wanted.install:
+        raise BundleError(_USAGE, f"{target} {obstacle}", expected=expected)
+    torch = content["summary"].get("torch")  # bundles of earlier versions lack it
+    if options.install:
         _require_python(content)
         _require_driver(torch)
-    _require_space(bundle, content, target, wanted.install, is_there)
+    _require_space(bundle, content, target, options.install, is_unpacked)
     print_line(
         f"{bundle}: code at {content['summary']['commit'][:12]}, "
         f"{len(group_by_file(content['files']))} files → {target}"
-        + (f", .venv of {sys.executable}" if wanted.install else "")
-        + (f", torch {torch['version']} for {_drivers(torch)}" if torch else "")
+        + (f", .venv of {sys.executable}" if options.install else "")
+        + (f", torch {torch['version']} for {_describe_driver(torch)}" if torch else "")
     )
-    if wanted.dry_run:
+    if options.dry_run:
         return
-    if is_there:
+    if is_unpacked:
         print_line(f"{target} was unpacked from this bundle already")
     else:
         verify(bundle, content)
-        _write(bundle, content, target)
-    if wanted.install:
+        _write_files(bundle, content, target)
+    if options.install:
         create_venv(target)
-    activate = " && . .venv/bin/activate" if wanted.install else ""
+    activate = " && . .venv/bin/activate" if options.install else ""
     print_line(
         "\n      ".join(
             [f"\nnext: cd {shlex.quote(str(target))}{activate}", *content["summary"]["next"]]
@@ -278,31 +278,31 @@ def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
 
 
 def _require_space(
-    bundle: Path, content: dict[str, Any], target: Path, with_venv: bool, is_there: bool
+    bundle: Path, content: dict[str, Any], target: Path, with_venv: bool, is_unpacked: bool
 ) -> None:
-    needed = 0 if is_there else sum(entry["bytes"] for entry in content["files"])
+    needed = 0 if is_unpacked else sum(entry["bytes"] for entry in content["files"])
     if with_venv and not (target / ".venv" / "installed").exists():
         needed += content["summary"]["installed_bytes"]
-    where = next(path for path in (target, *target.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(where).free) < needed:
+    existing = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
         raise BundleError(
             _FULL,
-            f"not enough space under {where}",
+            f"not enough space under {existing}",
             expected=f"{needed / 1e6:,.0f} MB free",
             found=f"{free / 1e6:,.0f} MB free",
         )
 
 
-def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
+def _write_files(bundle: Path, content: dict[str, Any], target: Path) -> None:
     """Write all files to a partial directory, hashing them again, and rename it to the target."""
     partial = target.absolute().with_name(f"{target.name}.partial-{manifest_digest(bundle)[:8]}")
     partial.mkdir(parents=True, exist_ok=True)
     content_dir = partial / "content"
-    with _locked(partial, target):
+    with _lock_partial(partial, target):
         shutil.rmtree(content_dir, ignore_errors=True)  # left by a killed run
         try:
             files = group_by_file(content["files"])
-            show = _progress("unpacking", sum(e["bytes"] for e in content["files"]))
+            show = _make_progress("unpacking", sum(e["bytes"] for e in content["files"]))
             for folder in {(content_dir / name).parent for name in files}:
                 folder.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(_WORKERS) as pool:
@@ -320,7 +320,7 @@ def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
 
 
 @contextmanager
-def _locked(partial: Path, target: Path) -> Iterator[None]:
+def _lock_partial(partial: Path, target: Path) -> Iterator[None]:
     """Lock a partial directory, and delete it at the end. Raises BundleError (2) if it is alien."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
@@ -334,7 +334,9 @@ def _locked(partial: Path, target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            mark.unlink(missing_ok=True)  # last, since after a kill it shows that the rest is ours
+            mark.unlink(
+                missing_ok=True
+            )  # last, since after a kill the mark shows that the rest is ours
             partial.rmdir()
 
 
@@ -351,28 +353,28 @@ def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[in
 
 def _require_python(content: dict[str, Any]) -> None:
     """Raise BundleError (2) if the wheelhouse is for another Python or machine."""
-    wanted = content["summary"]["python"]
+    python = content["summary"]["python"]
     tag = content["summary"]["platform"]
-    if not wanted:
+    if not python:
         raise BundleError(
             _USAGE, "the bundle has no wheelhouse", hint="unpack it without --install"
         )
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    this_python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     libc, version = platform.libc_ver()
     glibc, _, machine = tag.removeprefix("manylinux_2_").partition("_")
-    found = f"Python {here}, {platform.machine()}, {libc or 'no glibc'} {version}"
+    found = f"Python {this_python}, {platform.machine()}, {libc or 'no glibc'} {version}"
     is_new_enough = libc == "glibc" and int(version.split(".")[1]) >= int(glibc)
-    if here != wanted or machine != platform.machine() or not is_new_enough:
+    if this_python != python or machine != platform.machine() or not is_new_enough:
         raise BundleError(
             _USAGE,
             "the wheelhouse is for another Python or machine",
-            expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
+            expected=f"Python {python}, {machine}, glibc 2.{glibc} or newer",
             found=found,
-            hint=f"the same command with python{wanted}, or without --install",
+            hint=f"the same command with python{python}, or without --install",
         )
 
 
-def _drivers(torch: dict[str, str]) -> str:
+def _describe_driver(torch: dict[str, str]) -> str:
     """Return a text about the drivers that a torch works with."""
     return f"NVIDIA driver {torch['driver']} or newer" if torch["driver"] else "CPUs only"
 
@@ -383,7 +385,7 @@ def _require_driver(torch: dict[str, str] | None) -> None:
     torch: of the wheelhouse. A machine without GPUs may install it for others.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -391,16 +393,16 @@ def _require_driver(torch: dict[str, str] | None) -> None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return
-    driver = done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
-    here, needed = (
+    driver = process.stdout.partition("\n")[0].strip() if process.returncode == 0 else ""
+    driver_parts, needed_parts = (
         [int(part) for part in re.findall(r"\d+", text)]
         for text in (driver, (torch or {}).get("driver", ""))
     )
-    if torch and here and here < needed:
+    if torch and driver_parts and driver_parts < needed_parts:
         raise BundleError(
             _USAGE,
             f"the NVIDIA driver here is too old for torch {torch['version']}",
-            expected=_drivers(torch),
+            expected=_describe_driver(torch),
             found=f"driver {driver}",
             hint=f"update the driver, or pack again with --driver-version {driver}; "
             "without --install the files can still be unpacked",
@@ -426,11 +428,11 @@ def main(argv: list[str], description: str) -> int:
             raise BundleError(
                 _USAGE, "pack works only in a checkout", hint="use launch/airgap.py of the checkout"
             )
-        wanted = parse(argv, description)
-        if wanted.action == "verify":
-            verify(wanted.bundle, read_manifest(wanted.bundle))
+        options = parse_arguments(argv, description)
+        if options.action == "verify":
+            verify(options.bundle, read_manifest(options.bundle))
         else:
-            unpack(wanted.bundle, Path(os.path.realpath(wanted.to)), wanted)
+            unpack(options.bundle, Path(os.path.realpath(options.to)), options)
     except BundleError as error:
         print_line(error, 2)
         return error.code

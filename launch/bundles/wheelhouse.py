@@ -20,18 +20,18 @@ from lib.parallel.torch_builds import Torch
 
 KIND = "wheelhouse/1"
 _OLDEST_GLIBC = 5
-_PINS = "requirements.txt"
-_ABSENT = re.compile(r"No matching distribution found for ([\w.-]+)==([\w.+]+)")
+_PIN_LIST = "requirements.txt"
+_NOT_FOUND = re.compile(r"No matching distribution found for ([\w.-]+)==([\w.+]+)")
 _NEEDS_CUDA = re.compile(
     r"^Requires-Dist: (?:cuda-toolkit|nvidia-cuda-runtime[\w-]*)\b"
     r"[^;\n]*==(\d+\.\d+)",
     re.MULTILINE,
 )
-_LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+_LEGACY_TAGS = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 # pip evaluates `; python_version < "3.11"` for its own interpreter, whatever --python-version and
 # --platform say (up to pip 26; pypa/pip 11664). So these values are replaced.
-_PIP = """
+_PIP_WRAPPER = """
 import json, runpy, sys
 from pip._vendor.packaging import markers
 environment = {**markers.default_environment(), **json.loads(sys.argv.pop(1))}
@@ -64,7 +64,7 @@ class Target:
         tags = []
         for minor in range(self.glibc, _OLDEST_GLIBC - 1, -1):
             tags.append(f"manylinux_2_{minor}_{self.machine}")
-            tags += [f"{_LEGACY[minor]}_{self.machine}"] if minor in _LEGACY else []
+            tags += [f"{_LEGACY_TAGS[minor]}_{self.machine}"] if minor in _LEGACY_TAGS else []
         return [*tags, f"linux_{self.machine}"]
 
     @property
@@ -106,28 +106,28 @@ def choose_builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch
     """
     if not cuda and not driver:
         return []
-    pin = torch_builds.find_pin(lists[_PINS].decode())
+    pin = torch_builds.find_pin(lists[_PIN_LIST].decode())
     if cuda == torch_builds.NO_CUDA:
         return [Torch(pin.version, "")]
-    if found := torch_builds.list_builds(pin, driver, cuda):
-        return sorted(found, key=lambda build: build != pin)  # every index has the pinned build
-    wanted = " and ".join(
+    if builds := torch_builds.list_builds(pin, driver, cuda):
+        return sorted(builds, key=lambda build: build != pin)  # every index has the pinned build
+    condition = " and ".join(
         ([f"is built for CUDA {cuda}"] if cuda else [])
         + ([f"runs with driver {driver}"] if driver else [])
     )
-    known = sorted(
+    cuda_versions = sorted(
         {number for build in torch_builds.list_builds(pin) for number in [build.cuda]}, key=float
     )
     raise UsageError(
-        f"no torch that this code supports {wanted}",
-        expected=f"CUDA {', '.join(known)}; a driver from "
+        f"no torch that this code supports {condition}",
+        expected=f"CUDA {', '.join(cuda_versions)}; a driver from "
         f"{min(torch_builds.OLDEST_DRIVERS.values())} on, for CUDA 13 from "
         f"{torch_builds.OLDEST_DRIVERS['13']} on",
     )
 
 
 def prepare_wheelhouse(
-    cache_dir: Path, lists: dict[str, bytes], wanted: Target, choices: list[Torch]
+    cache_dir: Path, lists: dict[str, bytes], target: Target, choices: list[Torch]
 ) -> Path:
     """Return the finished wheelhouse, after downloading missing wheels.
 
@@ -136,7 +136,7 @@ def prepare_wheelhouse(
     """
     for build in choices:
         try:
-            return _wheelhouse_for(cache_dir, lists, wanted, choices, build)
+            return _build_wheelhouse(cache_dir, lists, target, choices, build)
         except NoSuchTorch as error:
             if build != choices[-1]:
                 log.warn(f"{error.problem}; trying an older build")
@@ -146,40 +146,44 @@ def prepare_wheelhouse(
                     expected=f"torch {' or '.join(map(str, choices))}",
                     hint=error.hint,
                 ) from None
-    return _wheelhouse_for(cache_dir, lists, wanted)
+    return _build_wheelhouse(cache_dir, lists, target)
 
 
-def _wheelhouse_for(
+def _build_wheelhouse(
     cache_dir: Path,
     lists: dict[str, bytes],
-    wanted: Target,
+    target: Target,
     choices: Sequence[Torch] = (),
     build: Torch | None = None,
 ) -> Path:
     """Return a wheelhouse for one of the builds, or for the pinned one if `build` is None."""
     if build:
-        pins = torch_builds.replace_pin(lists[_PINS].decode(), build)
-        lists = {**lists, _PINS: pins.encode()}
+        pins = torch_builds.replace_pin(lists[_PIN_LIST].decode(), build)
+        lists = {**lists, _PIN_LIST: pins.encode()}
     identity: dict[str, Any] = {
-        "options": {"python": wanted.python, "platform": wanted.platform},
+        "options": {"python": target.python, "platform": target.platform},
         "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()},
     }
-    name = f"py{wanted.python}-{wanted.platform}-{hashing.fingerprint(identity)[:8]}"
-    place = cache_dir / "wheelhouse" / name
-    if publish.is_done(place, KIND, identity, overwrite=False):
-        log.info(f"wheels: {place}, downloaded before")
-        return place
-    with publish.Build(place, KIND, identity, overwrite=False, resumable=True) as building:
+    name = f"py{target.python}-{target.platform}-{hashing.fingerprint(identity)[:8]}"
+    directory = cache_dir / "wheelhouse" / name
+    if publish.is_done(directory, KIND, identity, overwrite=False):
+        log.info(f"wheels: {directory}, downloaded before")
+        return directory
+    with publish.Build(directory, KIND, identity, overwrite=False, resumable=True) as building:
         for name, text in lists.items():
             (building.dir / name).write_bytes(text)
         try:
-            _download(building.dir, list(lists), wanted, has_choice=build is not None)
+            _download(building.dir, list(lists), target, has_choice=build is not None)
         except NoSuchTorch:
             building.resumable = False  # nothing was downloaded
             raise
-        if build and (found := find_torch(building.dir)) and found not in choices:
+        if (
+            build
+            and (downloaded_torch := find_torch(building.dir))
+            and downloaded_torch not in choices
+        ):
             raise UsageError(
-                f"pip takes torch {found} for {build.requirement}",
+                f"pip takes torch {downloaded_torch} for {build.requirement}",
                 expected=f"torch {build}",
                 hint="its settings name other wheels first (`pip config list`); remove them",
             )
@@ -188,19 +192,19 @@ def _wheelhouse_for(
             stage="launch/airgap.py pack",
             options=identity["options"],
             files=files,
-            summary={"installed_bytes": installed_bytes(building.dir)},
+            summary={"installed_bytes": count_installed_bytes(building.dir)},
         )
-    return place
+    return directory
 
 
-def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -> None:
+def _download(directory: Path, lists: list[str], target: Target, has_choice: bool) -> None:
     """Download the wheels of requirement lists, and build packages that exist as source only.
 
     has_choice: whether the torch is one of several choices; then NoSuchTorch is raised if pip does
     not find it.
     """
     words = [word for name in lists for word in ("-r", name)]
-    words += [word for tag in wanted.tags for word in ("--platform", tag)]
+    words += [word for tag in target.tags for word in ("--platform", tag)]
     # With pip itself, the far side needs no ensurepip, which Debian's Python lacks.
     command = [
         "download",
@@ -212,41 +216,48 @@ def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -
         "--implementation",
         "cp",
         "--python-version",
-        wanted.python,
+        target.python,
         "--dest",
         ".",
         "pip",
         *words,
     ]
     log.info(
-        f"downloading wheels for Python {wanted.python} on {wanted.platform} "
+        f"downloading wheels for Python {target.python} on {target.platform} "
         "(pip download, from the index in its settings)"
     )
     built: set[str] = set()
     while True:
-        done = subprocess.run(
-            [sys.executable, "-c", _PIP, json.dumps(wanted.markers), *command],
-            cwd=place,
+        process = subprocess.run(
+            [sys.executable, "-c", _PIP_WRAPPER, json.dumps(target.markers), *command],
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
-        if done.returncode == 0:
+        if process.returncode == 0:
             return
-        absent = _ABSENT.search(done.stderr)
-        pin = f"{absent[1]}=={absent[2]}" if absent else ""
-        if absent and absent[1] == "torch" and has_choice:
+        not_found = _NOT_FOUND.search(process.stderr)
+        pin = f"{not_found[1]}=={not_found[2]}" if not_found else ""
+        if not_found and not_found[1] == "torch" and has_choice:
             raise NoSuchTorch(
-                f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
+                f"pip finds no {pin} for Python {target.python} on {target.platform}",
                 hint="each CUDA version has its own index, which PyTorch's page on "
                 "installing names: PIP_EXTRA_INDEX_URL adds an index, PIP_FIND_LINKS a "
                 "directory of wheels",
             )
-        if not absent or absent[1] == "torch" or pin in built or not _build(place, absent[1], pin):
-            output = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        if (
+            not not_found
+            or not_found[1] == "torch"
+            or pin in built
+            or not _build_wheel(directory, not_found[1], pin)
+        ):
+            output = [
+                line for line in process.stderr.splitlines() if not line.startswith("WARNING")
+            ]
             raise UsageError(
-                f"pip found no complete set of wheels for Python {wanted.python} on "
-                f"{wanted.platform}",
+                f"pip found no complete set of wheels for Python {target.python} on "
+                f"{target.platform}",
                 found="\n".join(output[-8:]),
                 hint="--no-wheels packs none; or if the index can be reached:",
                 run=commands.as_typed(),
@@ -254,9 +265,9 @@ def _download(place: Path, lists: list[str], wanted: Target, has_choice: bool) -
         built.add(pin)
 
 
-def _build(place: Path, name: str, pin: str) -> bool:
+def _build_wheel(directory: Path, name: str, pin: str) -> bool:
     """Build the wheel of a package without wheels. Return whether it runs on any machine."""
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -271,24 +282,24 @@ def _build(place: Path, name: str, pin: str) -> bool:
             "built",
             pin,
         ],
-        cwd=place,
+        cwd=directory,
         stdin=subprocess.DEVNULL,
         capture_output=True,
     )
-    made = [*(place / "built").glob("*-none-any.whl")] if done.returncode == 0 else []
-    for wheel in made:
+    wheels = [*(directory / "built").glob("*-none-any.whl")] if process.returncode == 0 else []
+    for wheel in wheels:
         log.info(f"{pin} exists as source only; its wheel was built here")
-        wheel.replace(place / wheel.name)
-    shutil.rmtree(place / "built", ignore_errors=True)
-    return bool(made)
+        wheel.replace(directory / wheel.name)
+    shutil.rmtree(directory / "built", ignore_errors=True)
+    return bool(wheels)
 
 
-def find_torch(place: Path) -> Torch | None:
+def find_torch(directory: Path) -> Torch | None:
     """Return the build of torch in a wheelhouse, None if it contains none.
 
     The CUDA of a wheel without a local version is that of its requirements.
     """
-    wheel = next(place.glob("torch-*.whl"), None)
+    wheel = next(directory.glob("torch-*.whl"), None)
     if wheel is None:
         return None
     version = wheel.name.split("-")[1]
@@ -296,14 +307,14 @@ def find_torch(place: Path) -> Torch | None:
         return Torch(version.partition("+")[0], torch_builds.parse_local_version(version))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        needs = _NEEDS_CUDA.search(archive.read(name).decode("utf-8", "replace"))
-    return Torch(version, needs[1] if needs else "")
+        cuda = _NEEDS_CUDA.search(archive.read(name).decode("utf-8", "replace"))
+    return Torch(version, cuda[1] if cuda else "")
 
 
-def installed_bytes(place: Path) -> int:
+def count_installed_bytes(directory: Path) -> int:
     """Return the bytes that the wheels need once they are installed."""
     total = 0
-    for path in place.glob("*.whl"):
+    for path in directory.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:
             total += sum(member.file_size for member in wheel.infolist())
     return total

@@ -1,4 +1,4 @@
-"""Write the files of a bundle into volumes: cut, copied and hashed, or reused if they are equal."""
+"""Write the files of a bundle to volumes: cut, copy and hash them, or reuse equal files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from lib.core.progress import Progress
 
 _JOURNAL = "progress.jsonl"
 _CHUNK = 4 << 20
-_JOURNALED = 1 << 20  # after a kill, smaller files are copied again: faster than an fsync for each
+_JOURNAL_MIN_BYTES = (
+    1 << 20
+)  # after a kill, smaller files are copied again: faster than an fsync for each
 
 
 def plan_layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
@@ -48,12 +50,12 @@ def plan_layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[s
             {
                 "path": f"volume_{number:03d}{folder}/{payload.to}",
                 "to": payload.to,
-                "offset": at,
+                "offset": begin,
                 "bytes": size,
                 "mode": payload.mode,
                 "mtime_ns": payload.mtime_ns,
             }
-            for number, at, size in cuts
+            for number, begin, size in cuts
         ]
     return parts
 
@@ -99,7 +101,7 @@ class Writer:
                 entries = self._copy(payload, advance)
                 with self._lock:
                     self._done[payload.to] = entries
-                    if payload.bytes >= _JOURNALED:
+                    if payload.bytes >= _JOURNAL_MIN_BYTES:
                         journal.write(json.dumps(entries) + "\n")
                         journal.flush()
 
@@ -118,23 +120,27 @@ class Writer:
     def summary(self) -> str:
         """Return how much was copied and how fast."""
         rate = self.missing_bytes / max(self._seconds, 1e-9)
-        kept = f", {units.size(self._kept)} reused" if self._kept else ""
-        return f"{units.size(self.missing_bytes)} copied at {units.size(rate)}/s{kept}"
+        reused = f", {units.size(self._kept)} reused" if self._kept else ""
+        return f"{units.size(self.missing_bytes)} copied at {units.size(rate)}/s{reused}"
 
     def _reuse(self, place: Path, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-        """Return the entries of files in a bundle that are as they would be packed now."""
-        taken = {}
+        """Link files of a bundle that equal files to pack, and return their entries."""
+        reused = {}
         for to, parts in unpacking.group_by_file(entries).items():
-            plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
-            if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
+            without_digests = [
+                {key: part[key] for key in part if key != "digest"} for part in parts
+            ]
+            if without_digests == self._layout.get(to) and all(
+                _has_size(place, part) for part in parts
+            ):
                 for part in parts:
-                    there = place / part["path"]
-                    here = self._place / part["path"]
-                    if not here.exists():
-                        here.parent.mkdir(parents=True, exist_ok=True)
-                        here.hardlink_to(there)
-                taken[to] = parts
-        return taken
+                    source = place / part["path"]
+                    target = self._place / part["path"]
+                    if not target.exists():
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.hardlink_to(source)
+                reused[to] = parts
+        return reused
 
     def _delete_others(self) -> None:
         """Delete files that a killed run left unfinished or packed for another layout."""
@@ -158,12 +164,12 @@ class Writer:
             path = self._place / part["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             with HashedFile(path, "sha256") as file:
-                for chunk in _chunks(payload, part["offset"], part["bytes"]):
+                for chunk in _read_chunks(payload, part["offset"], part["bytes"]):
                     if file_hash:
                         file_hash.update(chunk)
                     file.write(chunk)
                     advance(len(chunk))
-            if payload.bytes >= _JOURNALED:
+            if payload.bytes >= _JOURNAL_MIN_BYTES:
                 publish.fsync(path)
             entries.append({**part, "digest": file.digest()})
         found = (
@@ -183,7 +189,7 @@ class Writer:
         return entries
 
 
-def _chunks(payload: Payload, offset: int, size: int) -> Any:
+def _read_chunks(payload: Payload, offset: int, size: int) -> Any:
     if isinstance(payload.source, bytes):
         yield payload.source[offset : offset + size]
         return

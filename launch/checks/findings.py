@@ -46,16 +46,16 @@ def not_checked(check: str, why: str) -> Finding:
     return Finding(INFO, check, f"not checked: {why}")
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+def sort_by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings in order of severity; those of equal severity keep their order."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
     """Print findings, the most severe first, each with its remedy below."""
-    for found in worst_first(findings):
-        log.info(f"{found.severity:<8} {found.check}: {found.text}")
-        for line in found.remedy.splitlines():
+    for finding in sort_by_severity(findings):
+        log.info(f"{finding.severity:<8} {finding.check}: {finding.text}")
+        for line in finding.remedy.splitlines():
             log.info(f"{'':<8}   → {line}")
 
 
@@ -70,13 +70,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json",
-        type=output_file,
+        type=parse_output_file,
         metavar="FILE",
         help="also write all findings to a file (default: none)",
     )
 
 
-def output_file(text: str) -> Path:
+def parse_output_file(text: str) -> Path:
     """Parse the path of a file that rank 0 will write.
 
     Raises ArgumentTypeError if it is a directory or cannot be written.
@@ -84,27 +84,27 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if log.rank() > 0:
         return path
-    there = next(found for found in (path, *path.absolute().parents) if found.exists())
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
-    if there != path and not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
-    if not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is read-only")
+    if existing != path and not existing.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {existing} is read-only")
     return path
 
 
-def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
+def write_json(path: Path, findings: Iterable[Finding], **values: object) -> None:
     """Write findings, the most severe first, and more values under their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {key: value for key, value in asdict(finding).items() if key != "node"}
-        for finding in worst_first(findings)
+        for finding in sort_by_severity(findings)
     ]
-    manifest.write_json(path, {"findings": rows, **more})
+    manifest.write_json(path, {"findings": rows, **values})
 
 
-def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None:
+def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: str) -> None:
     """Print findings, write them if --json is given, and conclude. what: the subject of the check.
 
     Raises NotReady as `conclude` does.
@@ -112,17 +112,19 @@ def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None
     print_findings(findings)
     if opts.json:
         write_json(opts.json, findings)
-    conclude(findings, opts.fail_on, what)
+    require_ready(findings, opts.fail_on, subject)
 
 
-def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
+def require_ready(findings: Iterable[Finding], fail_on: str, subject: str) -> None:
     """Print that `what` is ready. Raises NotReady for a finding of severity `fail_on` or worse."""
-    counted = Counter(finding.severity for finding in findings)
+    counts_by_severity = Counter(finding.severity for finding in findings)
     counts = ", ".join(
-        units.counted(counted[name], name) for name in (ERROR, WARNING) if counted[name]
+        units.counted(counts_by_severity[name], name)
+        for name in (ERROR, WARNING)
+        if counts_by_severity[name]
     )
-    if counted[ERROR]:
-        raise NotReady(f"{what} is not ready: {counts}", EXIT_ERROR)
-    if counted[WARNING] and fail_on == WARNING:
-        raise NotReady(f"{what} is not ready: {counts}", EXIT_WARNING)
-    log.info(f"{what} is ready" + (f", with {counts}" if counts else ""))
+    if counts_by_severity[ERROR]:
+        raise NotReady(f"{subject} is not ready: {counts}", EXIT_ERROR)
+    if counts_by_severity[WARNING] and fail_on == WARNING:
+        raise NotReady(f"{subject} is not ready: {counts}", EXIT_WARNING)
+    log.info(f"{subject} is ready" + (f", with {counts}" if counts else ""))

@@ -25,9 +25,9 @@ SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 _AMAZON = "0x1d0f"
 _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
-_OWN_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
+_DIFFERENT_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
 
-_IDENTITY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu"
+_GPU_FIELDS = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu"
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that indicate a problem.
 _THROTTLES = {
     0x8: "hardware slowdown",
@@ -37,22 +37,24 @@ _THROTTLES = {
 }
 
 
-def collect_facts(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
+def collect_facts(
+    save_dir: Path, cache_dir: Path, artifacts: list[Path], root: Path
+) -> dict[str, Any]:
     """Return the facts of this node.
 
     named: artifacts to compare, all prepared ones if empty. root: the directory of the code.
     """
-    found = find_unusable()
-    why = {"unusable": [found.problem, found.found, found.hint]} if found else {}
+    unusable = find_unusable()
+    reasons = {"unusable": [unusable.problem, unusable.found, unusable.hint]} if unusable else {}
     return {
-        "gpu": query_gpus() | why,
+        "gpu": query_gpus() | reasons,
         "efa": query_rdma(),
         "shm": measure_shm(),
         "disk": measure_disk(save_dir),
         "versions": list_versions(root),
         "settings": list_settings(),
         "locked_memory": read_memlock_limit(),
-        "artifacts": digest_artifacts(named, cache_dir),
+        "artifacts": digest_artifacts(artifacts, cache_dir),
     }
 
 
@@ -64,28 +66,28 @@ def query_gpus() -> dict[str, Any]:
     """
     not_checked: dict[str, str] = {}
     try:
-        found = [_identity(*row) for row in query_driver(_IDENTITY)]
+        gpus = [_parse_gpu(*row) for row in query_driver(_GPU_FIELDS)]
     except Missing as missing:
         return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
     # One query per group, since nvidia-smi refuses a whole query because of one unknown field.
-    for check, look in (
-        ("GPU clocks", lambda: [{"throttled": why} for why in _slowdowns().values()]),
-        ("GPU ECC", _ecc),
-        ("GPU memory rows", _remapped_rows),
-        ("NVLink", lambda: _nvlinks(found)),
+    for check, query in (
+        ("GPU clocks", lambda: [{"throttled": why} for why in _query_slowdowns().values()]),
+        ("GPU ECC", _query_ecc),
+        ("GPU memory rows", _query_remapped_rows),
+        ("NVLink", lambda: _count_nvlinks(gpus)),
     ):
         try:
-            for gpu, more in zip(found, look(), strict=False):
-                gpu |= more
+            for gpu, facts in zip(gpus, query(), strict=False):
+                gpu |= facts
         except Missing as missing:
             not_checked[check] = str(missing)
-    return {"gpus": found, "not_checked": not_checked}
+    return {"gpus": gpus, "not_checked": not_checked}
 
 
 def query_throttled() -> dict[str, str]:
     """Return why GPUs (by index) are slowed down now; empty if none is, or if it is unknown."""
     try:
-        return {index: why for index, why in _slowdowns().items() if why}
+        return {index: why for index, why in _query_slowdowns().items() if why}
     except Missing:
         return {}
 
@@ -98,11 +100,11 @@ def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
     """
     devices = []
     for path in sorted(root.glob("*")) if root.is_dir() else []:
-        states = [_read(port) for port in path.glob("ports/*/state")]
+        states = [_read_text(port) for port in path.glob("ports/*/state")]
         devices.append(
             {
                 "name": path.name,
-                "efa": _read(path / "device/vendor") == _AMAZON,
+                "efa": _read_text(path / "device/vendor") == _AMAZON,
                 "active": any("ACTIVE" in state for state in states),
             }
         )
@@ -117,14 +119,14 @@ def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
     return facts
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-def _identity(
+def _parse_gpu(
     index: str, name: str, driver: str, total: str, used: str, clock: str, temperature: str
 ) -> dict[str, Any]:
     return {
@@ -138,19 +140,19 @@ def _identity(
     }
 
 
-def _slowdowns() -> dict[str, str]:
+def _query_slowdowns() -> dict[str, str]:
     """Return the reasons why each GPU (by index) is slowed down; empty if it is not."""
-    found = {}
+    reasons = {}
     for index, mask in query_driver("index,clocks_throttle_reasons.active"):
         try:
             bits = int(mask, 16)
         except ValueError:
             raise Missing(f"clocks_throttle_reasons is {mask!r}") from None
-        found[index] = ", ".join(why for bit, why in _THROTTLES.items() if bits & bit)
-    return found
+        reasons[index] = ", ".join(why for bit, why in _THROTTLES.items() if bits & bit)
+    return reasons
 
 
-def _ecc() -> list[dict[str, Any]]:
+def _query_ecc() -> list[dict[str, Any]]:
     counts = [
         parse_number(count)
         for _, count in query_driver("index,ecc.errors.uncorrected.volatile.total")
@@ -160,7 +162,7 @@ def _ecc() -> list[dict[str, Any]]:
     return [{"ecc_errors": count or 0} for count in counts]
 
 
-def _remapped_rows() -> list[dict[str, Any]]:
+def _query_remapped_rows() -> list[dict[str, Any]]:
     rows = query_driver("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
     return [
         {
@@ -171,7 +173,7 @@ def _remapped_rows() -> list[dict[str, Any]]:
     ]
 
 
-def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _count_nvlinks(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Count the links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
     status = run_tool("nvidia-smi", "nvlink", "--status")
     blocks = re.split(r"^GPU (\d+):", status, flags=re.MULTILINE)
@@ -183,11 +185,11 @@ def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),
             "nvlinks_down": len(re.findall(r"Link \d+: <inactive>", block)),
         }
-        for block in (by_gpu.get(gpu["index"], "") for gpu in found)
+        for block in (by_gpu.get(gpu["index"], "") for gpu in gpus)
     ]
 
 
-def nearest_existing(directory: Path) -> Path:
+def find_existing_parent(directory: Path) -> Path:
     """Return the nearest existing directory on the path to a directory."""
     directory = directory.absolute()
     while not directory.is_dir():
@@ -205,27 +207,27 @@ def measure_shm() -> dict[str, Any]:
 
 def measure_disk(directory: Path) -> dict[str, Any]:
     """Return the free bytes of a directory, and the bytes/s to write (with fsync) and to read."""
-    there = nearest_existing(directory)
-    facts: dict[str, Any] = {"directory": str(there), "free": shutil.disk_usage(there).free}
-    probe = there / f".check-{platform.node()}-{os.getpid()}"
+    existing = find_existing_parent(directory)
+    facts: dict[str, Any] = {"directory": str(existing), "free": shutil.disk_usage(existing).free}
+    probe = existing / f".check-{platform.node()}-{os.getpid()}"
     try:
-        written, seconds = _write(probe, min(_DISK_BYTES, facts["free"] // 4))
-        facts["write"] = written / seconds
-        facts["read"] = written / _read_time(probe)
+        size, seconds = _write_probe(probe, min(_DISK_BYTES, facts["free"] // 4))
+        facts["write"] = size / seconds
+        facts["read"] = size / _time_read(probe)
     except OSError as error:
-        facts["error"] = f"{error.strerror}: {error.filename or there}"
+        facts["error"] = f"{error.strerror}: {error.filename or existing}"
     finally:
         probe.unlink(missing_ok=True)
     return facts
 
 
-def _write(probe: Path, most: int) -> tuple[int, float]:
+def _write_probe(probe: Path, limit: int) -> tuple[int, float]:
     """Write incompressible bytes for a while; return their number and the seconds with fsync."""
     block = os.urandom(_BLOCK)
     written = 0
     began = time.perf_counter()
     with probe.open("wb", buffering=0) as file:
-        while written < most and time.perf_counter() - began < _DISK_SECONDS:
+        while written < limit and time.perf_counter() - began < _DISK_SECONDS:
             written += file.write(block)
         os.fsync(file.fileno())
         seconds = time.perf_counter() - began
@@ -233,7 +235,7 @@ def _write(probe: Path, most: int) -> tuple[int, float]:
     return written, seconds
 
 
-def _read_time(probe: Path) -> float:
+def _time_read(probe: Path) -> float:
     began = time.perf_counter()
     with probe.open("rb", buffering=0) as file:
         while file.read(_BLOCK):
@@ -247,14 +249,14 @@ def list_versions(root: Path) -> dict[str, str]:
     digests = {
         path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256") for path in sources
     }
-    found = {
+    versions = {
         **manifest.package_versions(),
         "cuda": torch.version.cuda or "none",
         "code": hashing.fingerprint(digests),
     }
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def list_settings() -> dict[str, str]:
@@ -262,7 +264,7 @@ def list_settings() -> dict[str, str]:
     return {
         key: value
         for key, value in sorted(os.environ.items())
-        if key.startswith(_SETTINGS) and not key.endswith(_OWN_PER_NODE)
+        if key.startswith(_SETTINGS) and not key.endswith(_DIFFERENT_PER_NODE)
     }
 
 
@@ -272,22 +274,22 @@ def read_memlock_limit() -> int:
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
-def digest_artifacts(named: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
+def digest_artifacts(artifacts: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the digest and the damage (sizes only) of each artifact, by path.
 
     named: the directories; if empty, all finished artifacts of stages 02, 03 and 04.
     """
     roots = (Path("hf_datasets"), models_root(cache_dir), tokens_root(cache_dir))
-    found = named or [
+    paths = artifacts or [
         path.parent
         for root in roots
         for path in sorted(root.glob(f"*/{MANIFEST}"))
         if ".partial-" not in path.parent.name
     ]
-    return {str(path): _artifact(path) for path in found}
+    return {str(path): _digest_artifact(path) for path in paths}
 
 
-def _artifact(path: Path) -> dict[str, Any]:
+def _digest_artifact(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         return {"digest": "missing", "damages": []}
     content = manifest.read_if_any(path)

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     began = time.monotonic()
     opts = parse(argv)
     if opts.dry_run:
-        _plan(opts)
+        _print_plan(opts)
         return
     if argv[0] == "network" and "RANK" not in os.environ:
         raise UsageError(
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
         f"{units.counted(len(launch.ranks_of), 'node')}, "
         f"{'GPUs' if launch.on_gpu else 'CPUs'}"
     )
-    facts = examine(launch, opts)
+    facts = examine_nodes(launch, opts)
     speed = bandwidth.measure_speeds(launch, began + opts.seconds)
     found: list[Finding] = []
     if launch.rank == 0:
@@ -120,28 +120,28 @@ def main(argv: list[str]) -> None:
         log.info(f"took {time.monotonic() - began:.0f} s")
         if opts.json:
             findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
-    agreed = launch.decide("verdict", [vars(finding) for finding in found])
+    verdict = launch.decide("verdict", [vars(finding) for finding in found])
     launch.barrier("end")  # rank 0 may host the store, so it leaves when all have the verdict
-    findings.conclude(
-        [Finding(**finding) for finding in agreed],
+    findings.require_ready(
+        [Finding(**finding) for finding in verdict],
         opts.fail_on,
         "this machine" if len(launch.ranks_of) == 1 else f"these {len(launch.ranks_of)} machines",
     )
 
 
-def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
+def examine_nodes(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     """Return the facts of each node on rank 0; all ranks must call this."""
     from launch.checks import bandwidth, machine
-    from launch.checks.ranks import clock_offset
+    from launch.checks.ranks import measure_clock_offset
 
     facts: dict[str, Any] = {}
-    with _probe(launch, machine.nearest_existing(opts.save_dir)) as probe:
+    with _share_probe(launch, machine.find_existing_parent(opts.save_dir)) as probe:
         if launch.leads_node:  # before a rank of the node uses memory or time of its GPUs
             facts = {
                 **machine.collect_facts(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
                 "ranks": len(launch.ranks_of[launch.node]),
                 "shared": probe is None or probe.exists(),
-                "clock": clock_offset(launch),
+                "clock": measure_clock_offset(launch),
             }
         launch.barrier("examined")
     launch.share("compute", bandwidth.measure_compute(launch))
@@ -159,7 +159,7 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
 
 
 @contextmanager
-def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
+def _share_probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
     """Yield a file that rank 0 has created in a directory; None if rank 0 may not write there."""
     name = f".check-{time.time_ns()}"
     if launch.rank == 0:
@@ -175,7 +175,7 @@ def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
             (directory / name).unlink(missing_ok=True)
 
 
-def _plan(opts: Options) -> None:
+def _print_plan(opts: Options) -> None:
     log.table(
         {
             "ranks and nodes": "as torchrun starts them",

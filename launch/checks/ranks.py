@@ -19,7 +19,7 @@ from lib.core.errors import UsageError
 from lib.parallel import gpus
 
 _PINGS = 5
-_GLOO_TRIES = 5  # gloo waits five times its timeout for a connection (torch 2.13)
+_GLOO_ATTEMPTS = 5  # gloo waits five times its timeout for a connection (torch 2.13)
 
 
 class AllRanks:
@@ -63,13 +63,13 @@ class AllRanks:
         """Return the name of a node in messages."""
         return f"node {node} ({self.host_of[node]})"
 
-    def share(self, what: str, value: Any) -> None:
-        """Publish a JSON value of this rank."""
-        self.store.set(f"{what}/{self.rank}", json.dumps(value))
+    def share(self, topic: str, value: Any) -> None:
+        """Publish a JSON value of this rank under a topic."""
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
 
-    def gather(self, what: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the values that ranks have shared, without ranks that are too late."""
-        keys = {rank: f"{what}/{rank}" for rank in ranks}
+    def gather(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Return the values that ranks have shared under a topic, without those that are late."""
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
         try:
             self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
         except dist.DistError:
@@ -110,9 +110,9 @@ class AllRanks:
         try:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except (dist.DistError, RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise UsageError(
-                f"{platform.node()} cannot reach the launch's store at {where}",
+                f"{platform.node()} cannot reach the launch's store at {address}",
                 found=str(error).splitlines()[0],
                 hint="check name resolution, firewall and --head",
             ) from None
@@ -136,7 +136,7 @@ class AllRanks:
 
 
 @contextmanager
-def process_group(
+def make_process_group(
     launch: AllRanks, name: str, ranks: list[int], timeout_s: float
 ) -> Iterator[None]:
     """Make some ranks the default process group for a while; all of them must call this.
@@ -152,7 +152,7 @@ def process_group(
         store=dist.PrefixStore(name, launch.store),
         rank=ranks.index(launch.rank),
         world_size=len(ranks),
-        timeout=timedelta(seconds=timeout_s if launch.on_gpu else timeout_s / _GLOO_TRIES),
+        timeout=timedelta(seconds=timeout_s if launch.on_gpu else timeout_s / _GLOO_ATTEMPTS),
         device_id=launch.device if launch.on_gpu else None,
     )
     try:
@@ -161,7 +161,7 @@ def process_group(
         dist.destroy_process_group()
 
 
-def clock_offset(launch: AllRanks) -> dict[str, float]:
+def measure_clock_offset(launch: AllRanks) -> dict[str, float]:
     """Return how many seconds this node's clock is ahead of rank 0's, and the uncertainty.
 
     The method is that of NTP: the quickest of a few round trips counts. The leaders of all nodes
@@ -173,16 +173,17 @@ def clock_offset(launch: AllRanks) -> dict[str, float]:
                 launch.store.wait([f"clock/{node}/{ping}/ask"], timedelta(seconds=30))
                 launch.store.set(f"clock/{node}/{ping}/answer", repr(time.time()))
         return {"offset_s": 0.0, "uncertainty_s": 0.0}
-    best = (float("inf"), 0.0)
+    quickest = (float("inf"), 0.0)
     for ping in range(_PINGS):
         key = f"clock/{launch.node}/{ping}"
         requested_at = time.time()
         launch.store.set(f"{key}/ask", "1")
-        theirs = float(launch.store.get(f"{key}/answer"))
+        time_of_rank_0 = float(launch.store.get(f"{key}/answer"))
         answered_at = time.time()
         # The first round trip includes the wait for rank 0, so it does not count.
         if ping:
-            best = min(
-                best, (answered_at - requested_at, (requested_at + answered_at) / 2 - theirs)
+            quickest = min(
+                quickest,
+                (answered_at - requested_at, (requested_at + answered_at) / 2 - time_of_rank_0),
             )
-    return {"offset_s": best[1], "uncertainty_s": best[0] / 2}
+    return {"offset_s": quickest[1], "uncertainty_s": quickest[0] / 2}

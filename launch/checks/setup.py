@@ -31,10 +31,10 @@ from lib.parallel.torch_builds import Torch, driver_problem
 from lib.tokens.dataset import open_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-_OLDEST = (3, 10)
-_NEWEST = (3, 12)
-_TORCH = (2, 11), (2, 13)
-_OPTIONAL = {"orjson", "gigatoken", "xxhash", "torchao", "tensorboard", "matplotlib"}
+_OLDEST_PYTHON = (3, 10)
+_NEWEST_PYTHON = (3, 12)
+_TORCH_VERSIONS = (2, 11), (2, 13)
+_OPTIONAL_PACKAGES = {"orjson", "gigatoken", "xxhash", "torchao", "tensorboard", "matplotlib"}
 _PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
 _TIMEOUT_S = 120
 
@@ -77,9 +77,9 @@ os._exit(0)
 
 def main(argv: list[str]) -> None:
     """Run the check and report its findings. argv: `framework` or `setup`, then the options."""
-    what = argv[0]
+    check = argv[0]
     parser = options.Parser(__doc__)
-    parser.prog = f"check.py {what}"
+    parser.prog = f"check.py {check}"
     parser.add_argument("--deep", action="store_true", help="setup: hash every file")
     parser.add_argument(
         "--cache-dir",
@@ -92,65 +92,68 @@ def main(argv: list[str]) -> None:
     parser.add_common(workers="hash", overwrite=False)
     opts = parser.parse(argv[1:])
     if opts.dry_run:
-        log.info(f"would check the {what} and write nothing")
+        log.info(f"would check the {check} and write nothing")
         return
-    findings.report(
-        [*(check_framework() if what == "framework" else check_setup(opts))], opts, f"the {what}"
+    findings.report_findings(
+        [*(check_framework() if check == "framework" else check_setup(opts))], opts, f"the {check}"
     )
 
 
 def check_framework() -> Iterator[Finding]:
     """Yield findings about Python, its packages and the code."""
-    here = sys.version_info[:2]
-    fits = _OLDEST <= here <= _NEWEST
+    version = sys.version_info[:2]
+    is_supported = _OLDEST_PYTHON <= version <= _NEWEST_PYTHON
     yield Finding(
-        INFO if fits else WARNING,
+        INFO if is_supported else WARNING,
         "python",
-        f"{here[0]}.{here[1]} ({sys.executable})",
-        "" if fits else "use Python 3.10 to 3.12",
+        f"{version[0]}.{version[1]} ({sys.executable})",
+        "" if is_supported else "use Python 3.10 to 3.12",
     )
-    yield from _packages()
-    yield from _code()
+    yield from _check_packages()
+    yield from _check_code()
     for check, text in (("imports", _IMPORTS), ("offline guard", _GUARD), ("self-test", _STEP)):
-        yield _python(check, "-c", text)
+        yield _run_python(check, "-c", text)
     for path in sorted(ROOT.glob("0[1-5]_*.py")):
-        yield _python(path.name, str(path), "--help")
+        yield _run_python(path.name, str(path), "--help")
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     """Compare the installed packages with requirements.txt, or with the list of a wheelhouse."""
-    same = 0
-    bundled = ROOT / "wheelhouse" / "requirements.txt"
-    pins = bundled if bundled.exists() else ROOT / "requirements.txt"
-    for name, wanted, sign, minor in _PIN.findall(pins.read_text(encoding="utf-8")):
-        if sign and (sys.version_info.minor >= int(minor)) != (sign == ">="):
+    equal = 0
+    wheelhouse_list = ROOT / "wheelhouse" / "requirements.txt"
+    pin_list = wheelhouse_list if wheelhouse_list.exists() else ROOT / "requirements.txt"
+    for name, pinned, comparison, minor in _PIN.findall(pin_list.read_text(encoding="utf-8")):
+        if comparison and (sys.version_info.minor >= int(minor)) != (comparison == ">="):
             continue
         try:
-            there = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             yield Finding(
-                WARNING if name in _OPTIONAL else ERROR,
+                WARNING if name in _OPTIONAL_PACKAGES else ERROR,
                 name,
-                f"not installed; requirements.txt names {wanted}",
+                f"not installed; requirements.txt names {pinned}",
                 "pip install -r requirements.txt",
             )
             continue
-        if wanted in (there, there.partition("+")[0]):
-            same += 1
+        if pinned in (installed, installed.partition("+")[0]):
+            equal += 1
         elif (
-            name == "torch" and not _TORCH[0] <= tuple(map(int, there.split(".")[:2])) <= _TORCH[1]
+            name == "torch"
+            and not _TORCH_VERSIONS[0]
+            <= tuple(map(int, installed.split(".")[:2]))
+            <= _TORCH_VERSIONS[1]
         ):
             yield Finding(
-                ERROR, name, f"{there}; 2.11 to 2.13 work", f"pip install torch=={wanted}"
+                ERROR, name, f"{installed}; 2.11 to 2.13 work", f"pip install torch=={pinned}"
             )
         else:
             yield Finding(
-                WARNING, name, f"{there} instead of {wanted}", "pip install -r requirements.txt"
+                WARNING, name, f"{installed} instead of {pinned}", "pip install -r requirements.txt"
             )
-    yield Finding(INFO, "packages", f"{same} have the version of requirements.txt")
+    yield Finding(INFO, "packages", f"{equal} have the version of requirements.txt")
 
 
-def _code() -> Iterator[Finding]:
+def _check_code() -> Iterator[Finding]:
     """Yield which code this is: a commit, or an unpacked bundle, whose files are hashed."""
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
@@ -165,7 +168,7 @@ def _code() -> Iterator[Finding]:
         return
     content = json.loads(stamp.read_text(encoding="utf-8"))
     files = unpacking.group_by_file(content["files"])
-    code = {
+    code_files = {
         name: parts
         for name, parts in files.items()
         if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))
@@ -173,7 +176,7 @@ def _code() -> Iterator[Finding]:
     # Only with tiny volumes does a file of code consist of several parts.
     changed = [
         name
-        for name, parts in code.items()
+        for name, parts in code_files.items()
         if not (ROOT / name).is_file()
         or (len(parts) == 1 and not hashing.has_digest(ROOT / name, parts[0]["digest"]))
     ]
@@ -185,17 +188,17 @@ def _code() -> Iterator[Finding]:
         + (
             f"; changed since: {', '.join(changed[:5])}"
             if changed
-            else f", {len(code)} files intact"
+            else f", {len(code_files)} files intact"
         ),
         "unpack the bundle again, unless you have changed them" if changed else "",
     )
 
 
-def _python(check: str, *arguments: str) -> Finding:
+def _run_python(check: str, *arguments: str) -> Finding:
     """Run this Python with arguments and return whether that works."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
             env=environment,
@@ -205,19 +208,19 @@ def _python(check: str, *arguments: str) -> Finding:
         )
     except subprocess.TimeoutExpired:
         return Finding(ERROR, check, f"not finished after {_TIMEOUT_S} s")
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        return Finding(ERROR, check, last or f"exit code {done.returncode}")
-    last = done.stdout.strip().rpartition("\n")[2]
-    return Finding(INFO, check, last if check == "self-test" else "works")
+    if process.returncode:
+        last_line = process.stderr.strip().rpartition("\n")[2]
+        return Finding(ERROR, check, last_line or f"exit code {process.returncode}")
+    last_line = process.stdout.strip().rpartition("\n")[2]
+    return Finding(INFO, check, last_line if check == "self-test" else "works")
 
 
 def check_setup(opts: options.Options) -> Iterator[Finding]:
     """Yield findings about the GPUs, and about all artifacts prepared in this directory."""
-    yield from _gpus()
+    yield from _check_gpus()
     for path in sorted(Path("hf_datasets").glob("*")):
         if path.is_dir() and not path.name.endswith(".parts") and ".partial-" not in path.name:
-            yield _dataset(path, opts.deep)
+            yield _check_dataset(path, opts.deep)
     if not any(Path("hf_datasets").glob(f"*/{MANIFEST}")):
         yield Finding(
             INFO,
@@ -256,13 +259,13 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
         yield Finding(WARNING, str(path), "not finished", "run its stage again")
 
 
-def _gpus() -> Iterator[Finding]:
+def _check_gpus() -> Iterator[Finding]:
     """Yield whether the torch of the bundle and the installed torch can use the GPUs here."""
     stamp = ROOT / unpacking.UNPACKED
     driver = nvidia.find_driver()
     summary = json.loads(stamp.read_text(encoding="utf-8"))["summary"] if stamp.exists() else {}
-    if driver and (bundled := summary.get("torch")):
-        torch = Torch(bundled["version"].partition("+")[0], bundled["cuda"])
+    if driver and (torch_facts := summary.get("torch")):
+        torch = Torch(torch_facts["version"].partition("+")[0], torch_facts["cuda"])
         if problem := driver_problem(torch, driver):
             yield Finding(
                 ERROR,
@@ -276,19 +279,19 @@ def _gpus() -> Iterator[Finding]:
         return  # torch takes two seconds to import
     from lib.parallel import gpus
 
-    found = gpus.find_unusable()
+    unusable = gpus.find_unusable()
     yield (
-        Finding(ERROR, "torch", f"{found.problem} ({found.found})", found.hint)
-        if found
+        Finding(ERROR, "torch", f"{unusable.problem} ({unusable.found})", unusable.hint)
+        if unusable
         else Finding(INFO, "torch", "uses the GPUs of this machine")
     )
 
 
-def _dataset(path: Path, deep: bool) -> Finding:
+def _check_dataset(path: Path, deep: bool) -> Finding:
     try:
-        found = open_dataset(path)
+        dataset = open_dataset(path)
         if deep:
-            found.check_content()
+            dataset.check_content()
     except StageError as error:
         return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
-    return Finding(INFO, str(path), f"complete: {', '.join(found.splits)}")
+    return Finding(INFO, str(path), f"complete: {', '.join(dataset.splits)}")

@@ -20,7 +20,7 @@ MIRROR = "mirror"
 RETRY = "retry"
 DEFAULT_TORCH = "default torch"
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
-_KEPT = 200_000
+_KEPT_CHARACTERS = 200_000
 _RECORD = Path(".cache") / "image.json"  # of the image that was last built here
 
 
@@ -40,7 +40,7 @@ class Fault:
 
 
 # The first match counts, so more specific causes come first.
-_CAUSES = (
+_FAULTS = (
     Fault(
         r"Cannot connect to the Docker daemon|Is the docker daemon running",
         "the docker daemon does not answer",
@@ -129,7 +129,7 @@ class DockerError(Exception):
         super().__init__(output)
         self.output = output
         self.cause = next(
-            (cause for cause in _CAUSES if re.search(cause.pattern, output, re.MULTILINE)), None
+            (cause for cause in _FAULTS if re.search(cause.pattern, output, re.MULTILINE)), None
         )
 
     def evidence(self, of_cause: bool = True) -> str:
@@ -152,7 +152,7 @@ class DockerError(Exception):
         return kind(f"{self.cause.problem}{after}", found=self.evidence(), hint=self.cause.remedy)
 
 
-def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
+def run_docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     """Run docker, print its output as it comes, and return it.
 
     given: its input. Raises DockerError if it fails, and UsageError if it is not installed.
@@ -182,7 +182,7 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
             pass  # it has ended already, and its output shows why
         output = ""
         for line in process.stdout:
-            output = (output + line)[-_KEPT:]
+            output = (output + line)[-_KEPT_CHARACTERS:]
             if not quiet:
                 sys.stdout.write(line)
                 sys.stdout.flush()
@@ -191,7 +191,7 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     return output
 
 
-def region_of(registry: str) -> str:
+def find_region(registry: str) -> str:
     """Return the region of an Amazon registry, empty for any other."""
     match = _ECR.match(registry)
     return match["region"] if match else ""
@@ -199,10 +199,10 @@ def region_of(registry: str) -> str:
 
 def log_in(registry: str) -> None:
     """Log in to an Amazon registry with the credentials of the AWS command line."""
-    region = region_of(registry)
-    password = aws.call("ecr", "get-login-password", region=region)
+    region = find_region(registry)
+    password = aws.run_aws("ecr", "get-login-password", region=region)
     try:
-        docker(
+        run_docker(
             "login",
             "--username",
             "AWS",
@@ -223,8 +223,8 @@ def create_repository(repository: str) -> bool:
     """Create a repository in an Amazon registry. Return False if it exists already."""
     name = repository.partition("/")[2]
     try:
-        aws.query(
-            "ecr", "create-repository", "--repository-name", name, region=region_of(repository)
+        aws.query_json(
+            "ecr", "create-repository", "--repository-name", name, region=find_region(repository)
         )
     except aws.AwsError as error:
         if "RepositoryAlreadyExistsException" in error.found:
@@ -233,7 +233,7 @@ def create_repository(repository: str) -> bool:
     return True
 
 
-def shown(arguments: Sequence[str]) -> str:
+def format_command(arguments: Sequence[str]) -> str:
     """Return a docker command as one would type it; its --secret names a file and no secret."""
     return shlex.join(["docker", *arguments])
 
@@ -255,7 +255,7 @@ def record_built_image(built: BuiltImage) -> None:
         log.warn(f"the image is not recorded for launch/kubernetes.py: {error}")
 
 
-def last_built_image() -> BuiltImage | None:
+def find_last_built_image() -> BuiltImage | None:
     """Return the image that was last built in this directory, None if there is none."""
     try:
         record = records.read_json(_RECORD)

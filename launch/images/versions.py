@@ -21,15 +21,18 @@ NAME = "llm-training"
 # The image of each Python that the code supports.
 PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
 _CODE = "/opt/pipeline"
-_LISTS = "wheelhouse/requirements.txt", "requirements.txt"  # a bundle may contain another torch
+_REQUIREMENT_LISTS = (
+    "wheelhouse/requirements.txt",
+    "requirements.txt",
+)  # a bundle may contain another torch
 
 
-def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
+def find_torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
     """Return the torch that a requirements file names, or its build for another CUDA."""
     return torch_builds.find_pin(requirements.read_text(encoding="utf-8"), cuda)
 
 
-def base_problem(torch: Torch, base_image: str) -> str:
+def find_base_conflict(torch: Torch, base_image: str) -> str:
     """Return why the CUDA of a base image conflicts with torch's; empty if it does not.
 
     A CUDA of another major version shadows the libraries inside the wheel of torch.
@@ -42,19 +45,19 @@ def base_problem(torch: Torch, base_image: str) -> str:
     )
 
 
-def _like(pattern: str, wanted: str) -> Callable[[str], str]:
+def _make_pattern_parser(pattern: str, description: str) -> Callable[[str], str]:
     """Return a parser of an option that must match a pattern; an empty value means its default."""
 
-    def read(text: str) -> str:
+    def parse(text: str) -> str:
         if text and not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {description}, got {text!r}")
         return text
 
-    return read
+    return parse
 
 
-_IMAGE = _like(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
-_PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
+_IMAGE = _make_pattern_parser(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
+_PLATFORM = _make_pattern_parser(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class ImageBuild(ImageOptions):
-    """Options that are all settled. named_torch: the torch of the requirements."""
+    """Options with all defaults filled in. named_torch: the torch of the requirements file."""
 
     torch: Torch = field(kw_only=True)
     named_torch: Torch = field(kw_only=True)
@@ -147,7 +150,7 @@ class ImageBuild(ImageOptions):
             "VARIANT": "efa" if self.efa else "plain",
             "TORCH_LOCAL": "" if self.torch == self.named_torch else self.torch.local,
             "REQUIREMENTS": self.requirements,
-            "REVISION": _commit(self.context),
+            "REVISION": _find_commit(self.context),
             "NVIDIA_REQUIRE_CUDA": f"cuda>={major}.0" if major else "",
         }
         return [
@@ -193,13 +196,14 @@ class ImageBuild(ImageOptions):
         ]
 
 
-def planned(opts: ImageOptions) -> ImageBuild:
-    """Return the build for options; --auto-fix settles conflicts that it can.
+def plan_build(opts: ImageOptions) -> ImageBuild:
+    """Return the build for options; with --auto-fix, resolve conflicts where possible.
 
     Raises UsageError with all remaining conflicts at once.
     """
     name = opts.requirements or next(
-        (name for name in _LISTS if (opts.context / name).is_file()), _LISTS[-1]
+        (name for name in _REQUIREMENT_LISTS if (opts.context / name).is_file()),
+        _REQUIREMENT_LISTS[-1],
     )
     requirements = opts.context / name
     if not requirements.is_file():
@@ -218,20 +222,20 @@ def planned(opts: ImageOptions) -> ImageBuild:
             hint="the default, launch/Dockerfile, also suits other base images and CUDA versions: "
             "--base-image, --cuda",
         )
-    named = torch_pin(requirements)
+    named = find_torch_pin(requirements)
     problems = Problems()
     driver = opts.driver_version or nvidia.find_driver()
-    torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
-    if problem := base_problem(torch, opts.base_image):
+    torch = _choose_torch(find_torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
+    if problem := find_base_conflict(torch, opts.base_image):
         problems.add(problem, hint="choose a base image without CUDA, or with the CUDA of torch")
-    python = _python_for(opts, torch, named, problems)
+    python = _choose_python(opts, torch, named, problems)
     problems.raise_if_any()
-    made_up = (
-        f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
+    default_tag = (
+        f"{NAME}:{_find_commit(opts.context)[:12]}-torch{torch.version}"
         f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else "")
     )
-    tag = made_up if opts.tag in ("", "auto") else opts.tag
-    settled = replace(
+    tag = default_tag if opts.tag in ("", "auto") else opts.tag
+    complete = replace(
         opts,
         context=opts.context.resolve(),
         tag=tag,
@@ -242,10 +246,10 @@ def planned(opts: ImageOptions) -> ImageBuild:
         driver_version=driver,
         pip_conf=opts.pip_conf and opts.pip_conf.resolve(),
     )
-    return ImageBuild(**vars(settled), torch=torch, named_torch=named)
+    return ImageBuild(**vars(complete), torch=torch, named_torch=named)
 
 
-def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) -> Torch:
+def _choose_torch(torch: Torch, driver: str, auto_fix: bool, problems: Problems) -> Torch:
     """Return the torch, or with auto_fix a build for the driver; add a problem if neither fits."""
     if not driver or not (problem := driver_problem(torch, driver)):
         return torch
@@ -261,7 +265,7 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
     return torch
 
 
-def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Problems) -> str:
+def _choose_python(opts: ImageOptions, torch: Torch, named: Torch, problems: Problems) -> str:
     """Return the Python of the image, or with --auto-fix one that the wheelhouse supports.
 
     Add a problem if neither fits. named: the torch of the requirements.
@@ -302,11 +306,11 @@ def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
     )
 
 
-def _commit(directory: Path) -> str:
+def _find_commit(directory: Path) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(directory), "rev-parse", "HEAD"], capture_output=True, text=True
         )
     except FileNotFoundError:
         return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    return process.stdout.strip() if process.returncode == 0 else "unknown"

@@ -26,13 +26,13 @@ class AwsError(UsageError):
     """AWS refused a call or did not answer."""
 
 
-def call(*arguments: str, region: str = "") -> str:
+def run_aws(*arguments: str, region: str = "") -> str:
     """Return the output of a call of the AWS command line. Raises AwsError if it fails."""
-    where = ["--region", region] if region else []
-    shown = f"aws {' '.join(arguments[:2])}"
+    region_words = ["--region", region] if region else []
+    command = f"aws {' '.join(arguments[:2])}"
     try:
-        done = subprocess.run(
-            ["aws", *arguments, *where], capture_output=True, text=True, timeout=_TIMEOUT_S
+        process = subprocess.run(
+            ["aws", *arguments, *region_words], capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except FileNotFoundError:
         raise AwsError(
@@ -40,130 +40,132 @@ def call(*arguments: str, region: str = "") -> str:
             expected="aws on the PATH, and credentials",
         ) from None
     except subprocess.TimeoutExpired:
-        raise AwsError(f"`{shown}` did not answer within {_TIMEOUT_S} s") from None
-    if done.returncode:
+        raise AwsError(f"`{command}` did not answer within {_TIMEOUT_S} s") from None
+    if process.returncode:
         raise AwsError(
-            f"`{shown}` failed",
-            found=(done.stderr or done.stdout).strip()[-500:],
+            f"`{command}` failed",
+            found=(process.stderr or process.stdout).strip()[-500:],
             hint="`aws sts get-caller-identity` shows who you are",
         )
-    return done.stdout
+    return process.stdout
 
 
-def query(*arguments: str, region: str = "") -> Any:
+def query_json(*arguments: str, region: str = "") -> Any:
     """Return the output of a call, parsed as JSON. Raises AwsError if it fails."""
-    output = call(*arguments, "--output", "json", region=region)
+    output = run_aws(*arguments, "--output", "json", region=region)
     return json.loads(output) if output.strip() else {}
 
 
-def cluster_of(context: str) -> tuple[str, str]:
+def parse_cluster_arn(context: str) -> tuple[str, str]:
     """Return name and region of the EKS cluster in the ARN of a context; empty without an ARN."""
     match = _ARN.search(context)
     return (match["name"], match["region"]) if match else ("", "")
 
 
-def connect(cluster: str, region: str = "") -> None:
+def connect_kubectl(cluster: str, region: str = "") -> None:
     """Write a kubectl context for a cluster and make it the current one. Raises AwsError."""
-    query("eks", "update-kubeconfig", "--name", cluster, region=region)
+    query_json("eks", "update-kubeconfig", "--name", cluster, region=region)
 
 
-def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
+def find_context(cluster: str, region: str = "", fetch: bool = True) -> str:
     """Return the context of a cluster.
 
     fetch: whether to run `aws eks update-kubeconfig` if the kubeconfig lacks the cluster; that also
     switches the current context. Raises UsageError if there is no context, or if clusters of
     several regions have this name.
     """
-    if not (found := _contexts_of(cluster, region)) and fetch and shutil.which("aws"):
-        connect(cluster, region)
-        found = _contexts_of(cluster, region)
-    if not found:
-        where = ["--region", region] if region else []
-        called = f"{cluster} in {region}" if region else cluster
+    if not (contexts := _find_contexts(cluster, region)) and fetch and shutil.which("aws"):
+        connect_kubectl(cluster, region)
+        contexts = _find_contexts(cluster, region)
+    if not contexts:
+        region_words = ["--region", region] if region else []
+        name = f"{cluster} in {region}" if region else cluster
         raise UsageError(
-            f"the kubeconfig has no cluster {called}",
-            run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster, *where),
+            f"the kubeconfig has no cluster {name}",
+            run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster, *region_words),
         )
-    if len(set(found.values())) > 1:
+    if len(set(contexts.values())) > 1:
         raise UsageError(
             f"the kubeconfig has several clusters called {cluster}",
-            found="\n".join(found),
+            found="\n".join(contexts),
             expected="--context with one of them",
         )
-    return next(iter(found))
+    return next(iter(contexts))
 
 
 def require_same_cluster(context: str, cluster: str) -> None:
     """Raise UsageError if a context belongs to another EKS cluster."""
-    of_context = cluster_of(context)[0] or cluster_of(_clusters().get(context, ""))[0]
-    if cluster and of_context and of_context != cluster:
+    context_cluster = (
+        parse_cluster_arn(context)[0] or parse_cluster_arn(_list_contexts().get(context, ""))[0]
+    )
+    if cluster and context_cluster and context_cluster != cluster:
         raise UsageError(
-            f"--cluster-name {cluster}, but --context {context} belongs to {of_context}",
+            f"--cluster-name {cluster}, but --context {context} belongs to {context_cluster}",
             expected="one of the two, or both for the same cluster",
         )
 
 
-def _contexts_of(cluster: str, region: str) -> dict[str, str]:
+def _find_contexts(cluster: str, region: str) -> dict[str, str]:
     """Return the contexts of a cluster, each with the cluster's name in the kubeconfig."""
-    every = _clusters()
-    if cluster in every and not cluster_of(every[cluster])[0]:
-        return {cluster: every[cluster]}  # a context of this name that AWS did not write
+    contexts = _list_contexts()
+    if cluster in contexts and not parse_cluster_arn(contexts[cluster])[0]:
+        return {cluster: contexts[cluster]}  # a context of this name that AWS did not write
     return {
         context: named
-        for context, named in every.items()
-        for name, place in [_named(context, named)]
-        if cluster in (context, name) and region in ("", place)
+        for context, named in contexts.items()
+        for name, cluster_region in [_parse_context(context, named)]
+        if cluster in (context, name) and region in ("", cluster_region)
     }
 
 
-def _named(context: str, named: str) -> tuple[str, str]:
+def _parse_context(context: str, named: str) -> tuple[str, str]:
     """Return name and region of the EKS cluster of a context, which may have an alias."""
-    return cluster_of(named) if cluster_of(named)[0] else cluster_of(context)
+    return parse_cluster_arn(named) if parse_cluster_arn(named)[0] else parse_cluster_arn(context)
 
 
-def _clusters() -> dict[str, str]:
+def _list_contexts() -> dict[str, str]:
     """Return the contexts of the kubeconfig, each with the name of its cluster.
 
     Raises UsageError without kubectl.
     """
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not installed")
-    done = subprocess.run(
+    process = subprocess.run(
         ["kubectl", "config", "view", "-o", "json"], capture_output=True, text=True
     )
     try:
-        listed = json.loads(done.stdout)["contexts"] or []
-        return {entry["name"]: entry["context"]["cluster"] for entry in listed}
+        entries = json.loads(process.stdout)["contexts"] or []
+        return {entry["name"]: entry["context"]["cluster"] for entry in entries}
     except (ValueError, KeyError, TypeError):
         return {}
 
 
 def find_only_cluster(region: str) -> str:
     """Return the only EKS cluster of the account and region. Raises UsageError if none or many."""
-    found = query("eks", "list-clusters", region=region).get("clusters", [])
-    if len(found) != 1:
+    clusters = query_json("eks", "list-clusters", region=region).get("clusters", [])
+    if len(clusters) != 1:
         raise UsageError(
-            "there are several EKS clusters" if found else "there is no EKS cluster",
+            "there are several EKS clusters" if clusters else "there is no EKS cluster",
             expected="--cluster-name",
-            found=", ".join(found) or "none in this region",
-            hint="" if found else _creation_hint("NAME", region),
+            found=", ".join(clusters) or "none in this region",
+            hint="" if clusters else _creation_hint("NAME", region),
         )
-    return found[0]
+    return clusters[0]
 
 
-def node_types(cluster: str, region: str) -> list[str]:
+def list_node_types(cluster: str, region: str) -> list[str]:
     """Return the instance types of an EKS cluster's node groups, including empty ones.
 
     The result is empty if AWS does not answer.
     """
-    ask = partial(query, "eks", region=region)
+    query_eks = partial(query_json, "eks", region=region)
     types = set[str]()
     try:
-        for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
+        for group in query_eks("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
             types |= {
-                *ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group)[
-                    "nodegroup"
-                ].get("instanceTypes", [])
+                *query_eks(
+                    "describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group
+                )["nodegroup"].get("instanceTypes", [])
             }
     except AwsError:
         return []
@@ -172,11 +174,11 @@ def node_types(cluster: str, region: str) -> list[str]:
 
 def require_cluster(cluster: str, region: str) -> None:
     """Raise UsageError, with the command that creates it, if a cluster does not exist."""
-    there = query("eks", "list-clusters", region=region).get("clusters", [])
-    if cluster not in there:
+    clusters = query_json("eks", "list-clusters", region=region).get("clusters", [])
+    if cluster not in clusters:
         raise UsageError(
             f"there is no EKS cluster {cluster}",
-            found=", ".join(there) or "none in this region",
+            found=", ".join(clusters) or "none in this region",
             hint=_creation_hint(cluster, region),
         )
 
@@ -205,7 +207,10 @@ def check_eks(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
     if not cluster:
         return [not_checked("EKS", "the context names no EKS cluster; --cluster-name can name it")]
     try:
-        return [*_eks(cluster, region), *(_hyperpod(cluster, region) if on_hyperpod else ())]
+        return [
+            *_check_eks_cluster(cluster, region),
+            *(_check_hyperpod(cluster, region) if on_hyperpod else ()),
+        ]
     except AwsError as error:
         return [
             not_checked(
@@ -217,9 +222,9 @@ def check_eks(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
         ]
 
 
-def _eks(cluster: str, region: str) -> Iterable[Finding]:
-    ask = partial(query, "eks", region=region)
-    info = ask("describe-cluster", "--name", cluster)["cluster"]
+def _check_eks_cluster(cluster: str, region: str) -> Iterable[Finding]:
+    query_eks = partial(query_json, "eks", region=region)
+    info = query_eks("describe-cluster", "--name", cluster)["cluster"]
     status = info.get("status")
     yield Finding(
         INFO if status == "ACTIVE" else ERROR,
@@ -227,10 +232,10 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
         f"{cluster} is {status}, Kubernetes {info.get('version')}",
         "" if status == "ACTIVE" else "wait until it is ACTIVE",
     )
-    for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
-        info = ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group)[
-            "nodegroup"
-        ]
+    for group in query_eks("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
+        info = query_eks(
+            "describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name", group
+        )["nodegroup"]
         for issue in info.get("health", {}).get("issues", []):
             yield Finding(
                 WARNING,
@@ -238,9 +243,9 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
                 f"{group}: {issue.get('code')}: {issue.get('message')}",
                 "look at the node group in the EKS console",
             )
-    there = ask("list-addons", "--cluster-name", cluster).get("addons", [])
+    addons = query_eks("list-addons", "--cluster-name", cluster).get("addons", [])
     for addon, purpose in _ADDONS.items():
-        if addon not in there:
+        if addon not in addons:
             yield Finding(
                 INFO,
                 "EKS add-on",
@@ -249,14 +254,14 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
             )
 
 
-def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
+def _check_hyperpod(cluster: str, region: str) -> Iterable[Finding]:
     """Yield findings about the HyperPod cluster that an EKS cluster orchestrates."""
-    ask = partial(query, "sagemaker", region=region)
-    for summary in ask("list-clusters").get("ClusterSummaries", []):
-        info = ask("describe-cluster", "--cluster-name", summary["ClusterName"])
+    query_sagemaker = partial(query_json, "sagemaker", region=region)
+    for summary in query_sagemaker("list-clusters").get("ClusterSummaries", []):
+        info = query_sagemaker("describe-cluster", "--cluster-name", summary["ClusterName"])
         arn = info.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")
         if arn.endswith(f"/{cluster}"):
-            yield from _instance_groups(info)
+            yield from _check_instance_groups(info)
             return
     yield Finding(
         ERROR,
@@ -266,14 +271,14 @@ def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
     )
 
 
-def _instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
+def _check_instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
     status = info.get("ClusterStatus")
-    usable = status == "InService"
+    is_usable = status == "InService"
     yield Finding(
-        INFO if usable else WARNING,
+        INFO if is_usable else WARNING,
         "HyperPod",
         f"{info.get('ClusterName')} is {status}",
-        "" if usable else "wait until it is InService",
+        "" if is_usable else "wait until it is InService",
     )
     if info.get("NodeRecovery") == "None":
         yield Finding(
@@ -283,13 +288,13 @@ def _instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
             "aws sagemaker update-cluster --node-recovery Automatic",
         )
     for group in info.get("InstanceGroups", []):
-        now = group.get("CurrentCount")
+        current = group.get("CurrentCount")
         target = group.get("TargetCount")
-        if now != target:
+        if current != target:
             yield Finding(
                 WARNING,
                 "HyperPod",
-                f"{group.get('InstanceGroupName')}: {now} of "
+                f"{group.get('InstanceGroupName')}: {current} of "
                 f"{target} {group.get('InstanceType')} are there",
                 "wait, or check the account's quota",
             )

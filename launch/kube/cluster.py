@@ -40,20 +40,20 @@ def parse(argv: list[str]) -> Options:
         default="validate",
         help="check the cluster for a job, or print its nodes and storage (default: validate)",
     )
-    where = parser.add_argument_group("the cluster")
-    where.add_argument(
+    group = parser.add_argument_group("the cluster")
+    group.add_argument(
         "--cluster-name",
         default="",
         metavar="NAME",
         help="EKS cluster, which must be in the kubeconfig (default: that of --context)",
     )
-    where.add_argument(
+    group.add_argument(
         "--region",
         default="",
         metavar="NAME",
         help="AWS region (default: that of the context, or of the AWS settings)",
     )
-    where.add_argument(
+    group.add_argument(
         "--validate-components",
         type=options.on_off,
         default=True,
@@ -62,7 +62,7 @@ def parse(argv: list[str]) -> Options:
         metavar="on|off",
         help="validate: check the cluster; off: AWS only",
     )
-    where.add_argument(
+    group.add_argument(
         "--auto-fix",
         type=options.on_off,
         default=False,
@@ -91,29 +91,29 @@ def main(argv: list[str]) -> None:
     if needs.instance_type:
         needs.check_type(problems)
     problems.raise_if_any()
-    kube = Kubectl(needs.namespace, _context(needs, opts))
+    kube = Kubectl(needs.namespace, _choose_context(needs, opts))
     if opts.dry_run:
         _print_plan(needs, kube)
         return
-    eks = eks_of(kube, opts.cluster_name, opts.region)
+    eks = find_eks(kube, opts.cluster_name, opts.region)
     if opts.action == "describe":
         print_cluster(kube, needs, eks, opts.fail_on)
         return
-    findings.report(
+    findings.report_findings(
         _check_after_fix(kube, needs, eks, opts.validate_components, opts.auto_fix),
         opts,
         "this cluster",
     )
 
 
-def _context(needs: JobNeeds, opts: Options) -> str:
+def _choose_context(needs: JobNeeds, opts: Options) -> str:
     """Return the context of the cluster, empty for the current one."""
     if not opts.cluster_name or not (opts.validate_components or opts.action == "describe"):
         return needs.context
     if needs.context:
         aws.require_same_cluster(needs.context, opts.cluster_name)
         return needs.context
-    return aws.context_of(opts.cluster_name, opts.region, fetch=False)
+    return aws.find_context(opts.cluster_name, opts.region, fetch=False)
 
 
 def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
@@ -121,19 +121,22 @@ def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[
 
     eks: name and region of the EKS cluster, empty if they are unknown.
     """
-    wanted = needs.with_defaults()
+    complete_needs = needs.with_defaults()
     on_hyperpod = KINDS[needs.kind].on_hyperpod
-    found = [cluster_checks.check_server(kube)]
-    if found[0].severity == findings.ERROR:
-        return [*found, *aws.check_eks(*eks, on_hyperpod)]
+    all_findings = [cluster_checks.check_server(kube)]
+    if all_findings[0].severity == findings.ERROR:
+        return [*all_findings, *aws.check_eks(*eks, on_hyperpod)]
     nodes: list[ClusterNode] = []
 
-    def check_nodes(kube: Kubectl, wanted: JobNeeds) -> list[Finding]:
-        gaps: list[Finding] = []
-        nodes.extend(_list_nodes(kube, gaps))
-        return [*gaps, *cluster_nodes.check_capacity(nodes, wanted, _has_autoscaler(kube))]
+    def check_nodes(kube: Kubectl, complete_needs: JobNeeds) -> list[Finding]:
+        unchecked: list[Finding] = []
+        nodes.extend(_list_nodes(kube, unchecked))
+        return [
+            *unchecked,
+            *cluster_nodes.check_capacity(nodes, complete_needs, _has_autoscaler(kube)),
+        ]
 
-    each: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
+    checks: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
         "namespace": cluster_checks.check_namespace,
         "rights": cluster_checks.check_rights,
         "operator": cluster_checks.check_operator,
@@ -141,36 +144,40 @@ def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[
         "storage": cluster_checks.check_storage,
         "quota": cluster_checks.check_quota,
         "image pull secret": cluster_checks.check_pull_secret,
-        "EKS": lambda kube, wanted: aws.check_eks(*eks, on_hyperpod),
+        "EKS": lambda kube, complete_needs: aws.check_eks(*eks, on_hyperpod),
     }
     with ThreadPoolExecutor() as pool:
-        for part in pool.map(
-            lambda name: cluster_checks.run_check(name, lambda: each[name](kube, wanted)), each
+        for check_findings in pool.map(
+            lambda name: cluster_checks.run_check(name, lambda: checks[name](kube, complete_needs)),
+            checks,
         ):
-            found += part
-    return [*found, *(cluster_checks.check_drivers(nodes) if wanted.gpus_per_node else ())]
+            all_findings += check_findings
+    return [
+        *all_findings,
+        *(cluster_checks.check_drivers(nodes) if complete_needs.gpus_per_node else ()),
+    ]
 
 
 def print_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], fail_on: str) -> None:
     """Print the nodes with their devices, storage, quotas and kinds of job."""
-    gaps = [cluster_checks.check_server(kube)]
-    if gaps[0].severity == findings.ERROR:
-        findings.print_findings(gaps)
-        findings.conclude(gaps, fail_on, "this cluster")
-    nodes = _list_nodes(kube, gaps)
+    unchecked = [cluster_checks.check_server(kube)]
+    if unchecked[0].severity == findings.ERROR:
+        findings.print_findings(unchecked)
+        findings.require_ready(unchecked, fail_on, "this cluster")
+    nodes = _list_nodes(kube, unchecked)
     log.info(f"{len(nodes)} nodes")
     for kind in sorted({node.instance_type for node in nodes}):
-        own = [node for node in nodes if node.instance_type == kind]
+        group = [node for node in nodes if node.instance_type == kind]
         log.info(
-            f"  {kind}: {len(own)} nodes, {sum(bool(n.unfit) for n in own)} of them unusable; "
-            f"{sum(n.gpus for n in own)} {GPU}, {sum(n.gpus_free for n in own)} of them free; "
-            f"{sum(n.efa for n in own)} {EFA}"
+            f"  {kind}: {len(group)} nodes, {sum(bool(n.unfit) for n in group)} of them unusable; "
+            f"{sum(n.gpus for n in group)} {GPU}, {sum(n.gpus_free for n in group)} of them free; "
+            f"{sum(n.efa for n in group)} {EFA}"
         )
     for node in nodes:
         if node.unfit:
             log.info(f"  {node.name}: {node.unfit}")
-    for title, resource, line in (
-        ("kinds of job", "customresourcedefinitions", _crd_line),
+    for title, resource, format_item in (
+        ("kinds of job", "customresourcedefinitions", _format_crd),
         (
             "storage classes",
             "storageclasses",
@@ -184,16 +191,16 @@ def print_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], fail_on:
                 f"{', '.join(item['spec'].get('accessModes', []))}"
             ),
         ),
-        (f"quotas in {needs.namespace}", "resourcequotas", _quota_line),
+        (f"quotas in {needs.namespace}", "resourcequotas", _format_quota),
     ):
         log.info(title)
         try:
-            lines = [text for item in kube.items(resource) if (text := line(item))]
+            lines = [text for item in kube.items(resource) if (text := format_item(item))]
         except KubectlError as error:
             lines = [f"unknown: {error.last_line}"]
         for text in lines or ["none"]:
             log.info(f"  {text}")
-    findings.print_findings([*gaps, *aws.check_eks(*eks, KINDS[needs.kind].on_hyperpod)])
+    findings.print_findings([*unchecked, *aws.check_eks(*eks, KINDS[needs.kind].on_hyperpod)])
 
 
 def manage_eks_cluster(
@@ -203,26 +210,28 @@ def manage_eks_cluster(
     validate_components: bool = True,
     auto_fix: bool = False,
     create_if_missing: bool = False,
-    **wanted: Any,
+    **values: Any,
 ) -> list[Finding]:
     """Connect kubectl to an EKS cluster, check it for a job, and return the findings.
 
     cluster_name: None for the only cluster of the account and region. auto_fix: create a missing
     namespace. Other remedies cost money or need rights, so they are only named. create_if_missing:
-    raise an error with the command that creates a missing cluster; nothing is created. wanted:
+    raise an error with the command that creates a missing cluster; nothing is created. values:
     options of `check.py cluster` by their names, such as num_nodes=4. Raises UsageError without
     kubectl or the AWS command line, and if AWS refuses a call.
     """
     log.ensure_setup()
-    needs = declared.from_values(JobNeeds, **wanted)
+    needs = declared.from_values(JobNeeds, **values)
     name = cluster_name or aws.find_only_cluster(region)
     if create_if_missing:
         aws.require_cluster(name, region)
-    aws.connect(name, region)
+    aws.connect_kubectl(name, region)
     kube = Kubectl(needs.namespace)
-    found = _check_after_fix(kube, needs, eks_of(kube, name, region), validate_components, auto_fix)
-    findings.print_findings(found)
-    return found
+    cluster_findings = _check_after_fix(
+        kube, needs, find_eks(kube, name, region), validate_components, auto_fix
+    )
+    findings.print_findings(cluster_findings)
+    return cluster_findings
 
 
 def _check_after_fix(
@@ -239,7 +248,7 @@ def _check_after_fix(
     )
 
 
-def _list_nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
+def _list_nodes(kube: Kubectl, unchecked: list[Finding]) -> list[ClusterNode]:
     """Return the nodes, and add a finding to `found` if the GPUs in use are unknown."""
     try:
         pods = kube.items(
@@ -249,7 +258,9 @@ def _list_nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
         )
     except KubectlError:
         pods = []
-        found.append(findings.not_checked("GPUs in use", "you may not list pods of all namespaces"))
+        unchecked.append(
+            findings.not_checked("GPUs in use", "you may not list pods of all namespaces")
+        )
     return cluster_nodes.parse_nodes(kube.items("nodes"), pods)
 
 
@@ -264,23 +275,23 @@ def _has_autoscaler(kube: Kubectl) -> bool:
         return False
 
 
-def eks_of(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
+def find_eks(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
     """Return name and region of the EKS cluster, by default those of the context."""
     context = kube.context
     if not context:
         with suppress(KubectlError, UsageError):
             context = kube.run("config", "current-context").strip()
-    of_context = aws.cluster_of(context)
-    return name or of_context[0], region or of_context[1]
+    context_cluster = aws.parse_cluster_arn(context)
+    return name or context_cluster[0], region or context_cluster[1]
 
 
-def _crd_line(item: dict[str, Any]) -> str:
+def _format_crd(item: dict[str, Any]) -> str:
     name = item["metadata"]["name"]
     served = [version["name"] for version in item["spec"]["versions"] if version.get("served")]
     return f"{name} ({', '.join(served)})" if name in {k.resource for k in KINDS.values()} else ""
 
 
-def _quota_line(item: dict[str, Any]) -> str:
+def _format_quota(item: dict[str, Any]) -> str:
     hard, used = (item.get("status", {}).get(key, {}) for key in ("hard", "used"))
     return f"{item['metadata']['name']}: " + ", ".join(
         f"{resource} {used.get(resource, '0')} of {limit}" for resource, limit in hard.items()

@@ -1,7 +1,7 @@
 """Check what a job needs from a cluster besides nodes: operator, rights, storage, quota, secret.
 
-Each check calls kubectl itself, so one that is not allowed does not affect the others. `wanted` is
-a job whose options are all settled.
+Each check calls kubectl itself, so a forbidden call does not affect the others. `wanted` are the
+needs of a job with all defaults filled in.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lib.parallel.torch_builds import driver_problem, find_pin
 _FSX = "fsx.csi.aws.com"
 
 
-def run_check(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def run_check(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Return the findings of a check, or the reason why it is impossible."""
-    found: list[Finding] = []
+    check_findings: list[Finding] = []
     try:
-        found.extend(look())
+        check_findings.extend(find())
     except KubectlError as error:
-        why = "not allowed" if error.is_forbidden else error.last_line[:200]
-        found.append(not_checked(check, why))
-    return found
+        reason = "not allowed" if error.is_forbidden else error.last_line[:200]
+        check_findings.append(not_checked(check, reason))
+    return check_findings
 
 
 def check_server(kube: Kubectl) -> Finding:
@@ -157,8 +157,8 @@ def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
 def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Yield whether the job's claim exists, is bound, and can be mounted by many nodes."""
     claim = wanted.pvc
-    found = kube.find("persistentvolumeclaim", claim)
-    if found is None:
+    volume_claim = kube.find("persistentvolumeclaim", claim)
+    if volume_claim is None:
         classes = kube.items("storageclasses")
         drivers = {item["provisioner"] for item in classes}
         names = ", ".join(item["metadata"]["name"] for item in classes) or "none"
@@ -170,8 +170,8 @@ def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"),
         )
         return
-    phase = found.get("status", {}).get("phase")
-    modes = found["spec"].get("accessModes", [])
+    phase = volume_claim.get("status", {}).get("phase")
+    modes = volume_claim["spec"].get("accessModes", [])
     if phase != "Bound":
         yield Finding(
             ERROR,
@@ -187,7 +187,7 @@ def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)",
         )
     else:
-        size = found.get("status", {}).get("capacity", {}).get("storage", "unknown size")
+        size = volume_claim.get("status", {}).get("capacity", {}).get("storage", "unknown size")
         yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
 
 
@@ -200,17 +200,17 @@ def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         "count/pods": wanted.nodes,
     }
     for item in kube.items("resourcequotas"):
-        hard = item.get("status", {}).get("hard", {})
+        limits = item.get("status", {}).get("hard", {})
         used = item.get("status", {}).get("used", {})
         for resource, amount in needed.items():
-            if resource not in hard:
+            if resource not in limits:
                 continue
-            left = parse_quantity(hard[resource]) - parse_quantity(used.get(resource, "0"))
-            if left < amount:
+            available = parse_quantity(limits[resource]) - parse_quantity(used.get(resource, "0"))
+            if available < amount:
                 yield Finding(
                     ERROR,
                     "quota",
-                    f"{item['metadata']['name']} leaves {left} of "
+                    f"{item['metadata']['name']} leaves {available} of "
                     f"{resource}, the job needs {amount}",
                     "raise the quota, end other jobs, or use fewer --nodes",
                 )
@@ -256,14 +256,14 @@ def check_pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
 
 def check_drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
     """Yield the nodes whose driver is too old for the torch of requirements.txt."""
-    known = {node.driver: node.name for node in nodes if node.driver}
-    if not known:
+    node_by_driver = {node.driver: node.name for node in nodes if node.driver}
+    if not node_by_driver:
         yield not_checked(
             "driver",
             "the nodes have no label with its version (NVIDIA's GPU feature discovery adds one)",
         )
     torch = find_pin((ROOT / "requirements.txt").read_text(encoding="utf-8"))
-    for version, node in known.items():
+    for version, node in node_by_driver.items():
         if problem := driver_problem(torch, version):
             yield Finding(
                 ERROR,

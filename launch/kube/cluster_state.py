@@ -13,9 +13,14 @@ from lib.core.errors import UsageError
 ACTIVE = "active"
 SUCCEEDED = "succeeded"
 FAILED = "failed"
-_DONE = {"Succeeded": SUCCEEDED, "Complete": SUCCEEDED, "Completed": SUCCEEDED, "Failed": FAILED}
+_FINAL_STATES = {
+    "Succeeded": SUCCEEDED,
+    "Complete": SUCCEEDED,
+    "Completed": SUCCEEDED,
+    "Failed": FAILED,
+}
 _LOG_LINES = "400"
-_INDEX = "batch.kubernetes.io/job-completion-index"
+_INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class State:
     words: str
 
 
-def job_state(job: dict[str, Any]) -> State:
+def read_job_state(job: dict[str, Any]) -> State:
     """Return the state of a job: that of the last condition that is true."""
     conditions = job.get("status", {}).get("conditions") or []
     for condition in reversed(conditions):
@@ -34,23 +39,23 @@ def job_state(job: dict[str, Any]) -> State:
             words = f"{condition['type']} since {condition.get('lastTransitionTime', '?')}"
             if message := condition.get("message"):
                 words += f": {message}"
-            return State(_DONE.get(condition["type"], ACTIVE), words)
+            return State(_FINAL_STATES.get(condition["type"], ACTIVE), words)
     return State(ACTIVE, "the operator has not reported a condition yet")
 
 
 def find_job(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
     """Return a job. Raises UsageError if it does not exist."""
-    there: list[str] = []
+    names: list[str] = []
     try:
         if job := kubectl.find(resource, name):
             return job
-        there = [item["metadata"]["name"] for item in kubectl.items(resource)]
+        names = [item["metadata"]["name"] for item in kubectl.items(resource)]
     except KubectlError as error:
         if not error.is_unknown_type:
             raise
     raise UsageError(
         f"no job {name} of type {resource} in namespace {kubectl.namespace}",
-        found=", ".join(there) or "none of that type at all",
+        found=", ".join(names) or "none of that type at all",
         hint=f"`kubectl get {resource} --all-namespaces` shows those of other namespaces",
     )
 
@@ -62,17 +67,17 @@ def list_pods(kubectl: Kubectl, selector: str) -> list[failure_causes.Pod]:
         kubectl.items("pods", "--selector", selector),
         key=lambda pod: pod["metadata"].get("creationTimestamp", ""),
     ):
-        meta = pod["metadata"]
+        metadata = pod["metadata"]
         # A Job keeps ended pods beside their successors, under other names.
-        newest[meta.get("labels", {}).get(_INDEX, meta["name"])] = pod
+        newest[metadata.get("labels", {}).get(_INDEX_LABEL, metadata["name"])] = pod
     return failure_causes.sort_by_rank([*newest.values()])
 
 
-def end_of_log(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
+def read_log_end(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
     """Return the end of a pod's output; after a restart, that of the container before it."""
     name = pod["metadata"]["name"]
-    restarted = failure_causes.container(pod).get("restartCount", 0)
-    has_ended = "terminated" in failure_causes.container(pod).get("state", {})
+    restarted = failure_causes.get_container(pod).get("restartCount", 0)
+    has_ended = "terminated" in failure_causes.get_container(pod).get("state", {})
     for previous in (["--previous"] if restarted and not has_ended else [], []):
         try:
             return kubectl.run("logs", name, "--tail", _LOG_LINES, *previous)
@@ -82,10 +87,10 @@ def end_of_log(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
 
 
 def find_cause(
-    kubectl: Kubectl, name: str, found: list[failure_causes.Pod]
+    kubectl: Kubectl, name: str, pods: list[failure_causes.Pod]
 ) -> failure_causes.Cause | None:
     """Return why a job does not run, None if nothing is wrong."""
-    names = {name, *(pod["metadata"]["name"] for pod in found)}
+    names = {name, *(pod["metadata"]["name"] for pod in pods)}
     try:
         events = [
             event
@@ -96,24 +101,24 @@ def find_cause(
         if not error.is_forbidden:
             raise
         events = []
-    return failure_causes.find_cause(found, events, lambda pod: end_of_log(kubectl, pod))
+    return failure_causes.find_cause(pods, events, lambda pod: read_log_end(kubectl, pod))
 
 
-def print_pods(found: list[failure_causes.Pod]) -> None:
+def print_pods(pods: list[failure_causes.Pod]) -> None:
     """Print a table of pods."""
     rows = [("pod", "phase", "node", "restarts", "")]
-    for pod in found:
+    for pod in pods:
         status = pod.get("status", {})
-        ran = failure_causes.container(pod)
-        waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
-        code = failure_causes.termination(pod).get("exitCode")
+        ran = failure_causes.get_container(pod)
+        waiting_reason = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
+        code = failure_causes.get_termination(pod).get("exitCode")
         rows.append(
             (
                 pod["metadata"]["name"],
                 status.get("phase", "?"),
                 pod["spec"].get("nodeName", "-"),
                 str(ran.get("restartCount", 0)),
-                waits or ("" if code is None else f"exit code {code}"),
+                waiting_reason or ("" if code is None else f"exit code {code}"),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

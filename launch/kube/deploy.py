@@ -24,9 +24,9 @@ from lib.core.retry import backoff, poll
 from lib.parallel.degrees import RECOMPUTATIONS, list_more_recomputation
 from lib.train import command_line
 
-_LONGEST_BACKOFF_S = 600.0
-_MOST_SILENT_POLLS = 20  # polls in a row without an answer of the cluster
-_LAST_LINES_S = 10.0  # to print the end of a complete job's log
+_MAX_BACKOFF_S = 600.0
+_MAX_SILENT_POLLS = 20  # polls in a row without an answer of the cluster
+_LOG_END_TIMEOUT_S = 10.0  # to print the end of a complete job's log
 _STOP_TIMEOUT_S = 420.0  # longer than the grace period in which pods save
 
 
@@ -181,28 +181,30 @@ def deploy(
         )
         if not _is_active(job, kubectl):
             submit_job(job, kubectl)
-        cause = _Watch(job, kubectl, patience, monitor).wait_for_end()
+        cause = _JobWatch(job, kubectl, patience, monitor).wait_for_end()
         if cause is None:
             log.info(f"job {job.job_name} is complete")
             return
         cluster_state.print_cause(cause)
         remedy = _REMEDIES.get(cause.name)
-        changed = remedy(job, kubectl) if remedy else None
-        if attempt == patience.attempts or not (changed or cause.passes):
+        changed_job = remedy(job, kubectl) if remedy else None
+        if attempt == patience.attempts or not (changed_job or cause.passes):
             raise _give_up(job, kubectl, cause, attempt)
-        pause = backoff(attempt, patience.backoff_seconds, _LONGEST_BACKOFF_S)
-        log.info(f"retrying in {units.duration(pause)}" + (", with the remedy" if changed else ""))
+        pause = backoff(attempt, patience.backoff_seconds, _MAX_BACKOFF_S)
+        log.info(
+            f"retrying in {units.duration(pause)}" + (", with the remedy" if changed_job else "")
+        )
         stop_job(job, kubectl)
         time.sleep(pause)
-        job = changed or job
+        job = changed_job or job
 
 
 def _is_active(job: Job, kubectl: Kubectl) -> bool:
     """Return whether a job of that name is active; delete one that has ended."""
-    found = kubectl.find(job.resource, job.job_name)
-    if found is None:
+    existing = kubectl.find(job.resource, job.job_name)
+    if existing is None:
         return False
-    if cluster_state.job_state(found).state == ACTIVE:
+    if cluster_state.read_job_state(existing).state == ACTIVE:
         log.warn(f"a job {job.job_name} is running: following it as it is; stop it to change it")
         return True
     log.info("  deleting the finished job of that name")
@@ -212,33 +214,33 @@ def _is_active(job: Job, kubectl: Kubectl) -> bool:
 
 def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
     """Return the error of a failed job, and delete it if it is active, since it occupies GPUs."""
-    found = kubectl.find(job.resource, job.job_name)
-    left = f"kubectl describe pods --namespace {job.namespace} --selector {job.selector}"
-    if found and cluster_state.job_state(found).state == ACTIVE:
+    existing = kubectl.find(job.resource, job.job_name)
+    remains = f"kubectl describe pods --namespace {job.namespace} --selector {job.selector}"
+    if existing and cluster_state.read_job_state(existing).state == ACTIVE:
         stop_job(job, kubectl)
-        left = "the job was deleted from the cluster"
-    tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
+        remains = "the job was deleted from the cluster"
+    attempts_text = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
     return JobFailed(
-        f"job {job.job_name} failed {tried}: {cause.name}",
+        f"job {job.job_name} failed {attempts_text}: {cause.name}",
         cause.code,
         hint=cause.remedy,
-        found=f"{cause.evidence.strip() or 'the operator reports no reason'}\n({left})",
+        found=f"{cause.evidence.strip() or 'the operator reports no reason'}\n({remains})",
     )
 
 
 def _recompute_more(job: Job, kubectl: Kubectl) -> Job | None:
     """Return the job with more activation checkpointing, which does not change the result."""
-    now = command_line.parse_options(job.train).activation_checkpointing
-    kinds = list_more_recomputation(now)
+    current = command_line.parse_options(job.train).activation_checkpointing
+    kinds = list_more_recomputation(current)
     if not kinds:
         return None
     # The choice of `auto` on the nodes is unknown here.
-    more = kinds[0] if now in RECOMPUTATIONS else kinds[-1]
-    log.info(f"  remedy: --activation-checkpointing {more} instead of {now}")
-    return replace(job, train=(*job.train, f"--activation-checkpointing={more}"))
+    chosen = kinds[0] if current in RECOMPUTATIONS else kinds[-1]
+    log.info(f"  remedy: --activation-checkpointing {chosen} instead of {current}")
+    return replace(job, train=(*job.train, f"--activation-checkpointing={chosen}"))
 
 
-def _changed(text: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
+def _make_remedy(text: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
     """Return a remedy that changes fields of a job; it returns None if they are changed already."""
 
     def remedy(job: Job, kubectl: Kubectl) -> Job | None:
@@ -250,17 +252,19 @@ def _changed(text: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
     return remedy
 
 
-def _pull_secret(job: Job, kubectl: Kubectl) -> Job | None:
+def _use_pull_secret(job: Job, kubectl: Kubectl) -> Job | None:
     """Return the job with the namespace's registry credentials, if there is exactly one secret."""
     if job.image_pull_secret:
         return None
     try:
-        found = kubectl.items("secrets", "--field-selector", "type=kubernetes.io/dockerconfigjson")
+        secrets = kubectl.items(
+            "secrets", "--field-selector", "type=kubernetes.io/dockerconfigjson"
+        )
     except KubectlError:
         return None
-    if len(found) != 1:
+    if len(secrets) != 1:
         return None
-    name = found[0]["metadata"]["name"]
+    name = secrets[0]["metadata"]["name"]
     log.info(f"  remedy: the image is pulled with the secret {name}")
     return replace(job, image_pull_secret=name)
 
@@ -268,13 +272,13 @@ def _pull_secret(job: Job, kubectl: Kubectl) -> Job | None:
 # None of them changes the result of training. Each returns None if only a person can help.
 _REMEDIES: dict[str, Callable[[Job, Kubectl], Job | None]] = {
     "out of GPU memory": _recompute_more,
-    "no huge pages": _changed("huge pages are not requested", huge_pages=False),
-    "network interface": _changed("NCCL_SOCKET_IFNAME is not set", interfaces=""),
-    "image forbidden": _pull_secret,
+    "no huge pages": _make_remedy("huge pages are not requested", huge_pages=False),
+    "network interface": _make_remedy("NCCL_SOCKET_IFNAME is not set", interfaces=""),
+    "image forbidden": _use_pull_secret,
 }
 
 
-class _Watch:
+class _JobWatch:
     """Follows a job from its submission to its end."""
 
     def __init__(self, job: Job, kubectl: Kubectl, patience: Patience, monitor: bool) -> None:
@@ -313,10 +317,10 @@ class _Watch:
 
     def _look(self) -> tuple[bool, Cause | None]:
         name = self._job.job_name
-        found = self._kubectl.find(self._job.resource, name)
-        if found is None:
+        existing = self._kubectl.find(self._job.resource, name)
+        if existing is None:
             return True, Cause("deleted", "", "the job no longer exists")
-        state = cluster_state.job_state(found)
+        state = cluster_state.read_job_state(existing)
         pods = cluster_state.list_pods(self._kubectl, self._job.selector)
         if state.words != self._shown:
             self._shown = state.words
@@ -325,7 +329,7 @@ class _Watch:
             self._follow_log(pods, ("Running", "Succeeded"))  # the whole log of a quick job
             if self._log is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    self._log.wait(_LAST_LINES_S)
+                    self._log.wait(_LOG_END_TIMEOUT_S)
             return True, None
         cause = None
         if state.state == FAILED or not self._runs(pods):
@@ -354,14 +358,14 @@ class _Watch:
             pod
             for pod in pods
             if pod.get("status", {}).get("phase") in ("Running", "Succeeded")
-            and "waiting" not in failure_causes.container(pod).get("state", {})
+            and "waiting" not in failure_causes.get_container(pod).get("state", {})
         ]
         return len(running) >= (self._job.min_nodes or self._job.nodes)
 
     def _tolerate(self, error: KubectlError) -> None:
         """Warn that the cluster does not answer; raise the error after too many polls."""
         self._silent += 1
-        if self._silent >= _MOST_SILENT_POLLS:
+        if self._silent >= _MAX_SILENT_POLLS:
             raise error
         log.warn(f"the cluster does not answer: {error.last_line}")
 
@@ -369,7 +373,7 @@ class _Watch:
         self, pods: list[failure_causes.Pod], phases: Collection[str] = ("Running",)
     ) -> None:
         """Print the first node's log once it runs, and again after a restart."""
-        head = next((p for p in pods[:1] if p.get("status", {}).get("phase") in phases), None)
+        head = next((pod for pod in pods[:1] if pod.get("status", {}).get("phase") in phases), None)
         if not self._monitor or head is None:
             return
         uid = head["metadata"].get("uid", head["metadata"]["name"])

@@ -39,17 +39,17 @@ class Cause:
     @property
     def passes(self) -> bool:
         """Return whether the cause may pass by itself."""
-        return self.name in _PASSING
+        return self.name in _PASSING_REMEDIES
 
     @property
     def is_stuck(self) -> bool:
         """Return whether the cause keeps a pod from running until a person acts."""
-        return self.name in _STUCK
+        return self.name in _STUCK_REMEDIES
 
 
 # What a person can do about each cause. These causes keep a pod from running until a person acts,
 # so waiting for the operator is pointless.
-_STUCK = {
+_STUCK_REMEDIES = {
     "image missing": "check --image and its tag; launch/build_image.py --push pushes an image",
     "image forbidden": "kubectl create secret docker-registry NAME …, then --image-pull-secret "
     "NAME; on EKS the nodes' role needs AmazonEC2ContainerRegistryPullOnly",
@@ -77,7 +77,7 @@ _STUCK = {
     "disk full": "free space on the volume of --pvc, or keep fewer checkpoints (--ckpt-keep)",
 }
 # These causes may pass by themselves, so the same job is worth another attempt.
-_PASSING = {
+_PASSING_REMEDIES = {
     "registry out of reach": "the pull is retried; in an air gap, --image must name a registry "
     "inside it",
     "no capacity": "wait, add nodes, use fewer --nodes, or start smaller with --min-nodes "
@@ -88,8 +88,8 @@ _PASSING = {
     "NCCL": "NCCL_DEBUG=INFO shows more; run `launch/check.py network` on the same nodes",
 }
 REMEDIES = {
-    **_STUCK,
-    **_PASSING,
+    **_STUCK_REMEDIES,
+    **_PASSING_REMEDIES,
     "storage": "check --pvc: `kubectl get pvc` must show it Bound, with access mode ReadWriteMany",
     "operator missing": "install the operator of --kind, or see its log: it created no pods",
     "network interface": "NCCL_SOCKET_IFNAME excludes the interface of the pods; the next attempt "
@@ -103,7 +103,7 @@ REMEDIES = {
 }
 
 # Lines of a log, the most specific first: (cause, pattern, exit code).
-_SIGNS = [
+_LOG_SIGNS = [
     (name, re.compile(rf"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), code)
     for name, pattern, code in (
         (
@@ -153,7 +153,7 @@ _SIGNS = [
 ]
 # Patterns for messages about an image, and for those of the scheduler, which lists a reason for
 # each group of nodes. The most specific come first; the last matches any message.
-_IMAGE = (
+_IMAGE_CAUSES = (
     ("image forbidden", "unauthorized|denied|no basic auth|authentication required|403"),
     (
         "registry out of reach",
@@ -161,7 +161,7 @@ _IMAGE = (
     ),
     ("image missing", ""),
 )
-_UNSCHEDULED = (
+_SCHEDULING_CAUSES = (
     ("storage", "persistentvolumeclaim|volume node affinity|unbound"),
     ("no huge pages", "Insufficient hugepages"),
     ("no EFA", "Insufficient vpc.amazonaws.com/efa"),
@@ -169,9 +169,13 @@ _UNSCHEDULED = (
     ("no such node", "node affinity|node selector|untolerated taint"),
     ("no capacity", ""),
 )
-_CODES = {EXIT_USAGE: "bad input", EXIT_ARTIFACT: "damaged artifact", EXIT_DISK_FULL: "disk full"}
+_CAUSE_OF_CODE = {
+    EXIT_USAGE: "bad input",
+    EXIT_ARTIFACT: "damaged artifact",
+    EXIT_DISK_FULL: "disk full",
+}
 # Causes that are read from the log even if the exit code alone would name another one.
-_OF_ANY_CODE = {"missing token", "out of GPU memory", "driver mismatch"}
+_CAUSES_OF_ANY_CODE = {"missing token", "out of GPU memory", "driver mismatch"}
 _IMAGE_REASONS = {
     "ErrImagePull",
     "ImagePullBackOff",
@@ -182,7 +186,7 @@ _IMAGE_REASONS = {
 }
 _START_REASONS = {"RunContainerError", "CreateContainerError", "StartError", "ContainerCannotRun"}
 _SIGNALLED = 128
-_NEVER = "9999"
+_NEVER_ENDED = "9999"
 
 
 def find_cause(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | None:
@@ -190,12 +194,16 @@ def find_cause(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cau
 
     events: of the pods and of the job. logs: function that returns the end of a pod's output.
     """
-    by_end = sorted(pods, key=lambda pod: termination(pod).get("finishedAt", _NEVER))
-    for look, order in ((_start_cause, pods), (_scheduling_cause, pods), (_end_cause, by_end)):
+    by_end = sorted(pods, key=lambda pod: get_termination(pod).get("finishedAt", _NEVER_ENDED))
+    for find, order in (
+        (_find_start_cause, pods),
+        (_find_scheduling_cause, pods),
+        (_find_end_cause, by_end),
+    ):
         for pod in order:
-            if cause := look(pod, events, logs):
+            if cause := find(pod, events, logs):
                 return cause
-    return _event_cause(pods, events)
+    return _find_event_cause(pods, events)
 
 
 def sort_by_rank(pods: list[Pod]) -> list[Pod]:
@@ -209,14 +217,14 @@ def sort_by_rank(pods: list[Pod]) -> list[Pod]:
     )
 
 
-def container(pod: Pod) -> dict[str, Any]:
+def get_container(pod: Pod) -> dict[str, Any]:
     """Return the state of a pod's only container, empty before there is one."""
     return next(iter(pod.get("status", {}).get("containerStatuses") or []), {})
 
 
-def termination(pod: Pod) -> dict[str, Any]:
+def get_termination(pod: Pod) -> dict[str, Any]:
     """Return how the container ended, now or before its restart; empty if it has not ended."""
-    states = container(pod)
+    states = get_container(pod)
     return (
         states.get("state", {}).get("terminated")
         or states.get("lastState", {}).get("terminated")
@@ -226,38 +234,40 @@ def termination(pod: Pod) -> dict[str, Any]:
 
 def is_looping(pod: Pod) -> bool:
     """Return whether the container keeps failing."""
-    waits = container(pod).get("state", {}).get("waiting") or {}
-    return waits.get("reason") == "CrashLoopBackOff"
+    waiting = get_container(pod).get("state", {}).get("waiting") or {}
+    return waiting.get("reason") == "CrashLoopBackOff"
 
 
-def _name(pod: Pod) -> str:
+def _pod_name(pod: Pod) -> str:
     return pod["metadata"]["name"]
 
 
-def _start_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+def _find_start_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
     """Return why a container cannot start: its image, its configuration or its first process."""
-    state = container(pod).get("state", {})
-    waits = state.get("waiting") or {}
-    reason = waits.get("reason", "")
-    message = waits.get("message", "")
+    state = get_container(pod).get("state", {})
+    waiting = state.get("waiting") or {}
+    reason = waiting.get("reason", "")
+    message = waiting.get("message", "")
     if reason in _IMAGE_REASONS:
         reasons = " ".join(
-            [message, *(text for text in _warnings_about(pod, events) if "pull" in text)]
+            [message, *(text for text in _list_warnings(pod, events) if "pull" in text)]
         )
-        return Cause(_match_cause(_IMAGE, reasons), _name(pod), message or reasons or reason)
+        return Cause(
+            _match_cause(_IMAGE_CAUSES, reasons), _pod_name(pod), message or reasons or reason
+        )
     if reason == "CreateContainerConfigError":
         is_token = (
             re.search(r"secret .*not found|couldn't find key token", message)
-            and _token_secret(pod) in message
+            and _find_token_secret(pod) in message
         )
-        return Cause("missing token" if is_token else "missing secret", _name(pod), message)
-    ended = termination(pod)
-    for why, text in ((reason, message), (ended.get("reason", ""), ended.get("message", ""))):
-        if why in _START_REASONS:
+        return Cause("missing token" if is_token else "missing secret", _pod_name(pod), message)
+    end = get_termination(pod)
+    for end_reason, text in ((reason, message), (end.get("reason", ""), end.get("message", ""))):
+        if end_reason in _START_REASONS:
             name = (
                 "driver mismatch" if re.search("nvidia-container-cli|cuda", text) else "wrong image"
             )
-            return Cause(name, _name(pod), text)
+            return Cause(name, _pod_name(pod), text)
     return None
 
 
@@ -266,7 +276,7 @@ def _match_cause(table: tuple[tuple[str, str], ...], text: str) -> str:
     return next(name for name, pattern in table if re.search(pattern, text, re.IGNORECASE))
 
 
-def _token_secret(pod: Pod) -> str:
+def _find_token_secret(pod: Pod) -> str:
     """Return the secret of HF_TOKEN; without one, a text that no message contains."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return next(
@@ -279,7 +289,7 @@ def _token_secret(pod: Pod) -> str:
     )
 
 
-def _scheduling_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+def _find_scheduling_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
     """Return why a pod has no node, or its node no volume."""
     conditions = pod.get("status", {}).get("conditions") or []
     message = next(
@@ -291,47 +301,50 @@ def _scheduling_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cau
         "",
     )
     if message:
-        return Cause(_match_cause(_UNSCHEDULED, message), _name(pod), message)
-    if not container(pod).get("started"):
-        for text in _warnings_about(pod, events):
+        return Cause(_match_cause(_SCHEDULING_CAUSES, message), _pod_name(pod), message)
+    if not get_container(pod).get("started"):
+        for text in _list_warnings(pod, events):
             if re.search("FailedMount|FailedAttachVolume|MountVolume", text):
-                return Cause("storage", _name(pod), text)
+                return Cause("storage", _pod_name(pod), text)
     return None
 
 
-def _end_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
+def _find_end_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
     """Return why a container ended, from its status, its exit code and its log."""
     status = pod.get("status", {})
-    ended = termination(pod)
+    end = get_termination(pod)
     if status.get("reason") in ("NodeLost", "NodeShutdown", "Terminated", "Shutdown"):
-        return Cause("node lost", _name(pod), status.get("message", status["reason"]))
+        return Cause("node lost", _pod_name(pod), status.get("message", status["reason"]))
     if status.get("reason") == "Evicted":
-        return Cause("evicted", _name(pod), status.get("message", ""))
-    code = ended.get("exitCode", 0)
-    if not ended or code == 0:
+        return Cause("evicted", _pod_name(pod), status.get("message", ""))
+    code = end.get("exitCode", 0)
+    if not end or code == 0:
         return None
-    if ended.get("reason") == "OOMKilled":
+    if end.get("reason") == "OOMKilled":
         return Cause(
-            "out of memory", _name(pod), "the kernel killed the container (OOMKilled)", EXIT_USAGE
+            "out of memory",
+            _pod_name(pod),
+            "the kernel killed the container (OOMKilled)",
+            EXIT_USAGE,
         )
     text = logs(pod)
     # The error of the run itself counts more than what NCCL printed before it.
     [*_, error] = re.split(r"^(?=.*\berror: )", text, flags=re.MULTILINE) or [""]
-    for name, pattern, exit_code in _SIGNS:
-        in_doubt = code not in _CODES or name in _OF_ANY_CODE
-        if in_doubt and (found := pattern.search(text)):
-            return Cause(name, _name(pod), found[0].strip()[:1000], exit_code)
-    evidence = f"exit code {code}: {error.strip() or ended.get('message', '')}"[:1500]
-    if code in _CODES:
-        return Cause(_CODES[code], _name(pod), evidence, code)
+    for name, pattern, exit_code in _LOG_SIGNS:
+        is_possible = code not in _CAUSE_OF_CODE or name in _CAUSES_OF_ANY_CODE
+        if is_possible and (match := pattern.search(text)):
+            return Cause(name, _pod_name(pod), match[0].strip()[:1000], exit_code)
+    evidence = f"exit code {code}: {error.strip() or end.get('message', '')}"[:1500]
+    if code in _CAUSE_OF_CODE:
+        return Cause(_CAUSE_OF_CODE[code], _pod_name(pod), evidence, code)
     if code in (EXIT_PREEMPTED, _SIGNALLED + 15):
         name = "stopped"
     else:
         name = "crash loop" if is_looping(pod) else "crashed"
-    return Cause(name, _name(pod), evidence, code if code < _SIGNALLED else EXIT_BUG)
+    return Cause(name, _pod_name(pod), evidence, code if code < _SIGNALLED else EXIT_BUG)
 
 
-def _event_cause(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
+def _find_event_cause(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
     """Return why pods are missing."""
     for event in events:
         message = event.get("message", "")
@@ -342,11 +355,11 @@ def _event_cause(pods: list[Pod], events: list[dict[str, Any]]) -> Cause | None:
     return None
 
 
-def _warnings_about(pod: Pod, events: list[dict[str, Any]]) -> list[str]:
+def _list_warnings(pod: Pod, events: list[dict[str, Any]]) -> list[str]:
     """Return the warnings about a pod, the newest last, as `reason: message`."""
     return [
         f"{event.get('reason', '')}: {event.get('message', '')}"
         for event in events
-        if event.get("involvedObject", {}).get("name") == _name(pod)
+        if event.get("involvedObject", {}).get("name") == _pod_name(pod)
         and event.get("type") == "Warning"
     ]

@@ -1,8 +1,8 @@
-"""Settle the options of a training job, and render its manifests from the templates.
+"""Fill in the options of a training job, and render its manifests from the templates.
 
 In launch/kube/templates/, `${NAME}` stands for a setting. Alone and without quotes it keeps its
-type (a number, a list), and a list inside a list is spread. `!if-NAME` before a value leaves the
-whole entry out if that setting is empty or 0. A name that is not a setting is an error.
+type (a number, a list), and a list in a list is flattened. `!if-NAME` before a value omits the
+entry if that setting is empty or 0. A name that is not a setting is an error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lib.train.config import Config
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
 # The log line of a step, by stage 04's --log-style.
 _STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
-_NAME = re.compile(r"\$\{(\w+)\}")
+_SETTING_NAME = re.compile(r"\$\{(\w+)\}")
 _OMITTED = object()
-_EXPANDED = ("command", "args")  # lists of words in which Kubernetes replaces $(NAME)
+_EXPANDED_KEYS = ("command", "args")  # lists of words in which Kubernetes replaces $(NAME)
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job(JobOptions):
-    """A job whose options are all settled.
+    """A job with all options filled in.
 
     train: options of stage 04. env: variables that NCCL needs on these nodes. interfaces: the value
     of NCCL_SOCKET_IFNAME, empty to let NCCL choose. launched_as: the command that was typed, for
@@ -85,42 +85,42 @@ class Job(JobOptions):
         }
 
 
-def plan_job(wanted: JobOptions, given: Sequence[str], launched_as: str = "") -> Job:
-    """Return the job for options. given: options of stage 04.
+def plan_job(job_options: JobOptions, train_words: Sequence[str], launched_as: str = "") -> Job:
+    """Return the job for options. train_words: options of stage 04.
 
     Raises UsageError with all problems at once.
     """
     problems = Problems()
-    wanted.check(problems)
-    settled = wanted.with_defaults()
-    train = problems.collect(lambda: train_options(wanted, given))
-    if train and (wanted.node or wanted.gpus_per_node is not None):
+    job_options.check(problems)
+    complete = job_options.with_defaults()
+    train = problems.collect(lambda: expand_train_options(job_options, train_words))
+    if train and (job_options.node or job_options.gpus_per_node is not None):
         parsed = command_line.parse_options(train)
-        per_node = settled.gpus_per_node or 1
-        problems.collect(lambda: _check_division(wanted, parsed, per_node))
+        per_node = complete.gpus_per_node or 1
+        problems.collect(lambda: _check_division(job_options, parsed, per_node))
     problems.raise_if_any()
     return Job(
-        **vars(settled),
+        **vars(complete),
         train=tuple(train or ()),
         launched_as=launched_as,
-        env={str(key): str(value) for key, value in wanted.node.get("env", {}).items()},
+        env={str(key): str(value) for key, value in job_options.node.get("env", {}).items()},
     )
 
 
-def train_options(wanted: JobOptions, given: Sequence[str]) -> list[str]:
+def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) -> list[str]:
     """Return the options of stage 04 as the pods get them.
 
     The options in a --config file are expanded, since pods do not have the file. The experiment is
     named after the job unless it has a name. --slow-below adds the log style that it reads. Raises
     UsageError for options that stage 04 would refuse.
     """
-    words = command_line.expand_config(command_line.add_recipe(given))
-    if wanted.slow_below:
+    words = command_line.expand_config(command_line.add_recipe(train_words))
+    if job_options.slow_below:
         words.insert(0, "--log-style=dict")
-    if wanted.gpus_per_node == 0:  # the node may have GPUs that the pod does not get
+    if job_options.gpus_per_node == 0:  # the node may have GPUs that the pod does not get
         words.insert(0, "--device=cpu")
     parsed = command_line.parse_options(words)
-    if wanted.slow_below and parsed.log_style != "dict":
+    if job_options.slow_below and parsed.log_style != "dict":
         raise UsageError(
             "--slow-below reads the speed from --log-style dict",
             found=f"--log-style {parsed.log_style}",
@@ -128,40 +128,42 @@ def train_options(wanted: JobOptions, given: Sequence[str]) -> list[str]:
         )
     if not parsed.dataset_name:
         raise UsageError("no dataset is given", expected="-d NAME after `--`")
-    return words if parsed.experiment_name else [f"--experiment-name={wanted.job_name}", *words]
+    return (
+        words if parsed.experiment_name else [f"--experiment-name={job_options.job_name}", *words]
+    )
 
 
-def _check_division(wanted: JobOptions, train: Config, per_node: int) -> None:
+def _check_division(job_options: JobOptions, train: Config, per_node: int) -> None:
     """Raise UsageError if the ranks cannot divide a global batch, on all nodes or on fewer.
 
     train: options of stage 04. per_node: ranks per node.
     """
     from lib.train import plan
 
-    command_line.require_divisible(train, wanted.nodes * per_node)
-    division = plan.divide_batch(train, 0, wanted.nodes * per_node)
+    command_line.require_divisible(train, job_options.nodes * per_node)
+    division = plan.divide_batch(train, 0, job_options.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node
-    numbers = range(wanted.min_nodes or wanted.nodes, wanted.nodes + 1)
-    if unfit := [nodes for nodes in numbers if batch % (nodes * share)]:
-        least = math.lcm(*(nodes * share for nodes in numbers))
+    numbers = range(job_options.min_nodes or job_options.nodes, job_options.nodes + 1)
+    if unfit_counts := [nodes for nodes in numbers if batch % (nodes * share)]:
+        multiple = math.lcm(*(nodes * share for nodes in numbers))
         raise UsageError(
-            f"--min-nodes {wanted.min_nodes}: {units.counted(batch, 'sample')} per "
+            f"--min-nodes {job_options.min_nodes}: {units.counted(batch, 'sample')} per "
             f"step cannot be divided among the ranks of "
-            f"{' or '.join(map(str, unfit))} {'nodes' if unfit[-1] > 1 else 'node'}",
-            expected=f"a --global-batch-size that is a multiple of {least}, or no --min-nodes",
+            f"{' or '.join(map(str, unfit_counts))} {'nodes' if unfit_counts[-1] > 1 else 'node'}",
+            expected=f"a --global-batch-size that is a multiple of {multiple}, or no --min-nodes",
         )
 
 
-def render_manifests(found: list[Document], headline: str) -> str:
+def render_manifests(documents: list[Document], headline: str) -> str:
     """Return manifests as YAML. Raises UsageError if a value is not valid UTF-8.
 
-    headline: a comment about their origin. Control characters are spelled out in it, since YAML
-    does not allow them in comments.
+    headline: a comment about their origin. Control characters in it are escaped, since YAML does
+    not allow them in comments.
     """
     comment = "".join(f"# {escape_controls(line)}\n" for line in headline.splitlines())
     return comment + yaml.dump_all(
-        found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf, allow_unicode=True
+        documents, Dumper=_ManifestDumper, sort_keys=False, width=math.inf, allow_unicode=True
     )
 
 
@@ -184,7 +186,7 @@ class _ManifestDumper(yaml.SafeDumper):
         return True
 
 
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -194,14 +196,14 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
 
 
-_ManifestDumper.add_representer(str, _quoted)
+_ManifestDumper.add_representer(str, _represent_text)
 
 
 def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
     """Return the documents of a template with its settings filled in."""
     path = TEMPLATES / template
 
-    def setting(name: str) -> Any:
+    def get_setting(name: str) -> Any:
         if name not in settings:
             raise UsageError(
                 f"{path} contains {name}, which is not a setting",
@@ -209,29 +211,29 @@ def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
             )
         return settings[name]
 
-    def scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-        if node.style is None and (alone := _NAME.fullmatch(node.value)):
-            return setting(alone[1])
-        return _NAME.sub(lambda found: str(setting(found[1])), node.value)
+    def construct_scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+        if node.style is None and (only_name := _SETTING_NAME.fullmatch(node.value)):
+            return get_setting(only_name[1])
+        return _SETTING_NAME.sub(lambda found: str(get_setting(found[1])), node.value)
 
-    def conditional(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> Any:
-        if not setting(name):
+    def construct_conditional(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> Any:
+        if not get_setting(name):
             return _OMITTED
         if isinstance(node, yaml.MappingNode):
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
             return loader.construct_sequence(node, deep=True)
         assert isinstance(node, yaml.ScalarNode)  # YAML has no other kind of node
-        is_text = node.style or _NAME.search(node.value)
-        return scalar(loader, node) if is_text else yaml.safe_load(node.value)
+        is_text = node.style or _SETTING_NAME.search(node.value)
+        return construct_scalar(loader, node) if is_text else yaml.safe_load(node.value)
 
     class TemplateLoader(yaml.SafeLoader):
         """A loader to which the constructors of one template are added."""
 
-    TemplateLoader.add_constructor("tag:yaml.org,2002:str", scalar)
-    TemplateLoader.add_multi_constructor("!if-", conditional)
+    TemplateLoader.add_constructor("tag:yaml.org,2002:str", construct_scalar)
+    TemplateLoader.add_multi_constructor("!if-", construct_conditional)
     with path.open(encoding="utf-8") as file:
-        return [_pruned(document) for document in yaml.load_all(file, TemplateLoader)]
+        return [_prune(document) for document in yaml.load_all(file, TemplateLoader)]
 
 
 def escape_dollars(value: Any) -> Any:
@@ -245,25 +247,27 @@ def escape_dollars(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     value = {key: escape_dollars(item) for key, item in value.items()}
-    for key in _EXPANDED:
+    for key in _EXPANDED_KEYS:
         if key in value and isinstance(value[key], list):
-            value[key] = [_literal(word) for word in value[key]]
+            value[key] = [_escape_word(word) for word in value[key]]
     if isinstance(value.get("env"), list):
         value["env"] = [
-            {**variable, "value": _literal(variable["value"])} if "value" in variable else variable
+            {**variable, "value": _escape_word(variable["value"])}
+            if "value" in variable
+            else variable
             for variable in value["env"]
         ]
     return value
 
 
-def _literal(word: Any) -> Any:
+def _escape_word(word: Any) -> Any:
     return word.replace("$", "$$") if isinstance(word, str) else word
 
 
-def _pruned(value: Any) -> Any:
-    """Return a value without omitted entries, and with lists inside lists spread."""
+def _prune(value: Any) -> Any:
+    """Return a value without omitted entries, and with lists in lists flattened."""
     if isinstance(value, dict):
-        return {key: _pruned(item) for key, item in value.items() if item is not _OMITTED}
+        return {key: _prune(item) for key, item in value.items() if item is not _OMITTED}
     if not isinstance(value, list):
         return value
     pruned: list[Any] = []
@@ -271,5 +275,5 @@ def _pruned(value: Any) -> Any:
         if isinstance(item, list):
             pruned += item
         elif item is not _OMITTED:
-            pruned.append(_pruned(item))
+            pruned.append(_prune(item))
     return pruned

@@ -15,12 +15,12 @@ from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-LONGEST = 63  # characters of a label (RFC 1123)
-_LONGEST_JOB = 45  # since the operators append the role and number of a pod
-_LONGEST_OBJECT = 253
+MAX_LABEL = 63  # characters of a label (RFC 1123)
+_MAX_JOB_NAME = 45  # since the operators append the role and number of a pod
+_MAX_OBJECT_NAME = 253
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _OBJECT = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
-_TYPE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_INSTANCE_TYPE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 Needs = TypeVar("Needs", bound="JobNeeds")
 
 
@@ -83,57 +83,57 @@ class JobNeeds:
     @property
     def node(self) -> dict[str, Any]:
         """Return the row of instances.yaml (gpus, efa, env); empty for other types."""
-        return instances().get(self.bare_type, {})
+        return read_instances().get(self.bare_type, {})
 
     def with_defaults(self: Needs) -> Needs:
         """Return the options with the devices of a node, and the instance type as in its label."""
-        has = self.node
+        devices = self.node
         gpus = self.gpus_per_node
         efa = self.efa_per_node
         has_prefix = KINDS[self.kind].on_hyperpod and self.bare_type
         return replace(
             self,
             instance_type=HYPERPOD_PREFIX + self.bare_type if has_prefix else self.instance_type,
-            gpus_per_node=has.get("gpus", 1) if gpus is None else gpus,
-            efa_per_node=has.get("efa", 0) if efa is None else efa,
+            gpus_per_node=devices.get("gpus", 1) if gpus is None else gpus,
+            efa_per_node=devices.get("efa", 0) if efa is None else efa,
         )
 
     def check_names(self, problems: Problems) -> None:
         """Add a problem for each name that a namespace, claim or secret cannot have."""
-        if not _LABEL.fullmatch(self.namespace) or len(self.namespace) > LONGEST:
+        if not _LABEL.fullmatch(self.namespace) or len(self.namespace) > MAX_LABEL:
             problems.add(
                 f"--namespace {self.namespace!r} cannot name a namespace",
                 expected="small letters, digits and hyphens, a letter or digit at both "
-                f"ends, at most {LONGEST} characters",
+                f"ends, at most {MAX_LABEL} characters",
             )
         if not self.pvc:
             problems.add("--pvc is empty", expected="the claim of a volume that all nodes share")
         for name in ("pvc", "bucket_pvc", "service_account", "image_pull_secret", "token_secret"):
             value = getattr(self, name, "")
-            if value and not (_OBJECT.fullmatch(value) and len(value) <= _LONGEST_OBJECT):
+            if value and not (_OBJECT.fullmatch(value) and len(value) <= _MAX_OBJECT_NAME):
                 problems.add(
                     f"{flag(name)} {value!r} cannot name an object",
                     expected="small letters, digits, hyphens and dots, a letter or digit "
-                    f"at both ends, at most {_LONGEST_OBJECT} characters",
+                    f"at both ends, at most {_MAX_OBJECT_NAME} characters",
                 )
 
     def check_type(self, problems: Problems) -> None:
         """Add a problem if the devices of the nodes are unknown."""
         kind = self.bare_type
-        known = instances()
+        known = read_instances()
         if kind not in known and self.gpus_per_node is None:
-            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=aliases.SIMILAR)
+            similar = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=aliases.SIMILAR)
             problem = (
                 f"--instance-type {kind} is not in the table"
                 if kind
                 else "--instance-type is missing"
             )
             problems.add(
-                problem + (f"; the nearest is {near[0]}" if near else ""),
+                problem + (f"; the nearest is {similar[0]}" if similar else ""),
                 expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
                 "--efa-per-node) for any other",
             )
-        elif kind and not (_TYPE.fullmatch(kind) and len(kind) < LONGEST):
+        elif kind and not (_INSTANCE_TYPE.fullmatch(kind) and len(kind) < MAX_LABEL):
             problems.add(f"--instance-type {kind!r} cannot be an instance type")
 
 
@@ -201,37 +201,37 @@ class JobOptions(JobNeeds):
     def check_names(self, problems: Problems) -> None:
         """Add a problem for each name that Kubernetes refuses, including the job's."""
         job = self.job_name
-        if not _LABEL.fullmatch(job) or job[0].isdigit() or len(job) > _LONGEST_JOB:
+        if not _LABEL.fullmatch(job) or job[0].isdigit() or len(job) > _MAX_JOB_NAME:
             problems.add(
                 f"--job-name {job!r} cannot name a job",
                 expected="small letters, digits and hyphens, a letter first, no "
-                f"hyphen at the end, at most {_LONGEST_JOB} characters",
+                f"hyphen at the end, at most {_MAX_JOB_NAME} characters",
             )
         super().check_names(problems)
         if (
             KINDS[self.kind].runtime
-            and len(self.namespace) <= LONGEST
-            and (length := len(self.runtime)) > LONGEST
+            and len(self.namespace) <= MAX_LABEL
+            and (length := len(self.runtime)) > MAX_LABEL
         ):
             problems.add(
                 f"the job's runtime would be named {self.runtime}, which has {length} characters",
-                expected=f"at most {LONGEST} in --namespace and --job-name together",
+                expected=f"at most {MAX_LABEL} in --namespace and --job-name together",
             )
 
     def check(self, problems: Problems) -> None:
         """Add a problem for each name, size or path that no cluster accepts."""
         self.check_names(problems)
         self.check_type(problems)
-        for name, key, what in (
+        for name, key, device in (
             ("gpus_per_node", "gpus", "GPU"),
             ("efa_per_node", "efa", "EFA adapter"),
         ):
             requested = getattr(self, name)
-            has = self.node.get(key)
-            if has is not None and requested is not None and requested > has:
+            available = self.node.get(key)
+            if available is not None and requested is not None and requested > available:
                 problems.add(
                     f"{flag(name)} {requested}: a node of type {self.bare_type} has "
-                    f"{units.counted(has, what)}"
+                    f"{units.counted(available, device)}"
                 )
         if self.min_nodes > self.nodes:
             problems.add(f"--min-nodes {self.min_nodes} is above --nodes {self.nodes}")
@@ -267,6 +267,6 @@ class JobOptions(JobNeeds):
 
 
 @functools.cache
-def instances() -> dict[str, Any]:
+def read_instances() -> dict[str, Any]:
     """Return the devices of a node of each instance type."""
     return config_file.read_yaml(TEMPLATES / "instances.yaml")

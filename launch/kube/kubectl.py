@@ -17,13 +17,13 @@ _TRANSIENT = re.compile(
     r"etcdserver|Internal ?Error|Unable to connect|the object has been modified",
     re.IGNORECASE,
 )
-_AWAY = re.compile(
+_UNREACHABLE = re.compile(
     r"connection refused|was refused|i/o timeout|no such host|Unable to connect|"
     r"no route to host",
     re.IGNORECASE,
 )
 _KUBECTL_LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d")  # of each attempt, above what it says
-_NOT_SET_UP = "localhost:8080"  # where kubectl looks without a kubeconfig
+_DEFAULT_SERVER = "localhost:8080"  # where kubectl looks without a kubeconfig
 
 
 class KubectlError(StageError):
@@ -33,7 +33,7 @@ class KubectlError(StageError):
         output = (
             "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
         )
-        is_away = bool(_AWAY.search(text))
+        is_away = bool(_UNREACHABLE.search(text))
         super().__init__(
             "the cluster does not answer"
             if is_away
@@ -66,7 +66,7 @@ class Kubectl:
     def run(self, *arguments: str, given: str = "", timeout: float = _TIMEOUT_S) -> str:
         """Return the output of a call. given: its input. Raises KubectlError if it fails."""
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 self.command(*arguments),
                 input=given,
                 capture_output=True,
@@ -83,10 +83,10 @@ class Kubectl:
             raise KubectlError(
                 list(arguments), f"no answer within {timeout:.0f} s (i/o timeout)"
             ) from None
-        if done.returncode:
-            _require_configured(done.stderr, self.context)
-            raise KubectlError(list(arguments), done.stderr or done.stdout)
-        return done.stdout
+        if process.returncode:
+            _require_configured(process.stderr, self.context)
+            raise KubectlError(list(arguments), process.stderr or process.stdout)
+        return process.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
         return json.loads(self.run("get", *arguments, "-o", "json"))
@@ -126,7 +126,7 @@ class Kubectl:
 
 def _require_configured(output: str, context: str) -> None:
     """Raise UsageError if kubectl's output means that no cluster is configured."""
-    if _NOT_SET_UP in output and _AWAY.search(output):
+    if _DEFAULT_SERVER in output and _UNREACHABLE.search(output):
         raise UsageError(
             "no cluster is configured here: kubectl has no kubeconfig",
             expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`",

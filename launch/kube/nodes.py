@@ -16,8 +16,8 @@ GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
 HUGE_PAGES = "hugepages-2Mi"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-_HEALTH = "sagemaker.amazonaws.com/node-health-status"
-_TOLERATED = {GPU}
+_HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
+_TOLERATED_TAINTS = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 HUGE_PAGES_NEEDED = 5 << 30  # the request of a pod in launch/kube/templates/pod.yaml
@@ -52,33 +52,33 @@ def parse_quantity(text: str) -> int:
 
 def parse_nodes(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[ClusterNode]:
     """Return nodes from the output of `kubectl get`, with the GPUs that active pods use."""
-    found = {item["metadata"]["name"]: _parse_node(item) for item in nodes}
+    by_name = {item["metadata"]["name"]: _parse_node(item) for item in nodes}
     for pod in pods:
-        if (node := found.get(pod["spec"].get("nodeName", ""))) and pod.get("status", {}).get(
+        if (node := by_name.get(pod["spec"].get("nodeName", ""))) and pod.get("status", {}).get(
             "phase"
         ) not in ("Succeeded", "Failed"):
             node.gpus_used += sum(
                 parse_quantity(container.get("resources", {}).get("limits", {}).get(GPU, "0"))
                 for container in pod["spec"]["containers"]
             )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _parse_node(item: dict[str, Any]) -> ClusterNode:
     labels = item["metadata"].get("labels", {})
-    has = item.get("status", {}).get("allocatable", {})
+    allocatable = item.get("status", {}).get("allocatable", {})
     return ClusterNode(
         name=item["metadata"]["name"],
         instance_type=labels.get(INSTANCE_TYPE, "unknown"),
-        unfit=_why_unfit(item, labels),
-        gpus=parse_quantity(has.get(GPU, "0")),
-        efa=parse_quantity(has.get(EFA, "0")),
-        huge_pages=parse_quantity(has.get(HUGE_PAGES, "0")),
-        driver=_driver(labels),
+        unfit=_describe_unfit(item, labels),
+        gpus=parse_quantity(allocatable.get(GPU, "0")),
+        efa=parse_quantity(allocatable.get(EFA, "0")),
+        huge_pages=parse_quantity(allocatable.get(HUGE_PAGES, "0")),
+        driver=_find_driver(labels),
     )
 
 
-def _driver(labels: dict[str, str]) -> str:
+def _find_driver(labels: dict[str, str]) -> str:
     """Return the driver version in the labels of NVIDIA's feature discovery."""
     if full := labels.get("nvidia.com/cuda.driver-version.full"):
         return full
@@ -86,24 +86,24 @@ def _driver(labels: dict[str, str]) -> str:
     return ".".join(filter(None, parts))
 
 
-def _why_unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
+def _describe_unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     states = {
         condition["type"]: condition["status"]
         for condition in item.get("status", {}).get("conditions", [])
     }
-    pressed = [kind for kind, status in states.items() if kind != "Ready" and status == "True"]
+    pressures = [kind for kind, status in states.items() if kind != "Ready" and status == "True"]
     taints = [
         taint["key"]
         for taint in item.get("spec", {}).get("taints", [])
-        if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED
+        if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED_TAINTS
     ]
     reasons = [
         *(["not ready"] if states.get("Ready") != "True" else []),
-        *pressed,
+        *pressures,
         *(["cordoned"] if item.get("spec", {}).get("unschedulable") else []),
         *(
-            [f"HyperPod health: {labels[_HEALTH]}"]
-            if labels.get(_HEALTH, "Schedulable") != "Schedulable"
+            [f"HyperPod health: {labels[_HEALTH_LABEL]}"]
+            if labels.get(_HEALTH_LABEL, "Schedulable") != "Schedulable"
             else []
         ),
         *(f"taint {key}" for key in taints if not key.startswith("node.kubernetes.io/")),
@@ -111,7 +111,7 @@ def _why_unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     return ", ".join(reasons)
 
 
-def fill_from_nodes(wanted: Needs, nodes: list[ClusterNode]) -> Needs:
+def fill_from_nodes(needs: Needs, nodes: list[ClusterNode]) -> Needs:
     """Return options with the instance type and devices filled in from the nodes with GPUs.
 
     Raises UsageError if no node has GPUs, or if they are of several types.
@@ -120,7 +120,7 @@ def fill_from_nodes(wanted: Needs, nodes: list[ClusterNode]) -> Needs:
     for node in nodes:
         if node.gpus and (node.instance_type not in kinds or kinds[node.instance_type].unfit):
             kinds[node.instance_type] = node
-    kind = wanted.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
+    kind = needs.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
     # The types of HyperPod's nodes have a prefix, others do not, and --instance-type accepts both.
     kind = next(
         (
@@ -130,7 +130,7 @@ def fill_from_nodes(wanted: Needs, nodes: list[ClusterNode]) -> Needs:
         ),
         kind,
     )
-    if not kind and wanted.gpus_per_node is None:
+    if not kind and needs.gpus_per_node is None:
         raise UsageError(
             "the nodes with GPUs are of several instance types"
             if kinds
@@ -140,31 +140,34 @@ def fill_from_nodes(wanted: Needs, nodes: list[ClusterNode]) -> Needs:
             or ", ".join(sorted({n.instance_type for n in nodes}))
             or "no nodes",
         )
-    has = kinds.get(kind)
-    if has is None or (wanted.instance_type and wanted.node):
-        return replace(wanted, instance_type=kind)
-    gpus = has.gpus if wanted.gpus_per_node is None else wanted.gpus_per_node
-    efa = has.efa if wanted.efa_per_node is None else wanted.efa_per_node
+    devices = kinds.get(kind)
+    if devices is None or (needs.instance_type and needs.node):
+        return replace(needs, instance_type=kind)
+    gpus = devices.gpus if needs.gpus_per_node is None else needs.gpus_per_node
+    efa = devices.efa if needs.efa_per_node is None else needs.efa_per_node
     log.info(
-        f"from the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA per node"
+        f"from the cluster: {kind}, {units.counted(devices.gpus, 'GPU')} and {devices.efa} EFA "
+        "per node"
     )
-    return replace(wanted, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
+    return replace(needs, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
 
 
-def check_capacity(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
+def check_capacity(
+    nodes: list[ClusterNode], needs: JobNeeds, has_autoscaler: bool
+) -> Iterable[Finding]:
     """Yield whether the nodes suffice for a job.
 
-    wanted: a job whose options are all settled. grows: whether an autoscaler adds nodes.
+    needs: of a job, with all defaults filled in. has_autoscaler: whether nodes can be added.
     """
-    gpus = wanted.gpus_per_node or 0
-    efa = wanted.efa_per_node or 0
+    gpus = needs.gpus_per_node or 0
+    efa = needs.efa_per_node or 0
     candidates = [
         node
         for node in nodes
-        if wanted.instance_type in ("", node.instance_type)
-        and (node.gpus or wanted.instance_type or not gpus)
+        if needs.instance_type in ("", node.instance_type)
+        and (node.gpus or needs.instance_type or not gpus)
     ]
-    label = wanted.instance_type or ("nodes with GPUs" if gpus else "nodes")
+    label = needs.instance_type or ("nodes with GPUs" if gpus else "nodes")
     for node in candidates:
         if node.unfit:
             yield Finding(
@@ -173,53 +176,55 @@ def check_capacity(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> I
                 f"{node.name} accepts no pods: {node.unfit}",
                 f"kubectl describe node {node.name}",
             )
-    fit = [node for node in candidates if not node.unfit]
-    suited = [node for node in fit if node.gpus >= gpus and node.efa >= efa]
-    yield from _devices(fit, gpus, efa)
-    free = [node for node in suited if node.gpus_free >= gpus]
-    need = f"{wanted.nodes} with {gpus} GPUs and {efa} EFA each"
-    if len(suited) < wanted.nodes:
+    usable = [node for node in candidates if not node.unfit]
+    suitable = [node for node in usable if node.gpus >= gpus and node.efa >= efa]
+    yield from _check_devices(usable, gpus, efa)
+    free = [node for node in suitable if node.gpus_free >= gpus]
+    requirement = f"{needs.nodes} with {gpus} GPUs and {efa} EFA each"
+    if len(suitable) < needs.nodes:
         yield Finding(
-            WARNING if grows else ERROR,
+            WARNING if has_autoscaler else ERROR,
             "capacity",
-            f"{len(suited)} of {len(candidates)} {label} can run a pod, the job needs "
-            f"{need}" + (" (an autoscaler may add some)" if grows else ""),
+            f"{len(suitable)} of {len(candidates)} {label} can run a pod, the job needs "
+            f"{requirement}" + (" (an autoscaler may add some)" if has_autoscaler else ""),
             "add nodes, or use fewer --nodes or --gpus-per-node",
         )
-    elif len(free) < wanted.nodes:
+    elif len(free) < needs.nodes:
         yield Finding(
             WARNING,
             "capacity",
-            f"{len(free)} {label} are free now, the job needs {need}",
+            f"{len(free)} {label} are free now, the job needs {requirement}",
             "it will wait; `kubectl get pods -A -o wide` shows which pods use them",
         )
     else:
-        yield Finding(INFO, "capacity", f"{len(free)} {label} are free, the job needs {need}")
+        yield Finding(
+            INFO, "capacity", f"{len(free)} {label} are free, the job needs {requirement}"
+        )
 
 
-def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
+def _check_devices(nodes: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
     """Yield the nodes that lack devices."""
-    if gpus and (bare := [node.name for node in fit if not node.gpus]):
+    if gpus and (lacking := [node.name for node in nodes if not node.gpus]):
         yield Finding(
             ERROR,
             "GPUs",
-            f"no {GPU} on {units.join_names(bare, 4)}",
+            f"no {GPU} on {units.join_names(lacking, 4)}",
             "install NVIDIA's device plugin or GPU operator; "
             "kubectl get daemonsets -A | grep nvidia",
         )
-    if efa and (bare := [node.name for node in fit if node.efa < efa]):
+    if efa and (lacking := [node.name for node in nodes if node.efa < efa]):
         yield Finding(
             ERROR,
             "EFA",
-            f"fewer than {efa} {EFA} on {units.join_names(bare, 4)}",
+            f"fewer than {efa} {EFA} on {units.join_names(lacking, 4)}",
             "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
             "nodes with EFA interfaces",
         )
-    if efa and (small := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
+    if efa and (with_few_pages := [node for node in nodes if node.huge_pages < HUGE_PAGES_NEEDED]):
         yield Finding(
             WARNING,
             "huge pages",
-            f"{units.size(small[0].huge_pages)} on "
-            f"{units.join_names([n.name for n in small], 4)}; EFA pods request 5120Mi",
+            f"{units.size(with_few_pages[0].huge_pages)} on "
+            f"{units.join_names([n.name for n in with_few_pages], 4)}; EFA pods request 5120Mi",
             "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from launch.kube.job import Document, Job, escape_dollars, fill_template, train_options
+from launch.kube.job import Document, Job, escape_dollars, expand_train_options, fill_template
 from launch.kube.job_options import JobOptions
 from launch.kube.raw_text import RawText
 from lib.core.errors import Problems
@@ -29,15 +29,15 @@ class Preparation(Job):
 
 
 def plan_preparation(
-    wanted: JobOptions, raw: RawText, given: Sequence[str], launched_as: str
+    job_options: JobOptions, raw: RawText, train_words: Sequence[str], launched_as: str
 ) -> Preparation:
-    """Return the job that prepares a run which `deploy` trains with the same options.
+    """Return the job that prepares the run that `deploy` trains with the same options.
 
-    given: options of stage 04. Raises UsageError with all problems at once.
+    train_words: options of stage 04. Raises UsageError with all problems at once.
     """
     problems = Problems()
     one_pod = replace(
-        wanted,
+        job_options,
         nodes=1,
         min_nodes=0,
         spares=0,
@@ -48,15 +48,15 @@ def plan_preparation(
         efa_per_node=0,
     )
     one_pod.check(problems)
-    train = problems.collect(lambda: train_options(one_pod, given))
-    if raw.data.startswith(_BUCKET) and not wanted.bucket_pvc:
+    train = problems.collect(lambda: expand_train_options(one_pod, train_words))
+    if raw.data.startswith(_BUCKET) and not job_options.bucket_pvc:
         problems.add(
             f"--data {raw.data} is in a bucket that the pod does not mount",
             expected="--bucket-pvc NAME; launch/kube/templates/bucket.yaml creates such a claim",
         )
     problems.raise_if_any()
     return Preparation(
-        **vars(replace(one_pod, job_name=f"{wanted.job_name}-prepare")),
+        **vars(replace(one_pod, job_name=f"{job_options.job_name}-prepare")),
         train=tuple(train or ()),
         launched_as=launched_as,
         raw_text=tuple(raw.words()),

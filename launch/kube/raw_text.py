@@ -14,9 +14,9 @@ from lib.tokens import dataset_errors
 from lib.train import command_line
 from lib.train.config import Config
 
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASETS = Path("hf_datasets")
-_MADE_HERE = "scratch-"  # prefix of models that stage 03 makes from a size
+_SCRATCH_PREFIX = "scratch-"  # prefix of models that stage 03 makes from a size
 _VOCABULARY = 32_000
 
 
@@ -55,25 +55,25 @@ class RawText:
     def words(self) -> list[str]:
         """Return the options as words for launch/prepare.py."""
         return [
-            f"{flag(name)}={each}"
+            f"{flag(name)}={item}"
             for name, value in asdict(self).items()
-            for each in (value if isinstance(value, list) else [value])
-            if each != ""
+            for item in (value if isinstance(value, list) else [value])
+            if item != ""
         ]
 
 
-_C4 = RawText(
+_C4_TEXT = RawText(
     data="allenai/c4", include=[dataset_errors.FIRST_FILES["allenai/c4"][0]], fields="text"
 )
 
 
-def preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
+def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
     """Yield the commands that prepare a run in this directory, in their order.
 
     config: the options of the run, as stage 04 reads `train`. Existing artifacts are kept. Raises
     UsageError if the raw text of a dataset is unknown.
     """
-    missing = [path for path in map(_dataset_dir, config.dataset_name) if not path.exists()]
+    missing = [path for path in map(_find_dataset_dir, config.dataset_name) if not path.exists()]
     if len(missing) > 1:
         raise UsageError(
             f"{len(missing)} datasets are missing, but --data is the raw text of one",
@@ -81,18 +81,18 @@ def preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterato
             expected="one dataset at a time",
         )
     for path in missing:
-        yield from _dataset_steps(raw, path)
-    yield from _model_steps(config)
+        yield from _list_dataset_steps(raw, path)
+    yield from _list_model_steps(config)
     yield [command_line.SCRIPT, *train, "--prepare-only"]
 
 
-def _dataset_dir(word: str) -> Path:
+def _find_dataset_dir(word: str) -> Path:
     """Return the directory that -d means: DIR, or NAME under hf_datasets/."""
     name = word.partition("=")[0]
     return Path(name) if "/" in name or Path(name).exists() else _DATASETS / name
 
 
-def _dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
+def _list_dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
     if not raw.data and dataset.name != command_line.DATASET:
         raise UsageError(
             f"{dataset} does not exist, and there is no --data to make it from",
@@ -100,11 +100,14 @@ def _dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
         )
     if not raw.data:
         raw = replace(
-            raw, data=_C4.data, include=raw.include or _C4.include, fields=raw.fields or _C4.fields
+            raw,
+            data=_C4_TEXT.data,
+            include=raw.include or _C4_TEXT.include,
+            fields=raw.fields or _C4_TEXT.fields,
         )
     files = Path(raw.data)
     splits = Path("splits") / dataset.name
-    if _ON_HUB.fullmatch(raw.data) and not files.exists():
+    if _HUB_NAME.fullmatch(raw.data) and not files.exists():
         if not raw.include:
             raise UsageError(
                 f"--data {raw.data} needs --include GLOB: a dataset of the Hub can be terabytes",
@@ -132,25 +135,25 @@ def _dataset_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
     ]
 
 
-def _model_steps(config: Config) -> Iterator[list[str]]:
+def _list_model_steps(config: Config) -> Iterator[list[str]]:
     models = paths.models_root(config.cache_dir)
     name = config.model_name or ""
     if config.tokenizer and config.tokenizer.parent == models and not config.tokenizer.exists():
         yield ["03_download_model.py", "--model-name", config.tokenizer.name.replace("--", "/", 1)]
     if not name or Path(name).exists() or (models / paths.model_dir_name(name)).exists():
         return
-    if name.startswith(_MADE_HERE):
+    if name.startswith(_SCRATCH_PREFIX):
         yield [
             "03_download_model.py",
             "--from-scratch",
             "--model-name",
             name,
             "--model-size",
-            name.removeprefix(_MADE_HERE),
+            name.removeprefix(_SCRATCH_PREFIX),
             "--vocab-size",
             str(_VOCABULARY),
             "--train-tokenizer",
-            str(_dataset_dir(config.dataset_name[0])),
+            str(_find_dataset_dir(config.dataset_name[0])),
         ]
     else:
         yield ["03_download_model.py", "--model-name", name]

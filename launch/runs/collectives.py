@@ -1,4 +1,4 @@
-"""Find out which ranks waited for which others when the watchdog ended a run."""
+"""Find out which ranks hung in a collective, and for which ranks they waited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Collective = tuple[str, int, str]  # group, number within it, name
 
 
 def describe_hang(files: list[Path]) -> str:
-    """Return a text about the collective in which most ranks hung; empty without any.
+    """Return a text about the collective in which most ranks hung, "" if none did.
 
     files: logs/rank_*.collectives.json, as lib/parallel/flight_recorder.py writes them.
     """
@@ -30,8 +30,8 @@ def describe_hang(files: list[Path]) -> str:
         pending = [e for e in dump["entries"] if e["pending"]]
         members |= {name: set(ranks) for name, ranks in dump["groups"].items()}
         for entry in dump["entries"]:
-            at = entry["process_group"][0], rank
-            reached[at] = max(reached.get(at, 0), entry["collective_seq_id"])
+            member = entry["process_group"][0], rank
+            reached[member] = max(reached.get(member, 0), entry["collective_seq_id"])
         if pending:
             first = min(pending, key=lambda e: e["time_created_ns"])
             group = first["process_group"][0]
@@ -47,12 +47,13 @@ def describe_hang(files: list[Path]) -> str:
         for entry in dump["entries"]
         if entry["process_group"][0] == group
     )
-    place = f"in {name}, number {number:,} of group {label}"
+    location = f"in {name}, number {number:,} of group {label}"
     if not late:
         return (
-            f"{_format_ranks(ranks)} hung {place}, which all ranks have reached: check the network"
+            f"{_format_ranks(ranks)} hung {location}, which all ranks have reached: check the "
+            "network"
         )
-    return f"{_format_ranks(ranks)} hung {place}, and waited for {_format_ranks(late)}"
+    return f"{_format_ranks(ranks)} hung {location}, and waited for {_format_ranks(late)}"
 
 
 def _read_dump(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Read the files of a run, repeatedly and in any process, whether they are complete or torn."""
+"""Read the files of a run from any process, also while it writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lib.train import command_line
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
 _COMMIT = "COMMIT.json"
 _LOG_TAIL = 16 << 10  # bytes
-_MOST_WARNINGS = 6
+_MAX_WARNINGS = 6
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -70,15 +70,19 @@ def find_process(root: Path) -> RunProcess | None:
             words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
             names = [Path(word).name for word in words]
             cwd = (entry / "cwd").readlink()
-            typed = command_line.parse_options_in(
+            stage_options = command_line.parse_options_in(
                 cwd, words[names.index(command_line.SCRIPT) + 1 :]
             )
-            directory = cwd / (typed.save_dir or paths.OUTPUTS) / (typed.experiment_name or "")
+            directory = (
+                cwd
+                / (stage_options.save_dir or paths.OUTPUTS)
+                / (stage_options.experiment_name or "")
+            )
             if names[0].startswith("python") and directory.resolve() == root:
                 is_launcher = names[1] == "supervise.py"
                 processes[process.pid] = RunProcess(process.pid, process.parent, is_launcher)
-    first = [process for process in processes.values() if process.parent not in processes]
-    return max(first, key=lambda process: process.is_launcher, default=None)
+    roots = [process for process in processes.values() if process.parent not in processes]
+    return max(roots, key=lambda process: process.is_launcher, default=None)
 
 
 class GrowingFile:
@@ -229,7 +233,7 @@ class RunFiles:
         ]
         if hang := collectives.describe_hang(self._files_of_launch("*.collectives.json")):
             problems.append(("", hang))
-        newest = sorted(problems)[-_MOST_WARNINGS:]
+        newest = sorted(problems)[-_MAX_WARNINGS:]
         return [run_records.one_line(f"{time}  {text}".strip()) for time, text in newest]
 
     def _files_of_launch(self, pattern: str) -> list[Path]:
@@ -276,23 +280,29 @@ class RunFiles:
 
     def _longest_silence(self) -> float:
         """Return how long the run may be silent, in seconds: five times the time between rows."""
-        last = self.rows[-2:]
-        if len(last) < 2:
+        last_rows = self.rows[-2:]
+        if len(last_rows) < 2:
             return 600.0
-        interval = (last[1]["step"] - last[0]["step"]) * last[1].get("time/total", 0.0) / 1000
+        interval = (
+            (last_rows[1]["step"] - last_rows[0]["step"])
+            * last_rows[1].get("time/total", 0.0)
+            / 1000
+        )
         return max(60.0, 5 * interval)
 
 
 def _parse_warnings(text: str) -> list[str]:
-    """Return `time text` of the last warnings and errors in a log; the last line of a traceback."""
-    warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
+    """Return the last warnings and errors in a log as `time text`; of tracebacks, the last line."""
+    warnings: deque[str] = deque(maxlen=_MAX_WARNINGS)
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if match := _LOG_LINE.match(line):
             message = match[3]
             if message.startswith(_TRACEBACK):
-                rest = [after for after in lines[number + 1 :] if after.strip()]
-                message = next((after for after in rest if not after.startswith(" ")), message)
+                rest = [next_line for next_line in lines[number + 1 :] if next_line.strip()]
+                message = next(
+                    (next_line for next_line in rest if not next_line.startswith(" ")), message
+                )
             warnings.append(f"{match[1]} {message}")
     return list(warnings)
 

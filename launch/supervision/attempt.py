@@ -24,10 +24,10 @@ from lib.core.retry import poll
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
-_ENDS_BY_ITSELF_S = 20.0  # after a rank, or torchrun on another node, has ended
-_LEFT_OVER_S = 5.0  # for processes that outlive torchrun
-_AFTER_THE_SAVE_S = 30.0
-_KILLED_WITHIN_S = 30.0  # after that, a process hangs in the kernel, on a device or a mount
+_END_GRACE_S = 20.0  # after a rank, or torchrun on another node, has ended
+_LEFTOVER_GRACE_S = 5.0  # for processes that outlive torchrun
+_AFTER_SAVE_S = 30.0
+_KILL_TIMEOUT_S = 30.0  # after that, a process hangs in the kernel, on a device or a mount
 _MEMORY_WINDOW_S = 60.0
 
 
@@ -54,7 +54,7 @@ class Attempt:
         self._save_seconds = command.save_seconds
         self._node = node
         self._logs = tempfile.TemporaryDirectory(prefix="launch-")
-        self._kills = _kills_for_memory()
+        self._kills = _count_oom_kills()
         self._killed_at = float("-inf")
         self._deadline = float("inf")
         self._stopping = False
@@ -74,7 +74,7 @@ class Attempt:
 
     def tick(self) -> bool:
         """Kill the processes if their deadline is over, and return whether all have ended."""
-        if (kills := _kills_for_memory()) > self._kills:
+        if (kills := _count_oom_kills()) > self._kills:
             self._kills = kills
             self._killed_at = time.monotonic()
         if any(Path(self._logs.name).rglob(outcome.ERROR_FILE)):
@@ -85,11 +85,11 @@ class Attempt:
                 return True
             self._ended_at = self._ended_at or time.monotonic()
             if not self._stopping:  # ranks that are saving may outlive torchrun
-                deadline = min(deadline, self._ended_at + _LEFT_OVER_S)
+                deadline = min(deadline, self._ended_at + _LEFTOVER_GRACE_S)
         if time.monotonic() < deadline:
             return False
-        if stuck := self._kill_all():
-            print(f"launcher: these processes cannot be killed: {stuck}", flush=True)
+        if survivors := self._kill_all():
+            print(f"launcher: these processes cannot be killed: {survivors}", flush=True)
         return True
 
     def stop(self, signal_name: str) -> None:
@@ -99,9 +99,9 @@ class Attempt:
         self._stopping = True
         if self._process.poll() is None:  # torchrun passes the signal on to its ranks
             self._process.send_signal(signal.Signals[signal_name])
-        self.abandon(self._save_seconds + _AFTER_THE_SAVE_S)
+        self.abandon(self._save_seconds + _AFTER_SAVE_S)
 
-    def abandon(self, seconds: float = _ENDS_BY_ITSELF_S) -> None:
+    def abandon(self, seconds: float = _END_GRACE_S) -> None:
         """Kill the command after some seconds, since another rank or node has ended or is lost."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
@@ -118,18 +118,18 @@ class Attempt:
 
     def _kill_all(self) -> list[int]:
         """Kill all descendants; return the processes that survive."""
-        left: list[int] = []
+        survivors: list[int] = []
 
         def have_ended() -> bool:
-            nonlocal left
-            left = self._running()
-            for pid in left:  # in each look, since one of them may just have started another
+            nonlocal survivors
+            survivors = self._running()
+            for pid in survivors:  # each time, since one of them may just have started another
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return not left
+            return not survivors
 
-        poll(have_ended, every=0.05, patience=_KILLED_WITHIN_S)
-        return left
+        poll(have_ended, every=0.05, patience=_KILL_TIMEOUT_S)
+        return survivors
 
     def _running(self) -> list[int]:
         """Return the descendants that are running, and reap orphans that have ended."""
@@ -143,7 +143,7 @@ class Attempt:
         return [process.pid for process in descendants if not process.has_ended]
 
 
-def _kills_for_memory() -> int:
+def _count_oom_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out.
 
     Counts those of this container or job if its control group does, otherwise of the machine.

@@ -19,8 +19,8 @@ from lib.core.liveness import SilenceClock
 
 HEAD = 0
 SILENT_S = 90.0  # network file systems may show a change a minute late
-_LONGEST_GAP_S = 5.0  # time between two looks that counts as silence
-_OF_PHASES: dict[str, dict[str, type]] = {
+_MAX_GAP_S = 5.0  # time between two passes that may count as silence
+_PHASE_FIELDS: dict[str, dict[str, type]] = {
     "run": {"members": dict, "found": str},
     "ended": {"outcome": dict},
     "leave": {"code": int},
@@ -39,7 +39,7 @@ class NoteBoard:
         self.node = node
         self.me = uuid.uuid4().hex
         self._beat = 0
-        self._clock = SilenceClock(_LONGEST_GAP_S)
+        self._clock = SilenceClock(_MAX_GAP_S)
         self._last: dict[int, dict[str, Any]] = {}
 
     def post(self, **facts: Any) -> None:
@@ -49,7 +49,7 @@ class NoteBoard:
         self._beat += 1
         with suppress(OSError):
             path = self._write({"me": self.me, "beat": self._beat, **facts})
-            path.replace(self.directory / _note(self.node))
+            path.replace(self.directory / _note_name(self.node))
 
     def require_writable(self) -> None:
         """Raise UsageError if this node cannot write notes, since the others would wait for it."""
@@ -59,8 +59,8 @@ class NoteBoard:
             with suppress(FileNotFoundError):  # an earlier launch may just delete the directory
                 self._write({}).unlink()
         except OSError as error:
-            known = from_os_error(error)
-            raise (UsageError if known is None else type(known))(
+            stage_error = from_os_error(error)
+            raise (UsageError if stage_error is None else type(stage_error))(
                 f"the launchers of all nodes exchange notes in {self.directory}, which cannot be "
                 "written",
                 found=os.strerror(error.errno or 0),
@@ -71,12 +71,12 @@ class NoteBoard:
         """Write a note to a temporary file and return its path."""
         assert self.directory is not None  # the callers check this
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = (self.directory / _note(self.node)).with_suffix(".tmp")
+        temporary = (self.directory / _note_name(self.node)).with_suffix(".tmp")
         temporary.write_text(json.dumps(note))
         return temporary
 
     def look(self) -> None:
-        """Begin a new look at the other nodes; only time between looks counts as silence."""
+        """Start a new pass over the notes; only time between passes counts as silence."""
         self._clock.look()
 
     def read(self, node: int) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class NoteBoard:
         if self.directory is None:
             return {}
         try:
-            note = records.read_json(self.directory / _note(node))
-            self._last[node] = note if _is_sound(note) else {}
+            note = records.read_json(self.directory / _note_name(node))
+            self._last[node] = note if _is_valid_note(note) else {}
         except FileNotFoundError:
             self._last[node] = {}
         except (OSError, ValueError):  # a network file system may fail briefly: keep the last note
@@ -109,13 +109,13 @@ class NoteBoard:
         """Delete this node's note, or everyone's, and the directory if it is empty then."""
         if self.directory is not None:
             with suppress(OSError):  # the directory may still contain notes of others
-                for path in self.directory.glob("node_*" if everyone else _note(self.node)):
+                for path in self.directory.glob("node_*" if everyone else _note_name(self.node)):
                     path.unlink()
                 self.directory.rmdir()
                 self.directory.parent.rmdir()
 
 
-def _is_sound(note: Any) -> bool:
+def _is_valid_note(note: Any) -> bool:
     """Return whether a note has the fields that launchers read, with values of the right types."""
     if not isinstance(note, dict):
         return False
@@ -127,11 +127,17 @@ def _is_sound(note: Any) -> bool:
         "stop": str,
         "gave_up": bool,
     }
-    kinds |= _OF_PHASES.get(str(note.get("phase")), {})
-    more = {"members": dict, "found": str, "code": int, "has_begun": bool, "is_over": bool}
-    kinds |= {key: kind for key, kind in more.items() if key in note}
+    kinds |= _PHASE_FIELDS.get(str(note.get("phase")), {})
+    optional_kinds = {
+        "members": dict,
+        "found": str,
+        "code": int,
+        "has_begun": bool,
+        "is_over": bool,
+    }
+    kinds |= {key: kind for key, kind in optional_kinds.items() if key in note}
     return all(type(note.get(key)) is kind for key, kind in kinds.items())
 
 
-def _note(node: int) -> str:
+def _note_name(node: int) -> str:
     return f"node_{node:05d}.json"

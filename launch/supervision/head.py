@@ -9,15 +9,15 @@ from typing import Any
 from launch.supervision import outcome
 from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
-from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_WITHIN_S, NodeLauncher
+from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_TIMEOUT_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, run_records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
 
-_OTHERS_END_WITHIN_S = 60.0  # more than they take to end by themselves and to be killed
-_LONGEST_BACKOFF_S = 300.0
+_OTHERS_END_TIMEOUT_S = 60.0  # more than they take to end by themselves and to be killed
+_MAX_BACKOFF_S = 300.0
 
 
 class Head(NodeLauncher):
@@ -64,7 +64,7 @@ class Head(NodeLauncher):
                 verdict = self._train()
             if verdict.code is not None:
                 return self._leave(verdict.code, verdict.why)
-            seconds = backoff(self._history.restarts, self._backoff, _LONGEST_BACKOFF_S)
+            seconds = backoff(self._history.restarts, self._backoff, _MAX_BACKOFF_S)
             self._not_before = time.monotonic() + seconds
             self.announce(
                 f"{verdict.why}; restart {self._history.restarts} of "
@@ -81,9 +81,9 @@ class Head(NodeLauncher):
             self._read_stop()
             waited = time.monotonic() - began
             missing = [
-                n
-                for n in self._others
-                if not self.board.is_alive(n) or self.notes[n].get("phase") != "ready"
+                node
+                for node in self._others
+                if not self.board.is_alive(node) or self.notes[node].get("phase") != "ready"
             ]
             if self.stop:
                 return Verdict(EXIT_PREEMPTED, f"stopped by {self.stop}")
@@ -107,8 +107,8 @@ class Head(NodeLauncher):
 
     def _train(self) -> Verdict:
         members = {str(node): note["me"] for node, note in self.notes.items()}
-        earlier = self._earlier_note.get("members", {})
-        if any(earlier.get(node) == me for node, me in members.items()):
+        earlier_members = self._earlier_note.get("members", {})
+        if any(earlier_members.get(node) == me for node, me in members.items()):
             self._digest_before = self._earlier_note["found"]
         has_begun = self._config_digest() != self._digest_before
         self._state_before = self._state()
@@ -120,8 +120,12 @@ class Head(NodeLauncher):
             self._read_stop()
             if self.stop:
                 attempt.stop(self.stop)
-            ended = [found for n in self._others if (found := self._outcome(n))]
-            if any(self._is_lost(n, members) for n in self._others) or self._is_over(ended):
+            outcomes_so_far = [
+                node_outcome for n in self._others if (node_outcome := self._outcome(n))
+            ]
+            if any(self._is_lost(n, members) for n in self._others) or self._is_over(
+                outcomes_so_far
+            ):
                 attempt.abandon()
         outcomes, lost = self._wait_for_others([attempt.outcome()], members)
         self._history.note_newest(self._newest())
@@ -144,31 +148,31 @@ class Head(NodeLauncher):
         is_ended = note.get("round") == self.round and note.get("phase") == "ended"
         return NodeOutcome.from_note(note["outcome"]) if is_ended else None
 
-    def _is_over(self, ended: list[NodeOutcome]) -> bool:
+    def _is_over(self, outcomes: list[NodeOutcome]) -> bool:
         """Return whether the round is over: a node has failed, or training is complete.
 
         With --prepare-only, some nodes are done long before others.
         """
-        return any(node.code != EXIT_DONE for node in ended) or bool(
-            ended and self._new_state().get("status") == "complete"
+        return any(node.code != EXIT_DONE for node in outcomes) or bool(
+            outcomes and self._new_state().get("status") == "complete"
         )
 
     def _wait_for_others(
         self, outcomes: list[NodeOutcome], members: dict[str, str]
     ) -> tuple[list[NodeOutcome], list[int]]:
-        """Return how the round ended on all nodes, and which of them are lost."""
+        """Wait for the other nodes; return the outcomes of all nodes, and the lost nodes."""
         deadline = float("inf")
         lost = []
         waiting = set(self._others)
         while waiting:
             is_over = self._is_over(outcomes)
             if is_over and deadline == float("inf"):
-                deadline = time.monotonic() + _OTHERS_END_WITHIN_S
+                deadline = time.monotonic() + _OTHERS_END_TIMEOUT_S
             self.turn(self._others, "end", **self._round_facts, is_over=is_over)
             self._read_stop()
             for node in sorted(waiting):
-                if ended := self._outcome(node):
-                    outcomes.append(ended)
+                if node_outcome := self._outcome(node):
+                    outcomes.append(node_outcome)
                 elif self._is_lost(node, members) or time.monotonic() > deadline:
                     lost.append(node)
                 else:
@@ -179,7 +183,7 @@ class Head(NodeLauncher):
     def _leave(self, code: int, why: str) -> int:
         """Post the exit code for all nodes, and wait until they have read it."""
         self.announce(f"exit code {code}: {why}")
-        deadline = time.monotonic() + OTHERS_LEAVE_WITHIN_S
+        deadline = time.monotonic() + OTHERS_LEAVE_TIMEOUT_S
         self.post("leave", code=code)
         while (
             any(note and self.board.is_alive(node) for node, note in self.notes.items())
@@ -206,5 +210,5 @@ class Head(NodeLauncher):
 
     def _new_state(self) -> dict[str, Any]:
         """Return state.json if this round has written it."""
-        now = self._state()
-        return now if now != self._state_before else {}
+        state = self._state()
+        return state if state != self._state_before else {}

@@ -23,13 +23,13 @@ def interface_variables(head: str, interface: str) -> dict[str, str]:
     """
     if interface:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    found = "" if "GLOO_SOCKET_IFNAME" in os.environ else find_interface(head)
-    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+    route_interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else find_interface(head)
+    return {"GLOO_SOCKET_IFNAME": route_interface} if route_interface else {}
 
 
 def find_interface(host: str) -> str:
     """Return the interface whose route leads to a host (or to itself); empty if there is none."""
-    address = _address(host)
+    address = _resolve_host(host)
     if address is None or address.is_loopback:  # on the head, its own name
         address = ipaddress.IPv4Address("0.0.0.0")  # only a default route matches
     best = (-1, 0)
@@ -37,7 +37,9 @@ def find_interface(host: str) -> str:
     with suppress(OSError, ValueError):
         for line in Path("/proc/net/route").read_text().splitlines()[1:]:
             name, target, _, flags, _, _, metric, mask, *_ = line.split()
-            network = ipaddress.IPv4Network((_route_address(target), str(_route_address(mask))))
+            network = ipaddress.IPv4Network(
+                (_parse_route_address(target), str(_parse_route_address(mask)))
+            )
             quality = network.prefixlen, -int(metric)
             if int(flags, 16) & _UP and address in network and quality > best:
                 best = quality
@@ -45,16 +47,16 @@ def find_interface(host: str) -> str:
     return interface
 
 
-def _route_address(digits: str) -> ipaddress.IPv4Address:
+def _parse_route_address(digits: str) -> ipaddress.IPv4Address:
     return ipaddress.IPv4Address(bytes.fromhex(digits)[::-1])
 
 
-def _address(host: str) -> ipaddress.IPv4Address | None:
+def _resolve_host(host: str) -> ipaddress.IPv4Address | None:
     with suppress(ValueError):
         return ipaddress.IPv4Address(host)
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        found = subprocess.run(
+        process = subprocess.run(
             ["getent", "ahostsv4", host], capture_output=True, text=True, timeout=20, check=True
         )
-        return ipaddress.IPv4Address(found.stdout.split()[0])
+        return ipaddress.IPv4Address(process.stdout.split()[0])
     return None

@@ -19,7 +19,7 @@ from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, esc
 from lib.core.retry import poll
 
 ANNOUNCE_AFTER_S = 10.0
-OTHERS_LEAVE_WITHIN_S = 30.0
+OTHERS_LEAVE_TIMEOUT_S = 30.0
 _TICK_S = 1.0
 _TICK_ALONE_S = 0.2
 _LOOKS = 4
@@ -52,7 +52,7 @@ class NodeLauncher(ABC):
         """Supervise the command of this node and return the run's exit code."""
 
     def note_signal(self, name: str) -> None:
-        """Record a signal, on which `turn` acts: the first one stops the run.
+        """Record a signal for the next `turn`: the first one stops the run.
 
         Schedulers send several kinds of signals for one stop, so only a second SIGINT makes the
         launcher kill the ranks without saving.
@@ -62,11 +62,13 @@ class NodeLauncher(ABC):
         self.stop = self.stop or name
 
     def announce(self, text: str) -> None:
-        who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
-        print(escape_controls(f"{who}: {text}"), flush=True)
+        speaker = (
+            "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
+        )
+        print(escape_controls(f"{speaker}: {text}"), flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
-        """Wait a moment, read the notes of other nodes and post this node's."""
+        """Wait a moment, read the other nodes' notes, act on signals and post this node's note."""
         time.sleep(_TICK_ALONE_S if self.board.directory is None else _TICK_S)
         self.board.look()
         self.notes = {node: self.board.read(node) for node in others}
@@ -75,7 +77,7 @@ class NodeLauncher(ABC):
         self.post(phase, **facts)
 
     def give_up(self, why: str) -> None:
-        """Kill the ranks of this node; the other nodes read it in the note and kill theirs."""
+        """Kill the ranks of this node; the other nodes see it in the note and kill theirs."""
         if not self.gave_up:
             self.gave_up = True
             self.announce(
@@ -86,7 +88,7 @@ class NodeLauncher(ABC):
             self.attempt.abandon(0)
 
     def since_save(self) -> str:
-        """Return the words that name the checkpoint from which a restart continues."""
+        """Return "since …" for messages: the checkpoint from which a restart continues."""
         return "since the newest checkpoint"
 
     def _act_on_signals(self, phase: str) -> None:
@@ -105,13 +107,13 @@ class NodeLauncher(ABC):
 
     def require_alone(self) -> None:
         """Raise UsageError if another launcher writes the notes of this node."""
-        first = self.board.read(self.board.node)
+        first_note = self.board.read(self.board.node)
 
         def has_changed() -> bool:
-            now = self.board.read(self.board.node)
-            return bool(now) and now != first
+            note = self.board.read(self.board.node)
+            return bool(note) and note != first_note
 
-        if bool(first) and poll(has_changed, _TICK_S, _LOOKS * _TICK_S):
+        if bool(first_note) and poll(has_changed, _TICK_S, _LOOKS * _TICK_S):
             raise UsageError(
                 f"another launcher is at work as node {self.board.node} of this experiment",
                 expected="another --node-rank on each machine, and "
@@ -135,17 +137,17 @@ class Follower(NodeLauncher):
     def run(self) -> int:
         """Supervise the command of this node and return the exit code that the head posts."""
         self.require_alone()
-        known: set[str] = set()  # heads that were active since this launcher began
+        known_heads: set[str] = set()  # heads that were active since this launcher began
         alone_since = time.monotonic()
         is_announced = False
         while True:
             self.turn(range(1), "ready")
             head = self.notes[HEAD]
             if head.get("phase") == "leave":
-                if head["me"] in known:
+                if head["me"] in known_heads:
                     return self._leave(head["code"], "as node 0 reports")
             elif head:
-                known.add(head["me"])
+                known_heads.add(head["me"])
             if self.board.is_alive(HEAD):
                 if (
                     head.get("phase") == "run"
@@ -154,12 +156,12 @@ class Follower(NodeLauncher):
                 ):
                     self._train(head)
                 alone_since = time.monotonic()
-            alone = time.monotonic() - alone_since
-            if (self.stop and not self.board.is_alive(HEAD)) or alone > (
-                OTHERS_LEAVE_WITHIN_S if self._is_over() else self.patience
+            seconds_alone = time.monotonic() - alone_since
+            if (self.stop and not self.board.is_alive(HEAD)) or seconds_alone > (
+                OTHERS_LEAVE_TIMEOUT_S if self._is_over() else self.patience
             ):
                 return self._leave(self._code_without_head(), "node 0 is gone")
-            if alone > ANNOUNCE_AFTER_S and not is_announced:
+            if seconds_alone > ANNOUNCE_AFTER_S and not is_announced:
                 is_announced = True
                 self.announce(
                     "waiting for node 0: run the same command there, with a --save-dir that all "
@@ -167,7 +169,7 @@ class Follower(NodeLauncher):
                 )
 
     def _train(self, head: dict[str, Any]) -> None:
-        """Take part in a round, and report how it ended on this node until the head goes on."""
+        """Take part in a round, then report its outcome here until the head continues."""
         me = head["me"]
         self.round = head["round"]
         self._trained = (me, self.round)

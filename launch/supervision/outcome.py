@@ -23,11 +23,11 @@ from lib.core.lease import ExperimentHeld
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 ERROR_FILE = "error.json"  # as torchrun names it
-_FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
+_FINAL_CODES = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
 _STATUS_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
-# Errors of ranks that have lost a peer, apart from stage 04's own errors about it.
-_OF_THE_NETWORK = re.compile(
+# Errors of ranks that have lost another rank, besides stage 04's own error classes for this.
+_NETWORK_ERROR = re.compile(
     r"^torch\.distributed\.Dist|/gloo/|Connection (?:closed|reset|refused)|Broken pipe|NCCL|"
     r"[Tt]imed? ?out|client socket has failed",
     re.MULTILINE,
@@ -54,7 +54,7 @@ class Failure:
     def is_of_the_network(self) -> bool:
         """Return whether this rank failed because of another rank or of the network."""
         return self.code == EXIT_BUG and (
-            self.kind in ("StageError", "Watchdog") or bool(_OF_THE_NETWORK.search(self.text))
+            self.kind in ("StageError", "Watchdog") or bool(_NETWORK_ERROR.search(self.text))
         )
 
     def is_final(self, has_begun: bool) -> bool:
@@ -62,7 +62,9 @@ class Failure:
 
         After a restart, a node that was cut off may still hold the experiment's lock for a while.
         """
-        return self.code in _FINAL and not (has_begun and self.kind == ExperimentHeld.__name__)
+        return self.code in _FINAL_CODES and not (
+            has_begun and self.kind == ExperimentHeld.__name__
+        )
 
     def is_bug(self) -> bool:
         return (
@@ -98,7 +100,7 @@ class NodeOutcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens next. code: the exit code of the run and of all launchers; None to restart."""
+    """The decision after a round. code: exit code of the run and all launchers, None to restart."""
 
     code: int | None
     why: str
@@ -106,7 +108,7 @@ class Verdict:
 
 @dataclass
 class History:
-    """What earlier rounds of this launch mean for the next one.
+    """The history of a launch, on which the next verdict depends.
 
     restarts: since the newest checkpoint. bug_at: step of the bug that ended the last round, -1 if
     none did.
@@ -170,16 +172,17 @@ def judge(
             return Verdict(failure.code, str(failure))
         if failure.is_out_of_memory():
             return Verdict(EXIT_USAGE, f"out of memory: {failure}")
-    if hungry := [node.node for node in nodes if node.killed_for_memory]:
+    if oom_nodes := [node.node for node in nodes if node.killed_for_memory]:
         return Verdict(
             EXIT_USAGE,
-            f"out of memory: the kernel killed a process on node {hungry[0]} (`dmesg` shows which)",
+            f"out of memory: the kernel killed a process on node {oom_nodes[0]} (`dmesg` shows "
+            "which)",
         )
     if killed:
         failures = [f for f in failures if f.code != EXIT_PREEMPTED]
     if stop or any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
-    return _retry(failures, lost, state, history, killed)
+    return _decide_restart(failures, lost, state, history, killed)
 
 
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
@@ -193,7 +196,7 @@ def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) 
     return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: all training {since} is lost")
 
 
-def _retry(
+def _decide_restart(
     failures: list[Failure],
     lost: list[int],
     state: dict[str, Any],
@@ -201,15 +204,15 @@ def _retry(
     killed: list[int],
 ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
-    first = bug or next(iter(failures), None)
+    first_failure = bug or next(iter(failures), None)
     why = "a rank ended without an error message (see the lines above)"
     if lost:
         why = f"node {lost[0]} is lost"
-    elif first:
-        why = str(first)
+    elif first_failure:
+        why = str(first_failure)
     elif killed:
         why = f"torchrun was killed on node {killed[0]}"
-    code = first.code if first else EXIT_BUG
+    code = first_failure.code if first_failure else EXIT_BUG
     if bug:
         step = state.get("step")
         if step == history.bug_at:

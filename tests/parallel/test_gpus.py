@@ -216,22 +216,22 @@ def test_the_checks_of_a_machine_and_a_setup_report_it_too(
     facts = machine.collect_facts(tmp_path, tmp_path, [], tmp_path)
     told = [
         found
-        for found in node_findings._node(
+        for found in node_findings._check_node(
             {**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}}, "node 0", False
         )
         if found.check == "torch"
     ]
     assert [found.severity for found in told] == ["error"] and "too old" in told[0].text
     assert "+cu126" in told[0].remedy
-    [alone] = setup._gpus()
+    [alone] = setup._check_gpus()
     assert (alone.severity, alone.check) == ("error", "torch") and "too old" in alone.text
     stamp = tmp_path / ".bundle.json"
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu130", "cuda": "13.0"}}}')
     monkeypatch.setattr(setup, "ROOT", tmp_path)
-    [bundled] = setup._gpus()
+    [bundled] = setup._check_gpus()
     assert bundled.severity == "error" and "--driver-version 535.104.05" in bundled.remedy
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
-    fits, installed = setup._gpus()
+    fits, installed = setup._check_gpus()
     assert (
         "535.104.05 is new enough for torch 2.13.0+cu126" in fits.text
         and installed.severity == "error"
