@@ -63,7 +63,7 @@ METRICS = {
         "of one device in the window, with 6 N + 12 L H Q T operations per token (4 N for frozen "
         "weights)",
     ),
-    "perf/mfu": Figure("share", "`perf/tflops` ÷ the peak that the head of the run prints"),
+    "perf/mfu": Figure("share", "`perf/tflops` ÷ the peak that the log prints at the start"),
     "perf/run_tokens_per_sec": Figure(
         "tokens/s",
         "tokens of a step on all ranks, padding included, ÷ mean step time of the launch, with "
