@@ -1,8 +1,8 @@
 """Find, check and fingerprint the files of tokenizers and datasets, for all their readers.
 
-A dataset was made by stage 02 or by another program. One of another program is a directory that
-`save_to_disk` wrote, or Arrow files from the cache of the library `datasets`. The names of such
-files contain the split, as in `wikitext-train.arrow` and `json-validation-00000-of-00002.arrow`. A
+A dataset was made by stage 02 or by another program. The latter wrote a directory with
+`save_to_disk`, or Arrow files in the cache of the library `datasets`. The names of such files
+contain the split, as in `wikitext-train.arrow` and `json-validation-00000-of-00002.arrow`. A
 file with another name, or a single file given as the dataset, belongs to train. `cache-….arrow`
 files are cached results of `Dataset.map`, and ignored.
 """

@@ -145,7 +145,7 @@ def help_of(flag: str = "--help", action: str = "") -> str:
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words: a flag for True, a repeated option for a list, nothing if empty."""
+    """Return options as words: True as a flag, a list as a repeated option. Empty ones are omitted."""
     words: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"

@@ -46,7 +46,7 @@ class ExperimentHeld(DirectoryHeld):
 
 
 class Lease:
-    """The right to write a directory, until `release` or the end of the process.
+    """Holds the right to write a directory, until `release` or the end of the process.
 
     lost: called in a thread when another process has taken over the directory, which happens if
     this process was stopped for longer than PATIENCE_S.

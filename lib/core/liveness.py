@@ -87,7 +87,7 @@ def process_identity(pid: int) -> str:
 
 
 def process_record(pid: int) -> dict[str, Any]:
-    """Return what `is_alive` needs to find a process again, as values for JSON."""
+    """Return the values, for JSON, by which `is_alive` recognises a process."""
     return {"pid": pid, "born": start_time(pid), "machine": machine_identity()}
 
 

@@ -63,7 +63,7 @@ class _RankFile(logging.Handler):
 
 
 class WarnOnce:
-    """Suppresses errors of the code in its `with` block, and warns about the first in a row.
+    """Suppresses errors of its `with` block, and warns about the first of several in a row.
 
     >>> with may_fail:          # WarnOnce("metrics.jsonl")
     ...     file.write(line)

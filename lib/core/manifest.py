@@ -305,7 +305,7 @@ def make_damage_error(directory: Path, name: str, found: list[str], **remedy: st
 
 
 def _is(name: str) -> str:
-    """Return the verb for an artifact's name: `the splits` is a plural."""
+    """Return `is` or `are`, as it follows the name of an artifact: `the splits` is a plural."""
     return "are" if name.endswith("s") else "is"
 
 

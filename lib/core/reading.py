@@ -115,7 +115,7 @@ def decompress(
 ) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the first damage.
 
-    kind: gzip, bzip2 or xz (members in a row are one content), or zstd, which `zstd` opens. note:
+    kind: gzip, bzip2 or xz (several members are concatenated), or zstd, which `zstd` opens. note:
     called with the error of the damage.
     """
     try:

@@ -143,7 +143,10 @@ def estimate_room(files: Sequence[InputFile]) -> int:
 def cut_splits(
     folder: Path, files: Sequence[InputFile], out: Path, row_options: RowOptions
 ) -> list[WorkUnit]:
-    """Return the units of all splits. Each unit belongs to one split, so splits build alone."""
+    """Return the units of all splits.
+
+    A unit belongs to one split, so each split can be built alone.
+    """
     return [
         unit
         for split, members in inputs.group_by_split(files).items()

@@ -71,7 +71,7 @@ def _read_text_documents(text: str, locator: Locator, documents: Documents) -> b
             node = loader.get_node()
             place = locator.at(node.start_mark.index)
             try:
-                value = _Plain(limit).copy(loader.construct_document(node))
+                value = _AliasExpander(limit).copy(loader.construct_document(node))
                 if documents.as_data and isinstance(value, list):  # a list of records, as in JSON
                     for item, child in zip(value, node.value, strict=True):
                         documents.add_value(item, *locator.at(child.start_mark.index))
@@ -126,7 +126,7 @@ def _describe_error(error: Exception) -> str:
     return str(getattr(error, "problem", "") or error).splitlines()[0]
 
 
-class _Plain:
+class _AliasExpander:
     """Copy a loaded value to nested dicts and lists without aliases and merge keys."""
 
     def __init__(self, limit: int) -> None:
@@ -182,7 +182,7 @@ def _make_loader(as_data: bool) -> type:
 
     class PlainLoader(safe):
         def flatten_mapping(self, node: Any) -> None:
-            """Do nothing: _Plain expands merge keys, with a limit."""
+            """Do nothing: _AliasExpander expands merge keys, with a limit."""
 
     def scalar(loader: Any, node: Any) -> tuple[str, str]:
         return node.tag, node.value

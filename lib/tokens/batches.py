@@ -239,7 +239,7 @@ def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
 
 
 def make_micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
-    """Return rows as tensors, in pinned memory if asked for."""
+    """Return rows as tensors. pin: in pinned memory."""
     import torch
 
     ends = None if rows.positions is None else find_boundaries(rows.positions)

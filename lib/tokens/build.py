@@ -39,7 +39,7 @@ def prepare_store(
     Every process of a launch may call this function (see `build_once`). model_vocab: the number of
     ids the model can embed. verify: hash an existing store even if it has not changed since the
     last time. chat: the options for conversations, for a chat dataset. Raises UsageError if the
-    tokenizer can give larger ids, the dataset was replaced meanwhile, or no conversation can be
+    tokenizer contains larger ids, the dataset was replaced meanwhile, or no conversation can be
     trained on. Raises ArtifactError if the existing store is damaged.
     """
     identity = store.make_identity(dataset, tokenizer_dir, chat.identity() if chat else None)
@@ -124,7 +124,7 @@ def build_once(
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
-    """Raise UsageError if a tokenizer can give ids that the model cannot embed."""
+    """Raise UsageError if a tokenizer contains ids that the model cannot embed."""
     if vocab_size > model_vocab:
         raise UsageError(
             f"the tokenizer in {tokenizer_dir} is larger than the model's vocabulary",

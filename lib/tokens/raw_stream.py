@@ -305,7 +305,7 @@ class TokenRuns:
             self.take(cursor.token)
 
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
-        """Return the next tokens with one more (int64 [count + 1]), and the cursor of that one."""
+        """Return the next `count` tokens and one more (int64 [count + 1]), and its cursor."""
         parts = [self._tokens]
         size = len(self._tokens)
         while size <= count:

@@ -227,7 +227,7 @@ class ChatEncoder:
         )
 
     def _count_stops(self, encoded: EncodedTexts) -> Counter[int]:
-        """Return stop token → the number of samples whose last trained token it is."""
+        """Return, by stop token, the number of samples whose last trained token it is."""
         labels = np.flatnonzero(encoded.trained)
         last = labels[np.searchsorted(labels, np.cumsum(encoded.lengths)) - 1]
         return Counter(token for token in encoded.ids[last].tolist() if self._is_stop[token])
