@@ -1,4 +1,4 @@
-"""Stage 01 as a person runs it."""
+"""Run stage 01 from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = "01_organize_data.py"
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """Return raw_text/ with 23 files in nested directories, equal basenames among them."""
+    """Return raw_text/ with 23 files in nested directories, some with equal basenames."""
     root = tmp_path / "raw_text"
     for number in range(23):
         path = root / f"dir{number % 4}" / ("deep/" * (number % 2)) / f"file{number // 8}.txt"
@@ -107,7 +107,7 @@ def test_splits_are_balanced_keep_paths_and_are_hard_links(stage, raw, tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["symlink", "copy"])
-def test_other_modes(stage, raw, tmp_path, mode):
+def test_symlink_and_copy_modes_place_all_files(stage, raw, tmp_path, mode):
     os.utime(raw / "dir0/file0.txt", ns=(10**18, 10**18 + 7))
     stage(SCRIPT, "--num-dirs", 3, "--mode", mode)
     split = files_of(tmp_path / "splits")["dir0/file0.txt"]
@@ -121,7 +121,7 @@ def test_other_modes(stage, raw, tmp_path, mode):
         assert placed.stat().st_mtime_ns == 10**18 + 7
 
 
-def test_again_refused_replaced(stage, raw, tmp_path):
+def test_a_second_run_is_done_refused_or_replaces(stage, raw, tmp_path):
     stage(SCRIPT, "--num-dirs", 3)
     before = snapshot(tmp_path / "splits")
     assert "already done" in stage(SCRIPT, "--num-dirs", 3, "--num-workers", 1).stdout
@@ -158,7 +158,7 @@ def test_dry_run_leaves_nothing(stage, raw, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_hostile_trees(stage, tmp_path):
+def test_hostile_trees_are_organised_or_skipped(stage, tmp_path):
     root = tmp_path / "raw_text"
     root.mkdir()
     names = [
@@ -217,7 +217,7 @@ def test_hard_links_to_another_file_system_become_copies(stage, raw, tmp_path):
         subprocess.run(["rm", "-r", str(target.parent)], check=True)
 
 
-def test_the_destination_may_lie_in_the_source(stage, raw):
+def test_the_destination_may_be_inside_the_source(stage, raw):
     for _ in range(2):
         stage(SCRIPT, "--dst-root", raw / "splits", "--num-dirs", 2)
     assert len(files_of(raw / "splits")) == 23
@@ -230,14 +230,14 @@ def test_earlier_splits_in_the_source_are_not_taken_again(stage, raw, tmp_path):
     assert len(files_of(tmp_path / "again")) == 23
 
 
-def test_fewer_files_than_splits(stage, raw, tmp_path):
+def test_fewer_files_than_splits_give_fewer_splits(stage, raw, tmp_path):
     done = stage(SCRIPT, "--num-dirs", 100)
     assert "23 files can fill only 23 splits" in done.stdout
     assert set(Counter(files_of(tmp_path / "splits").values()).values()) == {1}
     stage(SCRIPT, "--num-dirs", 1000, "--overwrite", "--include", "dir0/*")
 
 
-def test_include_and_exclude_repeat(stage, raw, tmp_path):
+def test_include_and_exclude_may_be_repeated(stage, raw, tmp_path):
     done = stage(
         SCRIPT,
         "--num_dirs",
@@ -278,7 +278,7 @@ def test_include_and_exclude_repeat(stage, raw, tmp_path):
         (["--sorce-dir", "x"], "--src-dir"),
     ],
 )
-def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words):
+def test_bad_usage_is_reported(stage, raw, tmp_path, arguments, words):
     for name in ("bare", "blank", "binary"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("x")

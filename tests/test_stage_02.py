@@ -1,4 +1,4 @@
-"""Stage 02 as a person runs it."""
+"""Run stage 02 from the command line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(path: Path):
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file but the manifest, which holds the time."""
+    """Return the bytes of every file except the manifest, which contains the time."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in directory.rglob("*")
@@ -119,7 +119,7 @@ def test_from_raw_text_to_a_dataset(stage, raw, tmp_path):
     assert sorted(path.name for path in (tmp_path / "hf_datasets").iterdir()) == ["corpus"]
 
 
-def test_again_moved_refused_replaced(stage, raw, tmp_path):
+def test_a_second_run_is_done_refused_or_replaces(stage, raw, tmp_path):
     stage("01_organize_data.py", "--num-dirs", 2)
     stage(SCRIPT)
     target = tmp_path / "hf_datasets/corpus"
@@ -172,7 +172,7 @@ def test_workers_do_not_change_a_byte(stage, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
+def test_a_killed_build_continues_to_the_same_bytes(stage, tmp_path):
     mixed(tmp_path / "data", 700)
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "whole")
     process = subprocess.Popen(
@@ -205,7 +205,7 @@ def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
     assert not list(tmp_path.glob("*.partial-*"))
 
 
-def test_deep_nesting_neither_stops_nor_spoils_anything(stage, tmp_path):
+def test_deep_nesting_loses_only_its_document(stage, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
 
@@ -225,7 +225,7 @@ def test_deep_nesting_neither_stops_nor_spoils_anything(stage, tmp_path):
     ]
 
 
-def test_a_file_that_kills_its_worker_costs_only_itself(stage, tmp_path):
+def test_only_a_file_that_kills_its_worker_is_lost(stage, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "a.txt").write_text("first")
@@ -238,7 +238,7 @@ def test_a_file_that_kills_its_worker_costs_only_itself(stage, tmp_path):
     assert problem["path"] == "b.yaml" and problem["kind"] in ("crash", "nesting", "syntax")
 
 
-def test_a_plain_directory_with_hostile_names(stage, tmp_path):
+def test_a_plain_directory_with_hostile_names_is_read(stage, tmp_path):
     data = tmp_path / "data"
     (data / ".git").mkdir(parents=True)
     (data / ".git/config").write_text("x")
@@ -270,7 +270,7 @@ def test_options_reach_the_rows(stage, raw, tmp_path):
     assert "no document has 'missing'" in done.stdout
 
 
-def test_fields_that_find_little_are_told_with_those_that_are_there(stage, tmp_path):
+def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path):
     rows = ['{"text": "here"}\n'] * 2 + ['{"body": "b", "meta": {"title": "t"}, "n": 1}\n'] * 23
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_text("".join(rows))
@@ -326,7 +326,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
         (["--strings", "both"], "invalid choice", 2),
     ],
 )
-def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words, code):
+def test_bad_usage_is_reported(stage, raw, tmp_path, arguments, words, code):
     (tmp_path / "bare").mkdir()
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary/a").write_bytes(b"\0")
@@ -345,7 +345,7 @@ def test_symbolic_links_of_stage_01_are_followed(stage, raw, tmp_path):
     assert "missing" in stage(SCRIPT, expect=3).stderr
 
 
-def test_a_full_disk_is_told_before_anything_is_written(stage, raw, tmp_path):
+def test_a_full_disk_is_reported_before_anything_is_written(stage, raw, tmp_path):
     with (raw / "huge.txt").open("wb") as file:
         file.write(b"text")
         file.truncate(shutil.disk_usage(tmp_path).free)  # sparse: takes no room
@@ -354,7 +354,7 @@ def test_a_full_disk_is_told_before_anything_is_written(stage, raw, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
 
 
-def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, tmp_path):
+def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_continues(stage, tmp_path):
     mixed(tmp_path / "data", 200)
     limited = (
         f"ulimit -f 500; exec {sys.executable} {ROOT / SCRIPT} --data-folder data "
@@ -374,7 +374,7 @@ def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, t
 def test_a_file_that_changes_after_it_was_listed_stops_the_build(
     tmp_path: Path, monkeypatch, way: str
 ) -> None:
-    """It is not the one that the dataset is identified by: nothing is lost without a word."""
+    """The identity of the dataset names the earlier content."""
     folder = tmp_path / "raw"
     target = tmp_path / "out"
     line = '{"t": "text"}\n'
@@ -417,7 +417,7 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
 
 
 def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:
-    """Nor is it recorded that they were made."""
+    """The unit gets no record, so the next run reads it again."""
     (tmp_path / "a.txt").write_text("text")
     files, _ = inputs.find_inputs(tmp_path, False)
     [unit] = work_units.cut_files(tmp_path, files, tmp_path / "parts", RowOptions())

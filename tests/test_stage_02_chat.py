@@ -1,4 +1,4 @@
-"""Stage 02 with --format chat, as a person runs it."""
+"""Run stage 02 with --format chat from the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
 
 
 def records(style: str, count: int) -> list[dict]:
-    """Return conversations in one of the formats, some of them twice and some that do not fit."""
+    """Return conversations in a format; some are repeated, some are not valid."""
     draw = random.Random(f"{style} {count}")
     made = []
     for number in range(count):
@@ -61,7 +61,7 @@ def records(style: str, count: int) -> list[dict]:
 
 
 def fill(root: Path, count: int = 40) -> None:
-    """Make files of every format, and one that holds none."""
+    """Write files of every format, and one without conversations."""
     root.mkdir()
     for style in ("messages", "calls", "sharegpt", "completion"):
         for number in range(4):
@@ -133,7 +133,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
     assert "--format: chat there, not given now" in refused.stderr
 
 
-def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
+def test_inputs_without_conversations_are_refused(stage, tmp_path):
     raw = tmp_path / "raw"
     fill(raw)
     mixed = (
@@ -174,7 +174,7 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
             (raw / "long.jsonl").unlink()
 
 
-def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
+def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
     fill(tmp_path / "raw")
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--strings", "rows")
     [warning, command] = re.findall(r"warning: .*|^ .* --format chat .*", done.stdout, re.MULTILINE)
@@ -191,7 +191,7 @@ def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
 
 
 @pytest.mark.parametrize("dedup", ["none", "exact"])
-def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, dedup):
+def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypatch, dedup):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 500)

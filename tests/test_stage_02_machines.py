@@ -1,4 +1,4 @@
-"""Stage 02 killed and resumed, on several machines, and with other numbers of workers."""
+"""Kill and resume stage 02, on several machines and with any number of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = ("--validation-percent", 10, "--keep-source", "--dedup", "exact", "--m
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file but the manifest, which holds the time."""
+    """Return the bytes of every file except the manifest, which contains the time."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in directory.rglob("*")
@@ -34,7 +34,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def fill(root: Path, files: int) -> None:
-    """Make files of several formats with repeated documents, short ones and bad lines."""
+    """Write files of several formats with repeated and short documents and bad lines."""
     draw = random.Random(0)
     texts = [
         " ".join(draw.choices(["alpha", "beta", "gamma", "δέλτα"], k=draw.randint(1, 300)))
@@ -57,7 +57,7 @@ def splits(stage, tmp_path: Path) -> Path:
     return tmp_path / "splits"
 
 
-def test_several_machines_and_any_workers_give_the_bytes_of_one(stage, splits, tmp_path):
+def test_several_machines_and_any_workers_give_the_same_bytes(stage, splits, tmp_path):
     stage(SCRIPT, *OPTIONS, "--save-dir", "one", "--num-workers", 1)
     one = content(tmp_path / "one")
     summary = json.loads((tmp_path / "one/manifest.json").read_text())["summary"]
@@ -78,7 +78,7 @@ def test_several_machines_and_any_workers_give_the_bytes_of_one(stage, splits, t
     assert "already done" in stage(SCRIPT, *OPTIONS, "--save-dir", "many").stdout
 
 
-def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
+def test_stale_and_damaged_parts_are_named_and_refused(stage, splits, tmp_path):
     stage(SCRIPT, "--only-splits", "0-3", "--save-dir", "out")
     parts = tmp_path / "out.parts"
     refused = stage(SCRIPT, "--min-chars", 5, "--save-dir", "out", "--merge", expect=3)
@@ -107,7 +107,7 @@ def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
         (["--dedup", "near"], "invalid choice"),
     ],
 )
-def test_bad_usage(stage, tmp_path, arguments, words):
+def test_bad_usage_is_reported(stage, tmp_path, arguments, words):
     (tmp_path / "raw_text").mkdir()
     for name in "abc":
         (tmp_path / f"raw_text/{name}").write_text("text")
@@ -118,9 +118,9 @@ def test_bad_usage(stage, tmp_path, arguments, words):
 
 
 def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> Tally:
-    """Build a dataset in this process and return what became of its input.
+    """Build a dataset in this process and return its tally.
 
-    Of `units` only so many, as if killed after them.
+    units: number of units after which the build stops, as if killed; None for all.
     """
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
             dataset.add(work_units.process_unit(task))
         if units is None:
             dataset.finish()
-        elif dataset._unnoted:  # what was written after the last note is no part of it
+        elif dataset._unnoted:  # later content is ignored
             (out / "errors.jsonl").open("ab").write(b'{"path": "half a li')
     return dataset.tally
 
@@ -140,7 +140,7 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
     [4_000, pytest.param(1, marks=pytest.mark.slow), pytest.param(1 << 40, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("dedup", ["none", "exact"])
-def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, notes, dedup):
+def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypatch, notes, dedup):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
@@ -157,7 +157,7 @@ def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, no
         shutil.rmtree(tmp_path / "out")
 
 
-def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
+def test_a_build_stopped_while_shards_are_renamed_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
@@ -180,7 +180,7 @@ def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_note_that_vouches_for_lost_bytes_is_not_believed(tmp_path, monkeypatch):
+def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
     fill(tmp_path / "raw", 20)
@@ -195,7 +195,7 @@ def test_a_note_that_vouches_for_lost_bytes_is_not_believed(tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("--only-splits", "0-3")])
-def test_killed_at_many_moments_it_goes_on_and_gives_the_same_bytes(stage, tmp_path, how):
+def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, how):
     fill(tmp_path / "raw_text", 90)
     line = json.dumps({"t": "some text of a large file " * 20}) + "\n"
     for name in "abcd":
@@ -219,7 +219,7 @@ def test_killed_at_many_moments_it_goes_on_and_gives_the_same_bytes(stage, tmp_p
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_an_artifact_of_parts_is_no_dataset(stage, splits, tmp_path):
+def test_parts_are_refused_as_a_dataset(stage, splits, tmp_path):
     stage(SCRIPT, "--only-splits", "0", "--save-dir", "out")
     with pytest.raises(publish.UsageError, match="not made by this stage"):
         publish.is_done(tmp_path / "out.parts/split_00", "dataset/1", {}, False)

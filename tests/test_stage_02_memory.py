@@ -1,4 +1,4 @@
-"""Stage 02 keeps its memory, whatever the size of the input or of a document in it."""
+"""The memory of stage 02 does not depend on the size of the input or of a document."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
         ("a.yaml", 0, ["too large"]),
     ],
 )
-def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
+def test_a_line_of_a_gigabyte_takes_little_memory(tmp_path, name, rows, problems):
     path = tmp_path / "data" / name
     path.parent.mkdir()
     with path.open("w") as file:
@@ -93,7 +93,7 @@ def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
 
 
 @pytest.mark.slow
-def test_a_json_list_of_a_gigabyte(tmp_path):
+def test_a_json_list_of_a_gigabyte_takes_little_memory(tmp_path):
     lines(tmp_path / "data/a.jsonl", 600)
     source = tmp_path / "data/a.jsonl"
     with source.open("rb") as file, (tmp_path / "data/a.json").open("wb") as target:

@@ -145,7 +145,7 @@ def help_of(flag: str = "--help", action: str = "") -> str:
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words: True as a flag, a list as a repeated option. Empty ones are omitted."""
+    """Return options as words: True as a flag, a list repeated, without empty values."""
     words: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
