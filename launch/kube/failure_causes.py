@@ -13,6 +13,7 @@ from typing import Any
 
 from launch.kube.kinds import ELASTIC
 from lib.core.errors import EXIT_ARTIFACT, EXIT_BUG, EXIT_DISK_FULL, EXIT_PREEMPTED, EXIT_USAGE
+from lib.planning.knobs import KNOBS
 
 Pod = dict[str, Any]
 Logs = Callable[[Pod], str]
@@ -67,8 +68,8 @@ _STUCK_REMEDIES = {
     "--auto-fix), or update the driver of the nodes",
     "wrong image": "the image lacks the program or the code; --code-dir is the directory of "
     "04_train_fsdp.py in it",
-    "out of GPU memory": "--activation-checkpointing full, a smaller -b with the same "
-    "--global-batch-size, more nodes; stage 04 --dry-run --plan-gpus estimates the memory",
+    "out of GPU memory": f"in this order: {'; '.join(knob.remedy for knob in KNOBS)}; stage 04 "
+    "--dry-run --plan-gpus estimates the memory",
     "out of memory": "a larger memory request in launch/kube/templates/pod.yaml, fewer workers, "
     "or an instance with more memory",
     "bad input": "see the error of the run above; another attempt would fail as well",

@@ -15,7 +15,7 @@ replica of the model per node; then weights that stay gathered throughout a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from lib.core.errors import UsageError
 from lib.models.sharded import describe_size
 from lib.planning import capacity, sizes
 from lib.planning.child_process import NoAnswer, Result, in_child_process
-from lib.planning.knobs import RECOMPUTE_OPTION, Alternative, cheaper_settings
+from lib.planning.knobs import BATCH_OPTION, RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.memory import USABLE, Estimates
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import Bytes
@@ -192,18 +192,19 @@ class MemoryCheck:
         return self.known[case]
 
     def refusal(
-        self, case: StepConfig, needed: Bytes, global_batch: int, begun: bool, auto: bool
+        self, case: StepConfig, needed: Bytes, global_batch: int, has_begun: bool, auto: bool
     ) -> UsageError:
         """Return the error with the nearest settings that fit: on these ranks, and on more.
 
-        global_batch: samples of a step, which does not change. begun: see _alternatives. auto:
-        recomputation is left open, so that no command needs to name it.
+        global_batch: samples of a step, which does not change. has_begun: leave out settings that
+        a run cannot change once it has begun. auto: recomputation is left open, so that no command
+        needs to name it.
         """
         near = None
         wide = None
         hints = []
         try:
-            near, wide = self.in_child(MemoryCheck.nearest, case, begun)
+            near, wide = self.in_child(MemoryCheck.nearest, case, has_begun)
         except NoAnswer as error:
             hints.append(f"which setting would fit could not be estimated: {error}")
         omitted = RECOMPUTE_OPTION if auto else ""
@@ -236,10 +237,10 @@ class MemoryCheck:
         )
 
     def nearest(
-        self, case: StepConfig, begun: bool
+        self, case: StepConfig, has_begun: bool
     ) -> tuple[Alternative | None, Alternative | None]:
         """Return the least costly settings that fit well: on these ranks, and on more."""
-        settings = list(_alternatives(case, self.on_gpu, begun))
+        settings = list(cheaper_settings(case, has_begun))
         near, wide = (
             next(
                 (
@@ -302,17 +303,10 @@ def _largest_batch(check: MemoryCheck, cases: Sequence[StepConfig]) -> StepConfi
     return cases[low] if low >= 0 else None
 
 
-def _alternatives(case: StepConfig, on_gpu: bool, begun: bool) -> Iterator[Alternative]:
-    """Yield the other settings. begun: leave out those that a run keeps once it has begun."""
-    for setting in cheaper_settings(case, on_gpu):
-        if not (begun and not {"--optimizer", "-s"}.isdisjoint(setting.options)):
-            yield setting
-
-
 def _command(near: Alternative, case: StepConfig, global_batch: int, omitted: str) -> str:
     """Return the command that was typed, with a setting that fits and gives the same result."""
     words = near.words(without=omitted)
-    if "-b" not in near.options or int(near.options["-b"]) == case.batch:
+    if int(near.options.get(BATCH_OPTION, case.batch)) == case.batch:
         return commands.as_typed(*words)
     return commands.as_typed(
         *words, "--global-batch-size", global_batch, drop=("--grad-accum-steps",)

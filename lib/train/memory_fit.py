@@ -112,7 +112,8 @@ def _explain_excess(config: Config, inputs: Inputs, check: MemoryCheck) -> Usage
         return None
     global_batch = plan.divide_batch(config, 0, plan.get_world_size()).global_batch
     is_auto = "activation_checkpointing" in config.settled_by
-    return check.refusal(step, excess, global_batch, begun=bool(inputs.earlier_run), auto=is_auto)
+    has_begun = bool(inputs.earlier_run)
+    return check.refusal(step, excess, global_batch, has_begun=has_begun, auto=is_auto)
 
 
 def _report_copies(config: Config, check: MemoryCheck) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, units
@@ -227,6 +227,36 @@ def _count_full_steps(config: Config, samples: int | None, global_batch: int) ->
     return 0 if samples == 0 else min(limits)
 
 
+def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> StepConfig:
+    """Return the settings of a step that follow from the options alone, on `ranks` devices.
+
+    Options that are still open count as 1 sample, no recomputation, and no gathered weights.
+    """
+    import torch
+
+    from lib.parallel import compiling
+    from lib.planning.trace import StepConfig
+
+    batch = _get_micro_batch(config)
+    is_open = config.activation_checkpointing == AUTO
+    samples_per_pass = batch * get_degrees(config).dp_size(ranks)
+    global_batch = config.global_batch_size or samples_per_pass * (config.grad_accum_steps or 1)
+    return StepConfig(
+        ranks,
+        min(config.shard_size or ranks, ranks),
+        batch,
+        config.seq_length,
+        config.precision,
+        "none" if is_open else config.activation_checkpointing,
+        accumulates=global_batch > samples_per_pass,
+        offload=config.cpu_offload and on_gpu,
+        keep_gathered=bool(config.keep_gathered),
+        optimizer=config.optimizer,
+        on_gpu=on_gpu,
+        compiled=compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu")),
+    )
+
+
 def make_step_config(
     config: Config,
     model: PreTrainedModel,
@@ -237,22 +267,12 @@ def make_step_config(
     """Return the step of a run on `ranks` devices, in the form that memory estimates take.
 
     most_documents: the largest number of documents in a packed sample, padding counts as one
-    (default: the limit of the packing). Options that are still open count as 1 sample, no
-    recomputation, and no gathered weights.
+    (default: the limit of the packing). For open options see `make_step_without_attention`.
     """
     import torch
 
-    from lib.parallel import attention, compiling
-    from lib.planning.trace import StepConfig
+    from lib.parallel import attention
 
-    offload = config.cpu_offload and on_gpu
-    shard_size = min(config.shard_size or ranks, ranks)
-    batch = _get_micro_batch(config)
-    recompute = (
-        "none" if config.activation_checkpointing == AUTO else config.activation_checkpointing
-    )
-    samples_per_pass = batch * get_degrees(config).dp_size(ranks)
-    global_batch = config.global_batch_size or samples_per_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     if most_documents is None:
         most_documents = packing.choose_document_limit(config.seq_length) + 1
@@ -269,23 +289,9 @@ def make_step_config(
         )
     )
     uses_mask = is_packed and not uses_packed_kernel and config.attention in ("auto", "sdpa")
-    is_compiled = compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu"))
-    return StepConfig(
-        ranks,
-        shard_size,
-        batch,
-        config.seq_length,
-        config.precision,
-        recompute,
-        global_batch > samples_per_pass,
-        offload,
-        bool(config.keep_gathered),
-        uses_mask,
-        most_documents if uses_packed_kernel else 0,
-        optimizer=config.optimizer,
-        on_gpu=on_gpu,
-        compiled=is_compiled,
-    )
+    step = make_step_without_attention(config, ranks, on_gpu)
+    documents = most_documents if uses_packed_kernel else 0
+    return replace(step, masked=uses_mask, documents=documents)
 
 
 def next_command(config: Config, experiment: Experiment) -> str:

@@ -15,10 +15,10 @@ from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.parallel import meeting
-from lib.parallel.degrees import list_more_recomputation
+from lib.planning.knobs import list_remedies
 from lib.train import journal, meters
 from lib.train.config import Config
-from lib.train.plan import get_world_size
+from lib.train.plan import get_world_size, make_step_without_attention
 
 _SEE_PAGE = "docs/how-to/troubleshooting.md says more"
 
@@ -117,18 +117,11 @@ def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageErr
         with suppress(Exception):  # the error message matters more
             meters.write_snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
-    remedies = []
-    if more := list_more_recomputation(config.activation_checkpointing):
-        remedies.append(f"--activation-checkpointing {more[0]}")
-    if (config.batch_size or 1) > 1:
-        remedies.append("a smaller --batch-size with the same --global-batch-size")
-    remedies += ["a smaller --seq-length", "more ranks to shard over"]
-    if not config.cpu_offload and torch.cuda.is_available():
-        remedies.append("--cpu-offload on")
+    step = make_step_without_attention(config, get_world_size(), torch.cuda.is_available())
     return UsageError(
         "out of memory",
         found=text.splitlines()[0],
-        expected=f"in this order: {'; '.join(remedies)} ({_SEE_PAGE})",
+        expected="\n".join([f"in this order ({_SEE_PAGE}):", *list_remedies(step)]),
         run=commands.as_typed("--dry-run", "--plan-gpus", get_world_size()),
     )
 

@@ -117,6 +117,6 @@ def out_of_memory(place: Place) -> None:
         hook="fill_memory",
         expect=2,
     )
-    assert "error: out of memory" in run.printed and "in this order: " in run.printed
+    assert "error: out of memory" in run.printed and "in this order" in run.printed
     assert "Traceback" not in run.printed
     place.note(said=[line for line in run.printed.splitlines() if "of memory" in line][:3])
