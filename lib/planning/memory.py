@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from multiprocessing.connection import Connection
 
 import torch
 from transformers import PreTrainedModel
@@ -23,10 +20,10 @@ from lib.parallel import placement
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.parallel.placement import ParameterPlacement
 from lib.planning import sizes, trace
-from lib.planning.child_process import child_context, start_without_gpus
+from lib.planning.child_process import NoAnswer, TracingProcess
 from lib.planning.knobs import cheaper_settings
 from lib.planning.trace import StepConfig, StepMemory
-from lib.planning.tracker import SHARDED
+from lib.planning.tracker import SHARDED, Bytes
 
 _BATCHES = (1, 2, 4)  # times --batch-size
 USABLE = 0.9  # share of memory; the rest: CUDA context, NCCL buffers, fragments
@@ -244,29 +241,21 @@ class MemoryEstimate:
     """Traces a run's step in a child process, for which the run does not wait.
 
     Create it before the process group and before the model is sharded, since it may fork. The child
-    waits until the ranks have agreed on the step to trace (`begin`). Only rank 0 makes an estimate,
-    and none for a model so small that libraries take more memory.
+    process waits until the ranks have agreed on the step to trace (`begin`). Only rank 0 makes an
+    estimate, and none for a model so small that libraries take more memory.
     """
 
     def __init__(self, model: PreTrainedModel, precision: str) -> None:
+        """precision: a value of --precision. fp8 is estimated as bf16, and reported as such."""
         self.gib: float | None = None
-        self._traced = "estimated as for bf16" if precision == "fp8" else "estimated"
+        self._verb = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
-        context = child_context()
-        self._answer, question = context.Pipe()
-        self._is_wanted = log.rank() == 0 and model.num_parameters() >= ESTIMATED_FROM
-        if not self._is_wanted:
-            self._answer.close()
-            question.close()
-            return
-        self._child = context.Process(
-            target=_trace, daemon=True, args=(self._answer, question, model)
-        )
-        try:
-            start_without_gpus(self._child)
-        except OSError as error:  # no memory for another process, but there may be for a run
-            question.send(str(error))
-        question.close()
+        self._process: TracingProcess[Bytes] | None = None
+        self._is_awaited = log.rank() == 0 and model.num_parameters() >= ESTIMATED_FROM
+        if self._is_awaited:
+            self._process = TracingProcess(
+                _trace_peak, model, patience_s=_PATIENCE_S, in_background=True
+            )
 
     def __enter__(self) -> MemoryEstimate:
         return self
@@ -275,34 +264,28 @@ class MemoryEstimate:
         self.close()
 
     def begin(self, case: StepConfig) -> None:
-        """Start the trace of a run."""
-        if self._is_wanted:
-            with suppress(OSError):  # the child is gone: `report` has its last message
-                self._answer.send(case)
+        """Start the trace of a step."""
+        if self._process is not None:
+            self._process.begin(case)
 
     def report(self, wait_s: float = 0.0) -> None:
         """Log the estimate once it is known. wait_s: seconds to wait for it at most."""
-        if self._answer.closed or not self._answer.poll(wait_s):
+        if self._process is None or not self._is_awaited or not self._process.has_answer(wait_s):
             return
+        self._is_awaited = False
         try:
-            answer = self._answer.recv()
-        except EOFError:
-            answer = "it took too long"
-        self._answer.close()
-        if isinstance(answer, str):
-            log.info(f"memory could not be estimated: {answer}")
+            peak = self._process.result()
+        except NoAnswer as error:
+            log.info(f"memory could not be estimated: {error}")
             return
-        self.gib = sum(answer.values()) / _GIB
+        total = sum(peak.values())
+        self.gib = total / _GIB
         parts = " + ".join(
-            f"{units.memory(size)} {kind}"
-            for kind, size in answer.items()
-            if size >= _NAMED * self.gib * _GIB
+            f"{units.memory(size)} {kind}" for kind, size in peak.items() if size >= _NAMED * total
         )
-        log.info(
-            f"memory: at most {units.memory(self.gib * _GIB)} per rank, {self._traced}: {parts}"
-        )
+        log.info(f"memory: at most {units.memory(total)} per rank, {self._verb}: {parts}")
 
-    def compared(self, peak: float, before: float) -> str:
+    def describe_peak(self, peak: float, before: float) -> str:
         """Return a sentence that compares the peak of the run with the estimate.
 
         peak, before: GiB; `before` was in use without the model. A run may end before its estimate
@@ -310,34 +293,22 @@ class MemoryEstimate:
         """
         self.report(_PATIENCE_S)
         source = "allocated by torch" if self._on_gpu else "resident"
-        own = units.memory((peak - before) * _GIB)
-        estimated = ""
-        if self._is_wanted and self.gib is None:
-            estimated = "; it was not estimated"
-        elif self.gib is not None:
-            estimated = f"; {units.memory(self.gib * _GIB)} were estimated"
+        estimate = ""
+        if self.gib is not None:
+            estimate = f"; {units.memory(self.gib * _GIB)} were estimated"
+        elif self._process is not None:
+            estimate = "; it was not estimated"
         return (
-            f"peak {units.memory(peak * _GIB)} ({source}); {own} without what was in use before "
-            f"the model{estimated}"
+            f"peak {units.memory(peak * _GIB)} ({source}); {units.memory((peak - before) * _GIB)} "
+            f"without what was in use before the model{estimate}"
         )
 
     def close(self) -> None:
-        """Stop waiting for the answer."""
-        if self._is_wanted and self._child.pid is not None:
-            self._child.kill()
+        """Stop waiting for the estimate, and end the child process."""
+        self._is_awaited = False
+        if self._process is not None:
+            self._process.close()
 
 
-def _trace(others: Connection, question: Connection, model: PreTrainedModel) -> None:
-    others.close()  # otherwise this process keeps its own pipe open
-    for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
-    os.nice(10)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # a reader of the run's output must not wait for this process
-        os.dup2(nowhere, stream)
-    try:
-        question.send(Estimates(model).step(question.recv()).peak)
-    except Exception as error:  # whatever it is, the run continues
-        first, *_ = str(error).splitlines() or [""]
-        question.send(f"{type(error).__name__}: {first[:200]}")
+def _trace_peak(model: PreTrainedModel, case: StepConfig) -> Bytes:
+    return Estimates(model).step(case).peak

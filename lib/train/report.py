@@ -353,7 +353,7 @@ class Report:
                 {
                     "training loss": metrics.describe_training_loss(rows),
                     "validation loss": metrics.describe_validation_loss(rows),
-                    "memory": self._estimate.compared(
+                    "memory": self._estimate.describe_peak(
                         self._meters.memory_peak, self._meters.memory_before
                     ),
                     "plot": self._describe_plot(),

@@ -325,12 +325,12 @@ def test_a_failed_estimate_is_one_line_of_the_log(
     model = on_meta()
     small = memory.MemoryEstimate(model, "fp32")
     small.begin(plan.make_step_config(ASKED, model, 1, False))
-    assert "estimated" not in small.compared(1.0, 0.5)
+    assert "estimated" not in small.describe_peak(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     told = memory.MemoryEstimate(model, "fp32")
     told.begin(plan.make_step_config(ASKED, model, 1, False))
-    assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
+    assert "it was not estimated" in told.describe_peak(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
 
@@ -348,7 +348,7 @@ def test_on_a_gpu_a_child_process_without_gpus_makes_the_estimate(
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory.MemoryEstimate(model, "fp32")
         told.begin(plan.make_step_config(ASKED, model, 1, False))
-        environ = Path(f"/proc/{told._child.pid}/environ")
+        environ = Path(f"/proc/{told._process.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
         assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
