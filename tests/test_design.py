@@ -33,11 +33,12 @@ def blocks(heading: str) -> list[str]:
 COUNT_STATES = """
 import torch
 from lib.optim import registry
+from lib.planning import sizes
 model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.LayerNorm(20))
 for kind in registry.OPTIMIZERS:
     states = registry.named_states(model, registry.build_optimizer(kind, model, 1e-3))
     made = sum(tensor.nbytes for tensor in states.values())
-    assert made == registry.count_state_bytes(kind, model), kind
+    assert made == sizes.count_states(model, kind, 1)["optimizer"], kind
 """
 
 

@@ -190,13 +190,6 @@ def find_option_problems(kind: str, config: Any) -> Iterator[str]:
         yield f"{declared.flag(option_name)} belongs to --optimizer {' or '.join(names)}"
 
 
-def count_state_bytes(kind: str, model: nn.Module) -> int:
-    """Return the bytes of an optimizer's states for all trainable parameters of a model."""
-    state_bytes = OPTIMIZERS[kind].state_bytes
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return sum(state_bytes(name, p.shape) for name, p in trained)
-
-
 def build_optimizer(
     kind: str, model: nn.Module, lr: float, options: Any = None, wrap: Wrap | None = None
 ) -> Optimizer:

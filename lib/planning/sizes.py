@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import registry
-from lib.planning.tracker import Bytes
+from lib.parallel import placement
+from lib.planning.tracker import SHARDED, Bytes
 
 _FLOAT32 = 4  # bytes
 _BFLOAT16 = 2
@@ -26,21 +27,30 @@ _PER_LOGIT = 14  # bf16 logits; in float32 the copy, its softmax and its gradien
 def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Bytes:
     """Return the bytes of a rank's weights, gradients and optimizer states.
 
-    Frozen weights have neither gradients nor states. optimizer: its name.
+    They are means over the ranks. Frozen weights have neither gradients nor states. optimizer: its
+    name.
     """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    total = {
-        "parameters": weights,
-        "gradients": _FLOAT32 * model.num_parameters(only_trainable=True),
-        "optimizer": registry.count_state_bytes(optimizer, model),
+    state_bytes = registry.OPTIMIZERS[optimizer].state_bytes
+    count_ranks = placement.count_ranks_in(shard_size)
+    totals: dict[int, Bytes] = {}  # by the number of ranks that share the parameters
+    for name, p in model.named_parameters():
+        trained = p.numel() if p.requires_grad else 0
+        total = totals.setdefault(count_ranks(name, p.shape), dict.fromkeys(SHARDED, 0))
+        total["parameters"] += p.numel() * p.element_size()
+        total["gradients"] += _FLOAT32 * trained
+        total["optimizer"] += state_bytes(name, p.shape) if trained else 0
+    return {
+        kind: round(sum(total[kind] / ranks for ranks, total in totals.items())) for kind in SHARDED
     }
-    return {kind: round(size / shard_size) for kind, size in total.items()}
 
 
-def count_checkpoint(model: PreTrainedModel, optimizer: str) -> int:
-    """Return the bytes of a checkpoint: float32 masters and states of the trained parameters."""
-    masters = _FLOAT32 * model.num_parameters(only_trainable=True)
-    return masters + registry.count_state_bytes(optimizer, model)
+def count_checkpoint(model: PreTrainedModel, optimizer: str, shard_size: int = 1) -> int:
+    """Return the bytes of a checkpoint: float32 masters and states of the trained parameters.
+
+    shard_size: of the ranks that write it, for the mean share of a rank; 1 for all of it.
+    """
+    states = count_states(model, optimizer, shard_size)
+    return states["gradients"] + states["optimizer"]  # masters are as large as gradients
 
 
 def count_gathered(model: PreTrainedModel, shard_size: int, precision: str) -> int:
@@ -48,8 +58,11 @@ def count_gathered(model: PreTrainedModel, shard_size: int, precision: str) -> i
 
     Frozen weights are not gathered if each rank holds all of them.
     """
+    count_ranks = placement.count_ranks_in(shard_size)
     return COMPUTE_DTYPES[precision].itemsize * sum(
-        p.numel() for p in model.parameters() if p.requires_grad or shard_size > 1
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.requires_grad or count_ranks(name, p.shape) > 1
     )
 
 
