@@ -230,9 +230,9 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     Positions are always among them, unless the family takes none: a model that is left to count
     them itself begins at 0. With positions that restart and no mask, transformers keeps documents
     apart. The boundaries of documents are marked as dynamic for torch.compile: only the kernel
-    reads them, so one graph serves any number of documents (`graphs.prepare_graphs` does the same
-    for the longest). A copy to another device would lose the mark, so the batch must already be on
-    the model's device.
+    reads them, so one graph serves any number of documents (`compiling.py` ensures the same for the
+    length of the longest one). A copy to another device would lose the mark, so the batch must
+    already be on the model's device.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     implementation = model.config._attn_implementation

@@ -1,4 +1,9 @@
-"""Compile the decoder blocks, the loss and the update of an optimizer."""
+"""Compile the decoder blocks, the loss and the update of an optimizer.
+
+torch keeps a graph for each combination of shapes and constants that a function was called with, up
+to a limit, beyond which it runs calls uncompiled. All decoder blocks share their code, and so the
+limit. One graph serves packed documents of any length.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
-from lib.parallel import graphs, routers
+from lib.parallel import routers
 
 # With selective activation checkpointing, torch warns that blocks must change nothing in place.
 # parallelize.py ensures that.
@@ -21,6 +27,12 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(
 )
 
 BLOCKS = "the decoder blocks"
+# Enough for 64 layers that all differ, with and without gradients. The default of torch is 8.
+_GRAPH_LIMIT = 128
+# The arguments of a block that contain the length of the longest document. Only the attention
+# kernel reads these numbers, so the graphs for all of them would be the same.
+_LENGTHS = r".*max_length_[qk].*"
+_LIMIT_REACHED = "hit config."  # in the warning of torch (2.11 to 2.13) about its limit
 
 
 class Compiler:
@@ -137,5 +149,42 @@ def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
     """
     if not is_compile_on(option, device):
         return None
-    graphs.prepare_graphs()
+    _prepare_graphs()
     return Compiler(required=bool(option))
+
+
+class _LimitReport(logging.Filter):
+    """Replaces torch's many warnings about its limit of graphs by one."""
+
+    is_done = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether torch itself prints a record."""
+        text = record.getMessage()
+        if _LIMIT_REACHED not in text:
+            return True
+        if not self.is_done:
+            self.is_done = True
+            limit, function, *_ = [line.strip() for line in text.splitlines()] + [""]
+            log.warn(
+                "compile: torch reached its limit of graphs for one function, so further "
+                f"shapes run uncompiled, which is slower ({limit}, {function})"
+            )
+        return False
+
+
+_limit_report = _LimitReport()
+
+
+def _prepare_graphs() -> None:
+    """Raise torch's limit of graphs, and let one graph serve documents of any length.
+
+    When a function reaches the limit, this process logs one warning.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(_GRAPH_LIMIT, config.recompile_limit)
+    sources = torch.compiler.config.dynamic_sources
+    if _LENGTHS not in sources.split(","):
+        torch.compiler.config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(_limit_report)  # later calls add nothing

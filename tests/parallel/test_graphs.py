@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from lib.parallel import attention, compiling, graphs, loss, parallelize
+from lib.parallel import attention, compiling, loss, parallelize
 from lib.parallel.trial import SingleDevice, eval_mode
 from lib.tokens import batches as tokens
 from lib.tokens.batches import MicroBatch, bound_document_length, make_micro_batch
@@ -37,7 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphMod
         return aot_eager(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
-    monkeypatch.setattr(graphs._report, "is_done", False)
+    monkeypatch.setattr(compiling._limit_report, "is_done", False)
     torch._dynamo.reset()
     with (
         torch._dynamo.config.patch(recompile_limit=8),
@@ -173,7 +173,7 @@ def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
     compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch that finds the lengths under another name compiles three graphs here, not seven."""
-    monkeypatch.setattr(graphs, "_LENGTHS", "nothing")
+    monkeypatch.setattr(compiling, "_LENGTHS", "nothing")
     model, _ = models("none")
     for number, one in enumerate(batches()):
         loss.token_loss_sum(model, one).backward()
@@ -224,7 +224,7 @@ def test_the_limit_of_graphs_is_reported_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Of all functions that reach it; calls beyond it give the same without a graph."""
-    monkeypatch.setattr(graphs, "_GRAPH_LIMIT", 8)
+    monkeypatch.setattr(compiling, "_GRAPH_LIMIT", 8)
     run(layers(12))
     assert len(compiled) == 8
 
