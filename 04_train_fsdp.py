@@ -318,7 +318,9 @@ def make_checkpointer(
         tier=tier,
         tier_every=config.ckpt_local_freq,
         note=journal.add_event,
-        free_memory=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None,
+        free_memory=partial(capacity.count_free, torch.device("cpu"))
+        if config.ckpt_async
+        else None,
     )
 
 
@@ -336,7 +338,7 @@ def train(run: Run) -> Divergence | None:
     steps = run.stream.steps(state.position, run.plan.total_steps - state.step)  # reads ahead
     timers.restart()
     while state.step < run.plan.total_steps:
-        run.stop_request.ask()
+        run.stop_request.begin_agreement()
         run.meters.begin_step(state.step + 1)
         learning_rate = run.plan.schedule.lr(state.step)
         set_learning_rate(optimizer, learning_rate)
@@ -367,7 +369,7 @@ def train(run: Run) -> Divergence | None:
         run.report.count_step()
         run.checkpointer.poll(state)
 
-        stopping = run.stop_request.agreed()
+        stopping = run.stop_request.agree()
         divergence = log_step(run, window, grad_norm, learning_rate, bool(stopping))
         if divergence is not None:
             return divergence

@@ -119,8 +119,8 @@ def _format_cell(check: MemoryCheck, ranks: int, config: Config) -> str:
         ]
         case = choose_step(check, [[case] for case in step_configs], gathers=False)
         if check.fits(case):
-            peak_gib = check.traced(case).total / _GIB
-            host_gib = sum(check.states(case).values()) / _GIB
+            peak_gib = check.trace(case).total / _GIB
+            host_gib = sum(check.count_states(case).values()) / _GIB
             return (
                 f"{peak_gib:.0f} {case.recompute}"
                 if not offload

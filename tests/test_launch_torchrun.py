@@ -214,7 +214,7 @@ def listening(pid):
     return {{row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}}
 
 layout = ParallelLayout.start()
-layout.total([1.0])
+layout.sum_over_ranks([1.0])
 if layout.rank == 0:
     print("gloo", os.environ["GLOO_SOCKET_IFNAME"])
     print("listens", *listening(os.getpid()) | listening(os.getppid()))

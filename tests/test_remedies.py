@@ -484,7 +484,8 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "lib.parallel.stop_request.StopRequest.ask", lambda request: _raise(UsageError("stop"))
+            "lib.parallel.stop_request.StopRequest.begin_agreement",
+            lambda request: _raise(UsageError("stop")),
         )
         trained.fails(*longer, "--resume-with-changes")
     error = trained.fails(*longer)
@@ -661,7 +662,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: gpus.require_usable_gpus(is_plan=False)
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
-    yield lambda: layout._device(3)
+    yield lambda: layout._choose_device(3)
     yield lambda: attention.choose_attention("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     for capability in ((8, 0), (9, 0)):

@@ -111,14 +111,14 @@ def record(rank: int) -> None:
 
         setattr(owner, name, noted)
 
-    ask = StopRequest.ask
+    ask = StopRequest.begin_agreement
 
     def begin(request: StopRequest) -> None:
-        StopRequest.ask = ask  # the loop has begun
+        StopRequest.begin_agreement = ask  # the loop has begun
         recorder.__enter__()
         ask(request)
-        around(StopRequest, "ask", silent=True)
-        around(StopRequest, "agreed", silent=True)
+        around(StopRequest, "begin_agreement", silent=True)
+        around(StopRequest, "agree", silent=True)
         around(Evaluation, "measure", "evaluating", silent=True)
         around(Checkpointer, "save", "saving", silent=True)
         around(TrainState, "advance", ends="launched")
@@ -127,7 +127,7 @@ def record(rank: int) -> None:
             around(dist, name, name)
         around(torch.Tensor, "tolist", "asked")
 
-    StopRequest.ask = begin
+    StopRequest.begin_agreement = begin
 
 
 def recorded(project: Path, rank: int = 0) -> list[tuple[str, Any]]:
@@ -297,7 +297,7 @@ def stop(rank: int) -> None:
     """Send rank 0 a signal when a step begins."""
     from lib.parallel.stop_request import StopRequest
 
-    ask = StopRequest.ask
+    ask = StopRequest.begin_agreement
     asked = [0]
 
     def ask_or_stop(request: StopRequest) -> None:
@@ -306,7 +306,7 @@ def stop(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         ask(request)
 
-    StopRequest.ask = ask_or_stop
+    StopRequest.begin_agreement = ask_or_stop
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from lib.core import hashing, manifest
 from lib.core.paths import MANIFEST, models_root, tokens_root
 from lib.parallel.gpus import find_unusable
-from lib.parallel.nvidia import Missing, parse_number, query_driver, run_tool
+from lib.parallel.nvidia import ToolError, parse_number, query_driver, run_tool
 
 _BLOCK = 8 << 20
 _DISK_BYTES = 512 << 20
@@ -67,8 +67,8 @@ def query_gpus() -> dict[str, Any]:
     not_checked: dict[str, str] = {}
     try:
         gpus = [_parse_gpu(*row) for row in query_driver(_GPU_FIELDS)]
-    except Missing as missing:
-        return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
+    except ToolError as error:
+        return {"gpus": [], "not_checked": {"GPUs": str(error)}}
     # One query per group, since nvidia-smi refuses a whole query because of one unknown field.
     for check, query in (
         ("GPU clocks", lambda: [{"throttled": why} for why in _query_slowdowns().values()]),
@@ -79,8 +79,8 @@ def query_gpus() -> dict[str, Any]:
         try:
             for gpu, facts in zip(gpus, query(), strict=False):
                 gpu |= facts
-        except Missing as missing:
-            not_checked[check] = str(missing)
+        except ToolError as error:
+            not_checked[check] = str(error)
     return {"gpus": gpus, "not_checked": not_checked}
 
 
@@ -88,7 +88,7 @@ def query_throttled() -> dict[str, str]:
     """Return why GPUs (by index) are slowed down now; empty if none is, or if it is unknown."""
     try:
         return {index: why for index, why in _query_slowdowns().items() if why}
-    except Missing:
+    except ToolError:
         return {}
 
 
@@ -114,8 +114,8 @@ def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
     if any(device["efa"] for device in devices):
         try:
             facts["libfabric"] = "provider: efa" in run_tool("fi_info", "-p", "efa")
-        except Missing as missing:
-            facts["not_checked"]["libfabric"] = str(missing)
+        except ToolError as error:
+            facts["not_checked"]["libfabric"] = str(error)
     return facts
 
 
@@ -147,7 +147,7 @@ def _query_slowdowns() -> dict[str, str]:
         try:
             bits = int(mask, 16)
         except ValueError:
-            raise Missing(f"clocks_throttle_reasons is {mask!r}") from None
+            raise ToolError(f"clocks_throttle_reasons is {mask!r}") from None
         reasons[index] = ", ".join(why for bit, why in _THROTTLES.items() if bits & bit)
     return reasons
 
@@ -158,7 +158,7 @@ def _query_ecc() -> list[dict[str, Any]]:
         for _, count in query_driver("index,ecc.errors.uncorrected.volatile.total")
     ]
     if all(count is None for count in counts):
-        raise Missing("these GPUs have no ECC, or it is off")
+        raise ToolError("these GPUs have no ECC, or it is off")
     return [{"ecc_errors": count or 0} for count in counts]
 
 
@@ -179,7 +179,7 @@ def _count_nvlinks(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
     blocks = re.split(r"^GPU (\d+):", status, flags=re.MULTILINE)
     by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
     if not any("Link " in block for block in by_gpu.values()):
-        raise Missing("these GPUs have no NVLink")
+        raise ToolError("these GPUs have no NVLink")
     return [
         {
             "nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),

@@ -4,12 +4,12 @@ Each row of a matrix is split into blocks of up to 256 numbers. The moments of a
 8-bit floats (e4m3) with one float32 scale, as in Dettmers et al. 2022, "8-bit optimizers via
 block-wise quantization" (arXiv:2110.02861), with three differences:
 
-- The root of the second moment is stored, which has the range of the gradients, not of their
+- The square root of the second moment is stored. It has the range of the gradients, not of their
   squares.
-- The rounding threshold between two codes changes in every step. With rounding to nearest, a moment
-  that changes by less than half the distance of two codes would never change.
-- Blocks end at the end of a row, and sharding keeps rows whole. So neither the update nor the
-  content of a checkpoint depends on the number of ranks.
+- The rounding threshold between two codes changes in every step. With rounding to nearest,
+  updates smaller than half the distance between two codes would never change a moment.
+- No block spans two rows, and no row is split between ranks. So neither the update nor the content
+  of a checkpoint depends on the number of ranks.
 
 Vectors (norms, biases) keep float32 moments.
 """
@@ -36,7 +36,7 @@ _MAX_SCALED = 256.0  # in units of the block's scale; e4m3 reaches 448, so no co
 _MIN_SCALE = 1e-30  # of a block of zeros
 _E4M3_ULP = 1 << 20  # last mantissa bit that e4m3 keeps (3 of a float32's 23)
 _GOLDEN_RATIO = 0.6180339887498949  # the fractions of its multiples fill 0 to 1 evenly
-# Numbers of a parameter that are decoded to float32 at a time. On a CPU they fit the cache of a
+# Numbers of a parameter that are decoded to float32 at a time. On a CPU they fit in the cache of a
 # core; on a GPU they are enough to amortise the kernel launches.
 SLICE_NUMBERS = {"cpu": 1 << 16}
 _GPU_SLICE_NUMBERS = 1 << 22
@@ -48,8 +48,9 @@ _MIN_CAST_CAPABILITY = (8, 9)  # compute capability from which Triton can cast t
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments and the interface of torch's fused AdamW.
 
-    If `found_inf` is set, a step changes nothing. If `grad_scale` is set (float32 scalar), the
-    update divides the gradients by it, without changing them in place.
+    `found_inf` and `grad_scale` are None or float32 scalars on the device. If `found_inf` is 1, a
+    step changes nothing. The update divides the gradients by `grad_scale`, without changing them in
+    place.
 
     State per parameter: `step`, a float32 scalar. For a matrix [R, …]: `exp_avg` and
     `exp_avg_root`, uint8 [R, …], and their `…_scale`, float32 [R, blocks]. For a vector: `exp_avg`
@@ -108,23 +109,23 @@ class AdamW8bit(torch.optim.Optimizer):
 class _Settings(NamedTuple):
     """Constants of a parameter group.
 
-    by_bits: compute e4m3 codes with integer arithmetic, because the compiler cannot cast to that
-    type on this device.
+    use_integers: compute e4m3 codes with integer arithmetic, because the compiler cannot cast to
+    that type on this device.
     """
 
     beta1: float
     beta2: float
     eps: float
-    by_bits: bool
+    use_integers: bool
 
     @classmethod
     def from_group(cls, group: dict[str, Any], device: torch.device) -> _Settings:
-        by_bits = (
+        use_integers = (
             device.type == "cuda"
             and torch.cuda.get_device_capability(device) < _MIN_CAST_CAPABILITY
         )
         beta1, beta2 = group["betas"]
-        return cls(beta1, beta2, group["eps"], by_bits)
+        return cls(beta1, beta2, group["eps"], use_integers)
 
 
 def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
     of the weight; `root_correction`, the divisor of the root; `round_offset`, an integer (see
     `_encode_moment`). They are computed once per step and group, because the compiled update would
     compute the float64 powers for each number. A row has 16 bytes, the alignment that the compiler
-    wants for its inputs.
+    requires of its inputs.
     """
     beta1, beta2 = group["betas"]
     counts = counts.double()
@@ -156,7 +157,7 @@ def _apply_step_in_slices(
     numbers = SLICE_NUMBERS.get(tensors[0].device.type, _GPU_SLICE_NUMBERS)
     rows = max(1, numbers * len(tensors[0]) // tensors[0].numel())
     # Without the compiler, torch can cast to e4m3 on any device.
-    settings = settings._replace(by_bits=False)
+    settings = settings._replace(use_integers=False)
     for parts in zip(*(t.split(rows) for t in tensors), strict=True):
         _apply_step(settings, scalars, skip, scale, *parts)
 
@@ -164,10 +165,10 @@ def _apply_step_in_slices(
 class _CompiledUpdate:
     """The compiled update: one kernel per parameter instead of about fifty per slice.
 
-    One graph serves all matrices, viewed as rows of one block, and another one all vectors. Rows
-    whose last block is incomplete are updated in slices, because the compiler gets them wrong
-    (torch 2.13, on a CPU). For the same reason, the first call of each graph compares its result
-    with the uncompiled update.
+    One graph serves all matrices, viewed as rows of one block, and another one all vectors. A
+    matrix whose rows end with an incomplete block is updated in slices, because the compiled update
+    gives wrong results for it (torch 2.13, on a CPU). For the same reason, the first call of each
+    graph compares its result with the uncompiled update.
     """
 
     def __init__(self, wrap: Callable[..., Callable[..., None]]) -> None:
@@ -259,23 +260,25 @@ def _apply_step(
     second = moments[len(moments) // 2 :]
     if scale is not None:
         gradient = gradient / scale
-    average = _decode_moment(first, settings.by_bits).lerp_(gradient, 1 - settings.beta1)
+    average = _decode_moment(first, settings.use_integers).lerp_(gradient, 1 - settings.beta1)
     root = (
-        _decode_moment(second, settings.by_bits)
+        _decode_moment(second, settings.use_integers)
         .square_()
         .lerp_(gradient.square(), 1 - settings.beta2)
         .sqrt_()
     )
-    new = weight * shrink
-    new -= rate * average / (root / root_correction + settings.eps)
-    weight.copy_(torch.where(skip, weight, new))
+    new_weight = weight * shrink
+    new_weight -= rate * average / (root / root_correction + settings.eps)
+    weight.copy_(torch.where(skip, weight, new_weight))
     for values, stored in ((average, first), (root, second)):
-        encoded = _encode_moment(values, round_offset.to(torch.int32), stored, settings.by_bits)
-        for old, value in zip(stored, encoded, strict=True):
-            old.copy_(torch.where(skip, old, value))
+        encoded = _encode_moment(
+            values, round_offset.to(torch.int32), stored, settings.use_integers
+        )
+        for old, new in zip(stored, encoded, strict=True):
+            old.copy_(torch.where(skip, old, new))
 
 
-def _decode_moment(stored: Sequence[Tensor], by_bits: bool = False) -> Tensor:
+def _decode_moment(stored: Sequence[Tensor], use_integers: bool = False) -> Tensor:
     """Return a moment in float32, as a new tensor.
 
     stored: [values], or [codes, scales].
@@ -283,12 +286,12 @@ def _decode_moment(stored: Sequence[Tensor], by_bits: bool = False) -> Tensor:
     if len(stored) == 1:
         return stored[0].clone()
     codes, scale = stored
-    values = e4m3.decode(codes) if by_bits else codes.view(_FLOAT8).float()
+    values = e4m3.decode(codes) if use_integers else codes.view(_FLOAT8).float()
     return _join_blocks(_split_blocks(values) * scale[..., None], codes)
 
 
 def _encode_moment(
-    values: Tensor, round_offset: Tensor, like: Sequence[Tensor], by_bits: bool
+    values: Tensor, round_offset: Tensor, like: Sequence[Tensor], use_integers: bool
 ) -> list[Tensor]:
     """Return a moment as it is stored: [values] for a vector, [codes, scales] for a matrix.
 
@@ -302,12 +305,12 @@ def _encode_moment(
     scale = (blocks.abs().amax(-1) / _MAX_SCALED).clamp_(min=_MIN_SCALE)
     bits = ((blocks / scale[..., None]).view(torch.int32) + round_offset) & -_E4M3_ULP
     rounded = bits.view(torch.float32)
-    codes = e4m3.encode(rounded) if by_bits else rounded.to(_FLOAT8).view(torch.uint8)
+    codes = e4m3.encode(rounded) if use_integers else rounded.to(_FLOAT8).view(torch.uint8)
     return [_join_blocks(codes, values), scale]
 
 
 def _split_blocks(values: Tensor) -> Tensor:
-    """Return [R, …] as [R, blocks, 256], padded with zeros at the end of each row."""
+    """Return the blocks of the rows [R, …] as [R, blocks, 256], each row padded with zeros."""
     rows = values.flatten(1)
     if padding := -rows.shape[1] % BLOCK:
         rows = F.pad(rows, (0, padding))
@@ -332,10 +335,10 @@ def _sharded_zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = Fals
     zeros = torch.zeros(state_shape(local), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    is_cut = plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK
-    assert not (is_cut and any(p.dim for p in parameter.placements if isinstance(p, Shard))), (
-        "blocks are split between ranks"
-    )  # see OptimizerSpec.block
+    splits_blocks = plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK
+    assert not (
+        splits_blocks and any(p.dim for p in parameter.placements if isinstance(p, Shard))
+    ), "blocks are split between ranks"  # see OptimizerSpec.block
     size = state_shape(parameter)
     strides = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
     # `from_local` would move offloaded tensors back to the mesh's device.

@@ -18,8 +18,8 @@ _NARROW_PRECISIONS = ("fp16", "fp8")  # precisions in which small gradients unde
 class SkippedSteps(NamedTuple):
     """Numbers of skipped steps.
 
-    steps: since the last call. spikes: those of them with a finite gradient norm. in_a_row: since
-    the last good step.
+    steps: since the last call of `count_skipped`. spikes: the part of these whose gradient norm was
+    finite. in_a_row: since the last good step.
     """
 
     steps: int
@@ -43,9 +43,9 @@ class StepGuard:
 
     A step is harmful if its gradient norm is NaN or infinite, or more than `spike_factor` times the
     running mean (0: no limit). The norm is global, and the decision is made on the device: with
-    `found_inf` set, AdamW changes neither weights nor moments. So neither a rank nor the host waits
-    for it. Only fp16 reads it on the host in every step, to adapt its loss scale. The scale grows
-    and backs off as in Micikevicius et al. 2018, "Mixed precision training".
+    `found_inf` at 1, the optimizer changes neither weights nor states. So no rank and no host waits
+    for the decision. Only with fp16 the host reads it in every step, to adapt the loss scale. The
+    scale grows and backs off as in Micikevicius et al. 2018, "Mixed precision training".
 
     In each step, `scaled = guard.scale_for(tokens)` comes before the first backward pass, and
     `guard.clip(optimizer, max_norm, scaled)` after the last one.
@@ -62,16 +62,16 @@ class StepGuard:
     ) -> None:
         """Create a guard.
 
-        ranks: number of ranks over which gradients are summed. divisor: what FSDP then divides the
-        sum by. fold: let the optimizer scale the gradients while it reads them, if it can, instead
-        of scaling them in `clip`. This saves a pass over all gradients; the results differ by
-        rounding, a relative 1e-7.
+        ranks: number of ranks over which gradients are summed. divisor: the number by which FSDP
+        then divides the sum. fold: let the optimizer scale the gradients while it reads them, if it
+        can, instead of scaling them in `clip`. This saves a pass over all gradients; the results
+        differ by rounding, a relative 1e-7.
         """
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
         self._fold = fold
         self._divisor = divisor
-        # The more ranks, the smaller is the summand of each: it must not underflow.
+        # The more ranks, the smaller the gradient of each; it must not underflow before the sum.
         is_narrow = precision in _NARROW_PRECISIONS
         self._rank_scale = 2.0 ** math.floor(math.log2(ranks)) if is_narrow else 1.0
         self.good_steps = 0
@@ -82,7 +82,7 @@ class StepGuard:
         )
 
     def scale_for(self, label_tokens: int) -> LossScale:
-        """Return the factors for a step, after which its gradients are those of the mean loss.
+        """Return the factors that make the gradients of a step those of its mean loss per token.
 
         label_tokens: the trained tokens of the step, on all ranks. The factor of the loss is a
         power of two, which no dtype rounds. The rest is applied to the float32 gradients, because

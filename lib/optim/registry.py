@@ -80,8 +80,8 @@ class OptimizerSpec:
     context in which a step on the CPU allocates as much as one on a GPU, for memory estimates.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
-    the parameter. If its `found_inf` is set, `step()` changes no weight, state or count, and does
-    not wait for the device. If it has `_step_supports_amp_scaling`, it divides the gradients by
+    the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
+    wait for the device. If it has `_step_supports_amp_scaling`, it divides the gradients by
     `grad_scale` if that is set. Each parameter group contains parameters of one mesh.
     """
 

@@ -1,4 +1,4 @@
-"""Compute the learning rate as a pure function of (step, total steps), without state to save."""
+"""Compute the learning rate of a step as a pure function, so that checkpoints need not save it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _WARMUP_MAX = 1000
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm up linearly to `peak` in `warmup` steps, then decay to `minimum` at the last step."""
+    """A learning rate that warms up linearly to `peak`, then falls to `minimum` by the last step.
+
+    kind: one of KINDS; a constant one stays at `peak`. warmup, total: in steps.
+    """
 
     kind: str
     peak: float
@@ -29,7 +32,7 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * self._height(min(progress, 1.0))
 
     def _height(self, progress: float) -> float:
-        """Return the height above the minimum, which falls from 1 to 0 as progress rises to 1."""
+        """Return the share of `peak - minimum` that is left. progress: 0 to 1 after warm-up."""
         if self.kind == "cosine":
             return 0.5 * (1 + math.cos(math.pi * progress))
         if self.kind == "linear":

@@ -1,7 +1,8 @@
-"""Choose the function that computes attention, and the inputs that it needs.
+"""Choose the function that computes attention, and make the inputs that it needs.
 
 `varlen` is torch's kernel for packed documents, registered under that name in the attention
-interface of transformers. On a CPU, which lacks the kernel, it computes one document at a time.
+interface of transformers. torch has no such kernel for CPUs; there, `varlen` computes one document
+at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lib.tokens.batches import MicroBatch
 
 VARLEN = "varlen"
 _FLASH = "flash_attention_2"
-_BY_BOUNDARIES = (VARLEN, _FLASH)  # these take document boundaries instead of a mask
+_WITH_BOUNDARIES = (VARLEN, _FLASH)  # they take document boundaries instead of a mask
 _MAX_HEAD_SIZE = 256  # of the kernel for packed documents; a multiple of _ALIGNMENT
 _ALIGNMENT = 8
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -50,54 +51,54 @@ class HeadSizes(NamedTuple):
 
 
 def wrap_functions(wrap: Callable[[Attend], Attend]) -> None:
-    """Put a function around every function that computes attention in this process.
+    """Wrap every function that computes attention in this process.
 
     Each layer of a model asks transformers' interface for its function, whatever the implementation
-    (sdpa, eager, flex_attention, flash_attention_2, varlen), so all of them are wrapped at this one
-    place. Call this before the first pass. Families that compute attention without the interface
-    (Falcon, Bloom, MPT) are not wrapped.
+    (sdpa, eager, flex_attention, flash_attention_2, varlen), so this one place wraps all of them.
+    Call this before the first pass. Families that compute attention without the interface (Falcon,
+    Bloom, MPT) are not wrapped.
     """
-    find = AttentionInterface.get_interface
+    get_interface = AttentionInterface.get_interface
 
-    def find_wrapped(interface: AttentionInterface, name: str, default: Attend) -> Attend:
-        return wrap(find(interface, name, default))
+    def get_wrapped(interface: AttentionInterface, name: str, default: Attend) -> Attend:
+        return wrap(get_interface(interface, name, default))
 
-    AttentionInterface.get_interface = find_wrapped
+    AttentionInterface.get_interface = get_wrapped
 
 
-def choose_attention(wanted: str, packing: str, precision: str, config: PretrainedConfig) -> str:
+def choose_attention(option: str, packing: str, precision: str, config: PretrainedConfig) -> str:
     """Return the name in transformers' attention interface for --attention.
 
-    wanted: a value of the option, except `flash` (see `resolve_flash`). `auto` is varlen for packed
-    documents on a GPU, if the GPU, the precision and the model allow that kernel: a mask would rule
-    out the fast kernels. Otherwise it is sdpa, which uses the fastest causal kernel available.
-    Raises UsageError if the wanted implementation cannot train here.
+    option: its value, except `flash` (see `resolve_flash`). `auto` is varlen for packed documents
+    on a GPU, if the GPU, the precision and the model allow that kernel, because the fast kernels
+    take no mask. Otherwise it is sdpa, which uses the fastest causal kernel available. Raises
+    UsageError if the implementation cannot train here.
     """
     on_gpu = torch.cuda.is_available()
-    if wanted == "flex" and not on_gpu:
+    if option == "flex" and not on_gpu:
         raise UsageError(
             "--attention flex cannot train on a CPU", run=commands.as_typed("--attention", "sdpa")
         )
     problem = varlen_problem(precision, config) if on_gpu else ""
-    if wanted == VARLEN and problem:
+    if option == VARLEN and problem:
         raise UsageError(
             "--attention varlen cannot train here",
             found=problem,
             run=commands.as_typed("--attention", "sdpa"),
         )
-    if wanted == _FLASH and (missing := flash_problem(precision, config)):
+    if option == _FLASH and (flash_reason := flash_problem(precision, config)):
         raise UsageError(
             f"--attention {_FLASH} cannot train here",
-            found=missing,
+            found=flash_reason,
             run=commands.as_typed("--attention", "flash"),
         )
-    if wanted == "auto":
+    if option == "auto":
         return VARLEN if packing == "documents" and on_gpu and not problem else "sdpa"
-    return {"flex": "flex_attention"}.get(wanted, wanted)
+    return {"flex": "flex_attention"}.get(option, option)
 
 
 def resolve_flash(precision: str, config: PretrainedConfig) -> str:
-    """Return what --attention flash means here; log the reason if that is `auto`."""
+    """Return the value that --attention flash stands for here; log the reason if it is `auto`."""
     if not (problem := flash_problem(precision, config)):
         return _FLASH
     if log.rank() == 0:
@@ -129,7 +130,7 @@ def flash_problem(precision: str, config: PretrainedConfig) -> str:
 def varlen_problem(precision: str, config: PretrainedConfig, any_gpu: bool = False) -> str:
     """Return why the kernel for packed documents cannot train a model on this GPU, or "".
 
-    any_gpu: return only reasons that hold on every GPU, without looking at this machine's.
+    any_gpu: return only reasons that hold on every GPU; this machine may have none.
     """
     if precision == "fp32":
         return "the kernel for packed documents does not support fp32"
@@ -189,12 +190,13 @@ def _collect_sizes(part: Mapping[Any, Any], sizes: dict[str, int]) -> None:
 def avoid_device_reads(model: nn.Module, packing: str, seq_length: int) -> None:
     """Keep transformers from reading numbers from the device, for which the host would wait.
 
-    For each mask, transformers asks whether documents are packed. Rows of one document need no
-    mask, nor do kernels that take document boundaries. With packed documents and a mask, the
-    question stays: a pass whose rows are one document each then needs no mask and is fast. Some
-    kinds of RoPE read the largest position, and GPT-2 looks for padding to warn about it.
+    For each mask, transformers reads from the device whether documents are packed. Rows of one
+    document need no mask, nor do kernels that take document boundaries. With packed documents and a
+    mask, this check stays, because batches whose rows are one document each then need no mask and
+    are fast. Some kinds of RoPE read the largest position, and GPT-2 looks for padding to warn
+    about it.
     """
-    if packing != "documents" or model.config._attn_implementation in _BY_BOUNDARIES:
+    if packing != "documents" or model.config._attn_implementation in _WITH_BOUNDARIES:
         masking_utils.find_packed_sequence_indices = _do_nothing
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -205,7 +207,7 @@ def avoid_device_reads(model: nn.Module, packing: str, seq_length: int) -> None:
 def fix_rope_frequencies(model: nn.Module, packing: str, seq_length: int) -> None:
     """Let RoPE that chooses frequencies by the largest position keep those of `seq_length`.
 
-    With packed documents, this happens only if shorter documents have the same frequencies.
+    With packed documents, it keeps them only if shorter documents have the same frequencies.
     """
     for rope in model.modules():
         if getattr(rope, "rope_type", None) not in ("dynamic", "longrope") or not type(
@@ -227,12 +229,12 @@ def _do_nothing(*_: Tensor | None) -> None:
 def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """Return the arguments of the model for a micro-batch.
 
-    Positions are always among them, unless the family takes none: a model that is left to count
-    them itself begins at 0. With positions that restart and no mask, transformers keeps documents
-    apart. The boundaries of documents are marked as dynamic for torch.compile: only the kernel
-    reads them, so one graph serves any number of documents (`compiling.py` ensures the same for the
-    length of the longest one). A copy to another device would lose the mark, so the batch must
-    already be on the model's device.
+    They include the positions if the family takes any; without them, a model counts from 0 in each
+    row. With positions that restart and no mask, transformers keeps documents apart. The boundaries
+    of documents are marked as dynamic for torch.compile: only the kernel reads them, so one graph
+    serves any number of documents (`compiling.py` ensures the same for the length of the longest
+    one). A copy to another device would lose the mark, so the batch must already be on the model's
+    device.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     implementation = model.config._attn_implementation
@@ -242,9 +244,9 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     elif _takes_positions(type(model).forward):
         positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         arguments["position_ids"] = positions[None]
-    if ends is None and implementation == _FLASH:  # otherwise each layer asks the device for them
+    if ends is None and implementation == _FLASH:  # otherwise each layer reads them from the device
         ends = _row_ends(batch.input_ids)
-    if ends is not None and implementation in _BY_BOUNDARIES:
+    if ends is not None and implementation in _WITH_BOUNDARIES:
         if batch.boundaries is not None:
             torch._dynamo.maybe_mark_dynamic(ends, 0)
         longest = batch.longest or batch.input_ids.shape[1]
@@ -285,8 +287,8 @@ def _attend_varlen(
     """Compute attention within documents, as a function of transformers' interface.
 
     query: [B, H, T, D]; key, value: [B, H or fewer, T, D]. cu_seq_lens_q: int32 [documents + 1],
-    where documents begin and end in the B·T tokens; None if each row is one. max_length_q: a number
-    of tokens that no document exceeds, None for T; the kernel would ignore tokens beyond it.
+    the boundaries of documents in the B·T tokens; None if each row is one document. max_length_q: a
+    number of tokens that no document exceeds, None for T; the kernel would ignore tokens beyond it.
     Returns [B, T, H, D]. Raises UsageError for dropout, caps and sinks, which the kernel lacks.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
@@ -298,7 +300,7 @@ def _attend_varlen(
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _row_ends(query[:, 0, :, 0])
     longest = length if max_length_q is None else max_length_q
-    # Compared with the row: a comparison with the longest document would need its own graph.
+    # Compare with the row: a comparison with `longest` would compile a graph for each length.
     window = sliding_window if sliding_window and sliding_window < length else 0
     query, key, value = (
         part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
@@ -314,7 +316,7 @@ def _attend_varlen(
 def _group_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
     """Return the argument that allows a kernel fewer heads for keys than for queries.
 
-    In torch 2.11 the argument is missing, and the kernel allows them anyway.
+    In torch 2.11 the argument is missing, and the kernel allows fewer heads anyway.
     """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
@@ -334,13 +336,13 @@ def _attend_by_kernel(
     """Compute attention within each document with torch's kernel; returns [B·T, H, V].
 
     query, key: [B·T, H, D]; value: [B·T, H, V]. The kernel needs heads of one size, a multiple of
-    eight: others are padded with zeros, which add nothing to a score.
+    eight. Other heads are padded with zeros, which add nothing to a score.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    wide = max(query.shape[-1], value.shape[-1])
-    wide += -wide % _ALIGNMENT
+    width = max(query.shape[-1], value.shape[-1])
+    width += -width % _ALIGNMENT
     parts = [
-        F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
+        F.pad(part, (0, width - part.shape[-1])) if part.shape[-1] < width else part
         for part in (query, key, value)
     ]
     out = varlen_attn(
@@ -377,8 +379,9 @@ def _attend_by_document(
         parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
         mask = None
         if window and last - first > window:
-            places = torch.arange(last - first)
-            mask = (places[:, None] >= places) & (places[:, None] - places < window)
+            positions = torch.arange(last - first)
+            distance = positions[:, None] - positions
+            mask = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
             *parts, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
@@ -386,5 +389,5 @@ def _attend_by_document(
     return torch.cat(outputs)
 
 
-# Without an entry in AttentionMaskInterface, transformers makes no mask for it.
+# There is no entry in AttentionMaskInterface, so transformers makes no mask for it.
 AttentionInterface.register(VARLEN, _attend_varlen)

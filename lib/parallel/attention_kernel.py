@@ -1,7 +1,7 @@
 """Pick the kernel that computes attention: FlashAttention 3 if installed, else torch's choice.
 
-If activated, FlashAttention 3 replaces torch's own FlashAttention 2. Before that, both are compared
-forward and backward on heads like the model's.
+FlashAttention 3 replaces torch's own FlashAttention 2 only if both give the same results, forward
+and backward, on heads like those of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lib.parallel import attention
 
 _MODULE = "flash_attn_interface"  # of the package flash_attn_3; torch imports it by this name
 _LENGTH = 256  # tokens of the row on which a kernel is tried
-_NOISE = 0.02  # of the norm: above the difference of two ways to round to half precision
+_TOLERANCE = 0.02  # of the norm; different ways of rounding to half precision differ by less
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -55,11 +55,13 @@ def pick_attention_kernel(
         return f"{label}, by torch's " + (
             "kernel for CPUs" if name == "sdpa" else "kernel for CPUs, document by document"
         )
-    heads = _heads(config, COMPUTE_DTYPES[precision], device)
+    heads = _make_heads(config, COMPUTE_DTYPES[precision], device)
     if not heads:
         return label
     backend = (
-        SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_backend(heads, by_mask)
+        SDPBackend.FLASH_ATTENTION
+        if name == attention.VARLEN
+        else _find_torch_backend(heads, by_mask)
     )
     if by_mask:
         problem = attention.varlen_problem(precision, config)
@@ -85,10 +87,10 @@ def activate_flash_3(name: str, heads: list[Tensor]) -> str:
         expected = _compute(name, heads)
         activate_flash_attention_impl("FA3")
         pairs = zip(_compute(name, heads), expected, strict=True)
-        worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-        if worst < _NOISE:
+        largest = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+        if largest < _TOLERANCE:
             return ""
-        failure = f"its results differ by {worst:.2g} of their norm"
+        failure = f"its results differ by {largest:.2g} of their norm"
     except Exception as error:  # another build, CUDA or torch may raise anything
         failure = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     if current_flash_attention_impl():
@@ -96,7 +98,7 @@ def activate_flash_3(name: str, heads: list[Tensor]) -> str:
     return f"FlashAttention 3 fails here: {failure}"
 
 
-def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _make_heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return random queries, keys and values like a model's: [1, H or fewer, T, D].
 
     The list is empty if the config does not contain the number and size of the heads.
@@ -106,9 +108,8 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     shared = attention.get_field(config, "num_key_value_heads") or count
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []
-    generator = torch.Generator(device).manual_seed(
-        0
-    )  # the state that dropout uses must not change
+    # A generator of its own, because the random state that dropout uses must not change.
+    generator = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(
             1,
@@ -124,7 +125,7 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     ]
 
 
-def _torch_backend(heads: list[Tensor], by_mask: bool) -> SDPBackend:
+def _find_torch_backend(heads: list[Tensor], by_mask: bool) -> SDPBackend:
     """Return the kernel that torch's scaled_dot_product_attention picks by itself."""
     query, key, value = heads
     groups = query.shape[1] // key.shape[1]
@@ -172,9 +173,9 @@ def _compute(name: str, heads: list[Tensor]) -> list[Tensor]:
 
 
 def _prefer_flash() -> None:
-    """Let sdpa prefer FlashAttention to cuDNN, which torch prefers on this GPU.
+    """Let sdpa prefer FlashAttention to cuDNN, torch's own preference on this GPU.
 
-    Attention with a mask still uses the next kernel that supports one.
+    Attention with a mask still uses the next kernel that supports masks.
     """
     flash = int(SDPBackend.FLASH_ATTENTION)
     order = torch._C._get_sdp_priority_order()

@@ -1,8 +1,8 @@
 """Compile the decoder blocks, the loss and the update of an optimizer.
 
-torch keeps a graph for each combination of shapes and constants that a function was called with, up
-to a limit, beyond which it runs calls uncompiled. All decoder blocks share their code, and so the
-limit. One graph serves packed documents of any length.
+torch compiles a graph for each combination of shapes and constants that a function is called with.
+Beyond a limit, it runs calls uncompiled. All decoder blocks share their code and therefore the
+limit. So one graph has to serve packed documents of any length.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ class Compiler:
         options = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         compiled = options(torch.compile(function, dynamic=False))
         instead = instead or function
-        rehearsed = False
+        is_rehearsed = False
 
         def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal rehearsed
+            nonlocal is_rehearsed
             if not self._works:
                 return instead(*arguments, **named)
-            trained = torch.is_grad_enabled()
+            is_training = torch.is_grad_enabled()
             try:
-                if trained and not rehearsed:
+                if is_training and not is_rehearsed:
                     _rehearse(compiled, arguments, named)
-                    rehearsed = True
+                    is_rehearsed = True
                 return compiled(*arguments, **named)
             except (StageError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # Triton, a compiler or CUDA may raise anything
                 cause = error
-            if trained:  # an error that also occurs uncompiled is raised unchanged
+            if is_training:  # an error that also occurs uncompiled is raised unchanged
                 _rehearse(instead, arguments, named)
             result = instead(*arguments, **named)
             self._give_up(cause)
@@ -113,8 +113,8 @@ def _rehearse(
 ) -> None:
     """Run a function forward and backward without changing gradients or random states.
 
-    A backward kernel that does not start is noticed here. In the backward pass of a step it would
-    be too late to fall back, because other layers already have their gradients.
+    This finds a backward kernel that does not start. In the backward pass of a step it would be too
+    late to fall back, because other layers already have their gradients.
     """
     inputs: list[Tensor] = []
 
@@ -125,7 +125,10 @@ def _rehearse(
         return inputs[-1]
 
     arguments, named = tree_map(detach, (arguments, named))
-    with routers.paused(), torch.random.fork_rng({part.device for part in inputs if part.is_cuda}):
+    with (
+        routers.pause_counting(),
+        torch.random.fork_rng({part.device for part in inputs if part.is_cuda}),
+    ):
         results = [
             part
             for part in tree_leaves(function(*arguments, **named))
@@ -138,7 +141,7 @@ def _rehearse(
 
 
 def is_compile_on(option: bool | None, device: torch.device) -> bool:
-    """Return whether --compile compiles on a device. None stands for auto: only on a GPU."""
+    """Return whether --compile compiles on a device. option: None for auto: only on a GPU."""
     return device.type == "cuda" if option is None else option
 
 

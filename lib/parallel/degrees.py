@@ -1,4 +1,4 @@
-"""Choices of parallelism and recomputation, for options that are read before torch is imported."""
+"""Define the choices of parallelism and recomputation, for options, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 from lib.core import units
 from lib.core.errors import UsageError
 
-# What activation checkpointing recomputes: nothing, cheap operations, or everything but the input
-# of a block. Each needs less memory and more time than the one before.
+# The kinds of activation checkpointing: recompute nothing, cheap operations, or a whole block from
+# its input. Each needs less memory and more time than the one before.
 RECOMPUTATIONS = ("none", "selective", "full")
 
 
@@ -19,7 +19,7 @@ def list_more_recomputation(kind: str) -> tuple[str, ...]:
 
 
 class Degrees(NamedTuple):
-    """Says over how many ranks each thing is divided; only `shard` may be more than 1 so far.
+    """The degrees of parallelism. Only `shard` may be more than 1 so far.
 
     shard: ranks that share a replica of the model, None for all ranks. context: ranks that share a
     sequence; they are neighbours and read the same samples. experts: ranks of a replica that share

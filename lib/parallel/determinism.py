@@ -13,7 +13,7 @@ _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS sums i
 def require_determinism() -> None:
     """Allow torch only algorithms that give the same bits each time.
 
-    Call this before anything is computed on a GPU. From then on, torch raises RuntimeError for an
+    Call this before the first computation on a GPU. From then on, torch raises RuntimeError for an
     operation without such an algorithm. A CPU gives the same bits anyway.
     """
     os.environ.setdefault(*_WORKSPACE)

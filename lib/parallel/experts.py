@@ -1,10 +1,10 @@
 """Compute the experts of a layer: dispatch tokens to them, compute, and combine the results.
 
-transformers' experts interface knows this function as `NAME`. It multiplies the same matrices as
-transformers' own functions, but gathers rows by a permutation whose inverse it keeps. So every
-gradient is a gather too: the backward pass needs no sort and no atomic addition, and always gives
-the same bits. The three steps are separate, so that expert parallelism can exchange tokens between
-ranks before and after `compute`.
+`experts_forward` is registered in transformers' experts interface as `NAME`. It multiplies the same
+matrices as transformers' own functions, but gathers rows by a permutation whose inverse it keeps.
+So every gradient is a gather too: the backward pass needs no sort and no atomic addition, and
+always gives the same bits. The three steps are separate, so that expert parallelism can exchange
+tokens between ranks before and after `compute`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "permuted_mm"
 
 
 class Routing(NamedTuple):
-    """Sorts the (token, choice) pairs by expert: S = N · k pairs for N tokens with k experts each.
+    """The (token, choice) pairs sorted by expert: S = N · k pairs for N tokens with k experts each.
 
     order: int64 [S], the pairs sorted by expert, stably. inverse: int64 [S], the position of each
     pair in that order. tokens: int64 [S], the token of each sorted pair. experts: int64 [S], its
@@ -52,7 +52,7 @@ def experts_forward(
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
-    """Return the routing of tokens; the only sort, of integers. top_k_index: int64 [N, k]."""
+    """Return the routing of tokens by one sort of integers. top_k_index: int64 [N, k]."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
     numbers = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
@@ -72,7 +72,7 @@ def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
     """
     is_remote = None
     if getattr(module, "_is_expert_parallel", False):  # not before transformers 5.23
-        # Grouped products do not write rows after the last group, nor their gradients.
+        # Grouped products leave the rows after the last group, and their gradients, unwritten.
         is_remote = (routing.experts >= module.num_experts)[:, None]
         rows = rows.masked_fill(is_remote, 0.0)
     rows = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, routing)
@@ -116,15 +116,15 @@ def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _group_by_group(rows, weights, ends)
 
 
-# Custom operations, since the compiler must not trace these two; that of transformers 5.17 fails
-# in the backward pass.
+# These two are custom operations, since the compiler must not trace them. The custom operation of
+# transformers 5.17 fails in the backward pass.
 @torch.library.custom_op(
     "experts::group_by_group",
     mutates_args=(),
     schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
 )
 def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return the grouped product, one group at a time; the host waits for the ends."""
+    """Return the grouped product, one group at a time; the host waits to read `ends`."""
     out = rows.new_zeros(len(rows), weights.shape[2])
     for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
         torch.mm(rows[first:last], weights[number], out=out[first:last])
@@ -150,13 +150,13 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weights, ends = ctx.saved_tensors
-    of_rows = None
-    of_weights = None
+    rows_gradient = None
+    weights_gradient = None
     if ctx.needs_input_grad[0]:
-        of_rows = _group_by_group(upstream, weights.transpose(1, 2), ends)
+        rows_gradient = _group_by_group(upstream, weights.transpose(1, 2), ends)
     if ctx.needs_input_grad[1]:
-        of_weights = _gradient_of_weights(rows, upstream, ends, weights)
-    return of_rows, of_weights, None
+        weights_gradient = _gradient_of_weights(rows, upstream, ends, weights)
+    return rows_gradient, weights_gradient, None
 
 
 _group_by_group.register_fake(
@@ -167,7 +167,7 @@ _gradient_of_weights.register_fake(lambda rows, upstream, ends, weights: torch.e
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token to its rows; its gradient is the sum of theirs."""
+    """Copies each token to its rows. The gradient of a token is the sum of those of its rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        places = upstream.index_select(0, inverse)
-        return places.view(ctx.count, -1, upstream.shape[-1]).sum(1), None, None
+        unsorted = upstream.index_select(0, inverse)
+        return unsorted.view(ctx.count, -1, upstream.shape[-1]).sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -190,23 +190,23 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, tokens: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse, tokens)
-        places = rows.index_select(0, inverse).view(*weights.shape, -1)
-        return (places * weights[..., None]).sum(1)
+        unsorted = rows.index_select(0, inverse).view(*weights.shape, -1)
+        return (unsorted * weights[..., None]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """upstream: [N, H], in the wider of the dtypes of rows and weights."""
         rows, weights, order, inverse, tokens = ctx.saved_tensors
-        spread = upstream.index_select(0, tokens)
-        of_rows = None
-        of_weights = None
+        per_row = upstream.index_select(0, tokens)
+        rows_gradient = None
+        weights_gradient = None
         if ctx.needs_input_grad[1]:
-            products = (rows * spread).sum(-1).index_select(0, inverse)
-            of_weights = products.view(weights.shape).to(weights.dtype)
+            products = (rows * per_row).sum(-1).index_select(0, inverse)
+            weights_gradient = products.view(weights.shape).to(weights.dtype)
         if ctx.needs_input_grad[0]:
             ordered = weights.reshape(-1).index_select(0, order)
-            of_rows = (spread * ordered[:, None]).to(rows.dtype)
-        return of_rows, of_weights, None, None, None
+            rows_gradient = (per_row * ordered[:, None]).to(rows.dtype)
+        return rows_gradient, weights_gradient, None, None, None
 
 
 class _Biases(torch.autograd.Function):
@@ -225,7 +225,7 @@ class _Biases(torch.autograd.Function):
         return (numbers[:, None] == experts).to(upstream.dtype) @ upstream, None
 
 
-def experts_modules(model: nn.Module) -> list[nn.Module]:
+def list_experts_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that use transformers' experts interface."""
     return [
         module
@@ -237,7 +237,7 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
 
 def use_own_function(model: PreTrainedModel) -> None:
     """Let a model compute its experts with `NAME`, if its family allows a choice."""
-    if experts_modules(model):
+    if list_experts_modules(model):
         model.set_experts_implementation(NAME)
 
 

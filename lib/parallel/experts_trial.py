@@ -1,7 +1,7 @@
 """Choose the function that computes a model's experts: ours, if it gives the same numbers.
 
 A trial on the model's own weights compares it with the function of transformers that would be used
-otherwise. Nothing is looked up by family.
+otherwise, so that no table of families is needed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from lib.parallel import attention, experts
 from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.trial import trial_batch, trial_mode, trial_tokens
 
-_NOISE = 0.02  # of the norm; two ways of rounding in half precision differ by less
+_TOLERANCE = 0.02  # of the norm; different ways of rounding to half precision differ by less
 
 _Forward = Callable[..., Tensor]
 
 
 def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
-    """Keep our function if it agrees with transformers' own; describe the choice for the log.
+    """Keep our function if it agrees with transformers' own; return the choice for the log.
 
-    Returns an empty string for a model without experts that transformers' interface knows. All
-    ranks must call this: it runs a forward pass over a row of 16 tokens, computes each layer's
+    Returns an empty string for a model whose experts, if any, do not use transformers' interface.
+    All ranks must call this: it runs a forward pass over a row of 16 tokens, computes each layer's
     experts with both functions, and compares results and gradients of the inputs. A failure on one
     rank decides for all ranks.
     """
-    found = experts.experts_modules(model)
-    if not found:
+    modules = experts.list_experts_modules(model)
+    if not modules:
         return ""
     theirs = model.get_correct_experts_implementation(None)
-    if any(module.config._experts_implementation != experts.NAME for module in found):
+    if any(module.config._experts_implementation != experts.NAME for module in modules):
         return f"{theirs} of transformers, since the family leaves no choice"
-    failures = gather(_try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout), layout.control)
+    failures = gather(
+        _try(model, modules, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout), layout.control
+    )
     failure = next(filter(None, failures), "")
     if not failure:
         return f"{experts.NAME}, by grouped products; gradients are gathered, not sorted"
@@ -47,56 +49,58 @@ def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> s
 
 
 def _try(
-    model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, layout: ParallelLayout
+    model: PreTrainedModel, modules: list[nn.Module], theirs: _Forward, layout: ParallelLayout
 ) -> str:
-    """Return what is wrong with our function; empty if nothing is.
+    """Return why our function cannot be used, or "".
 
     Failures are caught within the experts of a layer, because the forward pass around them
     exchanges weights with the other ranks and has to finish on each.
     """
     failures: list[str] = []
     batch = trial_batch(trial_tokens(model), layout)
-    with trial_mode(model), _compared(found, theirs, failures):
+    with trial_mode(model), _comparison(modules, theirs, failures):
         model(**attention.make_inputs(model, batch))
     return next(filter(None, failures), "")
 
 
 @contextmanager
-def _compared(found: list[nn.Module], theirs: _Forward, failures: list[str]) -> Iterator[None]:
+def _comparison(modules: list[nn.Module], theirs: _Forward, failures: list[str]) -> Iterator[None]:
     """Let each module compute with both functions within this context, and collect failures."""
-    for module in found:
+    for module in modules:
         module.forward = partial(_compare, module, theirs, failures)
     try:
         yield
     finally:
-        for module in found:
+        for module in modules:
             del module.forward
 
 
-def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: Tensor) -> Tensor:
-    """Return the result of transformers' function, and collect how ours differs."""
-    expected = _computed(theirs, module, *given)
+def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *inputs: Tensor) -> Tensor:
+    """Return the result of transformers' function, and append the failure of ours, or ""."""
+    expected = _run_backward(theirs, module, *inputs)
     try:
-        results = _computed(experts.experts_forward, module, *given)
-        worst = max(_differ(one, other) for one, other in zip(results, expected, strict=True))
-        failures.append(f"its results differ by {worst:.2g} of their norm" if worst else "")
+        results = _run_backward(experts.experts_forward, module, *inputs)
+        largest = max(
+            _compute_difference(one, other) for one, other in zip(results, expected, strict=True)
+        )
+        failures.append(f"its results differ by {largest:.2g} of their norm" if largest else "")
     except (RuntimeError, TypeError, AttributeError, IndexError, ValueError) as error:
         first, *_ = str(error).splitlines() or [""]
         failures.append(f"{type(error).__name__}: {first[:200]}")
     return expected[0]
 
 
-def _differ(found: Tensor, expected: Tensor) -> float:
-    """Return the difference relative to the norm; 0 if it is no more than rounding."""
-    difference = (found.float() - expected.float()).norm()
+def _compute_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the difference relative to the norm; 0 if rounding explains it."""
+    difference = (actual.float() - expected.float()).norm()
     norm = expected.float().norm()
     # If transformers' numbers are NaN or infinite, the function is not the cause.
-    if difference <= _NOISE * norm or not norm.isfinite():
+    if difference <= _TOLERANCE * norm or not norm.isfinite():
         return 0.0
     return (difference / norm).nan_to_num(torch.inf).item()
 
 
-def _computed(
+def _run_backward(
     function: _Forward,
     module: nn.Module,
     hidden_states: Tensor,

@@ -1,4 +1,4 @@
-"""Write torch's flight recorder, the latest collectives of a rank, when the watchdog ends it.
+"""Write the latest collectives of a rank, from torch's flight recorder, when the watchdog ends it.
 
 launch/runs/collectives.py reads these files to name the ranks that others wait for.
 """
@@ -16,8 +16,8 @@ from torch._C import _distributed_c10d as c10d
 
 from lib.core import log, manifest
 
-_ENTRIES = "2000"  # collectives to keep; torch sets this by itself for NCCL, not for gloo
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL (if present) and of gloo
+_ENTRIES = "2000"  # collectives to keep; torch has a default for NCCL, but not for gloo
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # for NCCL, if present, and for gloo
 _SHOWN = (
     "profiling_name",
     "process_group",
@@ -45,7 +45,7 @@ def dump_collectives(path: Path) -> None:
         for group, name in dist.distributed_c10d._world.pg_names.items()
     }
     entries = [
-        _row(entry)
+        _make_row(entry)
         for name in _DUMPS
         if hasattr(c10d, name)
         for entry in json.loads(getattr(c10d, name)()).get("entries", [])
@@ -57,6 +57,6 @@ def dump_collectives(path: Path) -> None:
     )
 
 
-def _row(entry: dict[str, Any]) -> dict[str, Any]:
+def _make_row(entry: dict[str, Any]) -> dict[str, Any]:
     is_done = entry.get("retired") or entry.get("state") == "completed"
     return {key: entry.get(key) for key in _SHOWN} | {"pending": not is_done}

@@ -1,4 +1,4 @@
-"""Find out why torch cannot use the GPUs of this machine, if it has any.
+"""Find why torch cannot use the GPUs of this machine, if it has any.
 
 Stage 04 and launch/check.py use this, so that a run on a GPU node does not silently train on its
 CPU because a driver is missing. On a machine without GPUs it only reads a few files.
@@ -21,7 +21,7 @@ from lib.parallel.torch_builds import BLACKWELL, Torch, driver_problem, find_bui
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_ONLY = "-1"  # what users set for the CPU; schedulers set an empty value
-_HIDING = ("", "NoDevFiles")  # the second value comes from Slurm
+_HIDING = ("", "NoDevFiles")  # values that hide all GPUs; Slurm sets the second one
 # Parts of torch's errors when CUDA does not start, and what to do.
 _REMEDIES = {
     "Error 802": "the fabric manager of these GPUs does not run: systemctl start "
@@ -96,7 +96,7 @@ def find_unusable() -> Unusable | None:
     if is_cpu_wanted():
         return None
     if torch.cuda.is_available():
-        reasons = list(_missing_code())
+        reasons = list(_find_missing_code())
         return Unusable(torch.cuda.get_device_name(_device()), reasons) if reasons else None
     names = nvidia.list_names()
     files = nvidia.list_device_files()
@@ -107,30 +107,34 @@ def find_unusable() -> Unusable | None:
         f"{units.counted(len(gpus), 'GPU')} ({', '.join(dict.fromkeys(map(str, gpus)))}), "
         f"driver {driver or 'not known'}, torch {torch.__version__}"
     )
-    reasons = [*_version_problems(driver), *_hiding_causes(bool(names), files)]
-    return Unusable(found, reasons or [_torch_error()])
+    reasons = [*_find_version_problems(driver), *_find_hiding_causes(bool(names), files)]
+    return Unusable(found, reasons or [_find_torch_error()])
 
 
-def _version_problems(driver: str) -> Iterator[Reason]:
+def _find_version_problems(driver: str) -> Iterator[Reason]:
     """Yield the reason if torch's build does not work with the driver, or has no CUDA."""
-    here = Torch(torch.__version__.partition("+")[0], torch.version.cuda or "")
+    installed = Torch(torch.__version__.partition("+")[0], torch.version.cuda or "")
     with suppress(UsageError):  # the table lacks this release or CUDA
-        usual = Torch(here.version, here.release.default)
-        build = usual if driver and not driver_problem(usual, driver) else find_build(here, driver)
+        default = Torch(installed.version, installed.release.default)
+        build = (
+            default
+            if driver and not driver_problem(default, driver)
+            else find_build(installed, driver)
+        )
         install = (
             f"install torch {build}, which runs with it (docs/how-to/airgap.md)" if build else ""
         )
-        if driver and (problem := driver_problem(here, driver)):
+        if driver and (problem := driver_problem(installed, driver)):
             yield Reason(problem, " or ".join(filter(None, ("update the driver", install))))
-        elif not here.cuda:
+        elif not installed.cuda:
             yield Reason(
                 f"torch {torch.__version__} is built without CUDA",
-                install if driver else f"install torch {usual} (docs/how-to/airgap.md)",
+                install if driver else f"install torch {default} (docs/how-to/airgap.md)",
             )
 
 
-def _hiding_causes(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
-    """Yield what hides all GPUs from this process. is_listed: nvidia-smi lists some."""
+def _find_hiding_causes(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
+    """Yield the causes that hide all GPUs from this process. is_listed: nvidia-smi lists some."""
     visible = os.environ.get(_VISIBLE)
     if visible is not None and visible.strip() in _HIDING:
         yield Reason(
@@ -142,25 +146,25 @@ def _hiding_causes(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
             "this container or job was given none of them",
             "docker run --gpus all; sbatch --gres=gpu:8; on Kubernetes a limit of nvidia.com/gpu",
         )
-    elif files and not any(map(_opens, files)):
+    elif files and not any(map(_can_open, files)):
         yield Reason(
             f"this user may not open {files[0]}",
-            "ask for the right to, or for a GPU of the scheduler",
+            "ask for permission, or ask the scheduler for a GPU",
         )
 
 
-def _opens(file: Path) -> bool:
-    """Return whether this process may use a device; a control group can forbid it."""
+def _can_open(file: Path) -> bool:
+    """Return whether this process may open a device file; a control group can forbid it."""
     try:
         os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
     except PermissionError:
         return False
     except OSError:
-        pass  # not a matter of permissions
+        pass  # the cause is not a missing permission
     return True
 
 
-def _torch_error() -> Reason:
+def _find_torch_error() -> Reason:
     try:
         torch.cuda.init()
         message = "torch counts no GPU"
@@ -169,7 +173,7 @@ def _torch_error() -> Reason:
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return Reason(
             f"{message}, with {_VISIBLE}={visible}",
-            f"name GPUs that are here in {_VISIBLE}, or unset it",
+            f"name GPUs of this machine in {_VISIBLE}, or unset it",
         )
     return Reason(
         message,
@@ -180,7 +184,7 @@ def _torch_error() -> Reason:
     )
 
 
-def _missing_code() -> Iterator[Reason]:
+def _find_missing_code() -> Iterator[Reason]:
     """Yield the reason if torch's build contains no code for the GPU of this rank."""
     known = [
         arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))
@@ -200,13 +204,13 @@ def _missing_code() -> Iterator[Reason]:
 def _can_run(arch: str, major: int, minor: int) -> bool:
     """Return whether code runs on a GPU: `sm_86` on 8.6 and 8.9, `compute_90` from 9.0 on."""
     kind, _, number = arch.partition("_")
-    of_major, of_minor = divmod(int(number.rstrip("af")), 10)
+    code_major, code_minor = divmod(int(number.rstrip("af")), 10)
     if number.endswith("a"):  # runs on this capability only
-        return (of_major, of_minor) == (major, minor)
+        return (code_major, code_minor) == (major, minor)
     return (
-        (of_major, of_minor) <= (major, minor)
+        (code_major, code_minor) <= (major, minor)
         if kind == "compute"
-        else of_major == major and of_minor <= minor
+        else code_major == major and code_minor <= minor
     )
 
 
@@ -215,7 +219,7 @@ def _device() -> int:
 
 
 def report_unused(device: str) -> None:
-    """Log which GPUs of this machine no rank uses, with the command that uses all of them.
+    """Log that ranks use only some GPUs of this machine, with the command that uses all of them.
 
     device: the value of --device. GPUs that CUDA_VISIBLE_DEVICES hides do not count.
     """

@@ -1,4 +1,4 @@
-"""Join the process group, on one process or many nodes, and exchange small values."""
+"""Join the process group, from one process to many nodes, and exchange small values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lib.parallel.degrees import Degrees
 from lib.parallel.meeting import START_TIMEOUT, Meeting
 
 Result = TypeVar("Result")
-_LONGER = timedelta(minutes=5)
+_TIMEOUT_MARGIN = timedelta(minutes=5)
 _PCI = Path("/sys/bus/pci/devices")
-# Segments that grow leave no gaps between them; pages are locked by eight threads.
+# Segments that can grow avoid fragmentation. Eight threads lock the pages of pinned memory.
 _ALLOCATOR = (
     "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 )
@@ -32,10 +32,10 @@ _ALLOCATOR = (
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Says which part of the data and of the model this process has.
+    """The place of this process among all processes, for data and for parameters.
 
-    rank, ranks: processes, for logs, agreements, tiers and checkpoints. dp_rank, dp_size: ranks
-    that read different samples. fsdp: the default mesh of parameters, (shard) or (replicate,
+    rank, ranks: number of this process and of all. dp_rank, dp_size: the same among the ranks that
+    read different samples. fsdp: the default mesh of parameters, (shard) or (replicate,
     shard). control, saving: gloo groups for small agreements and for checkpoints. They are separate
     so that collectives of different threads do not mix.
     """
@@ -59,21 +59,21 @@ class ParallelLayout:
         """Join the process group; all ranks must call this.
 
         degrees: None for one replica over all ranks; or a function that agrees on them with the
-        other ranks, through the group that is its argument. meeting: the result of an earlier
+        other ranks, through the process group that it gets. meeting: the result of an earlier
         `meet`; None to meet now. patience: seconds after which a watchdog ends the process;
         collectives time out later, so that the watchdog reports first. Raises UsageError if the
         ranks cannot be divided by the degrees.
         """
         configure_allocator()
-        device = _device(int(os.environ.get("LOCAL_RANK", "0")))
-        timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
+        device = _choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _TIMEOUT_MARGIN)
         _join(device, timeout, meeting or meet())
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
-        for group in fsdp.get_all_groups():  # by default NCCL's ten minutes
+        for group in fsdp.get_all_groups():  # the default of NCCL is ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
         return cls(
             rank,
@@ -86,14 +86,14 @@ class ParallelLayout:
             saving,
         )
 
-    def total(self, values: list[float]) -> list[float]:
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; all ranks must call this."""
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
 
-    def table(self, values: list[float]) -> torch.Tensor:
-        """Return the numbers of every rank, float64 [ranks, numbers], in one exchange.
+    def gather_table(self, values: list[float]) -> torch.Tensor:
+        """Return the numbers of every rank, float64 [ranks, numbers], by one collective.
 
         All ranks must call this with the same number of values.
         """
@@ -108,7 +108,7 @@ class ParallelLayout:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Leave the process group, except after an error, which other ranks may not have."""
+        """Leave the process group, except after an error, which may not occur on other ranks."""
         if error is None or isinstance(error, Preempted):
             self.stop()
 
@@ -137,16 +137,17 @@ def meet() -> Meeting | None:
 def configure_allocator() -> None:
     """Set the options of torch's allocator, unless the environment sets them.
 
-    Call this before any question about a GPU, its name or its memory: torch reads them then.
+    Call this before torch is asked for the name or the memory of a GPU: it reads the options then.
     """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 
 
 def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
     """Join the process group of all ranks. meeting: None without torchrun: a group of one."""
     flight_recorder.enable_recorder()
-    # Gloo connects two ranks when they first communicate, not each of 1,024 ranks to all others.
+    # Gloo then connects two ranks when they first communicate, not each of 1,024 ranks to all
+    # others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _use_loopback_on_one_machine()
     # NCCL (2.26 and newer) then starts the operations of several communicators in the order in
@@ -167,10 +168,10 @@ def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> 
 
 
 def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks whose ranks are connected; all ranks must call this.
+    """Return a gloo group of all ranks, with open connections; all ranks must call this.
 
     Gloo connects two ranks when they first communicate, and asks the store for the address. The
-    store dies with torchrun, but saving must work without it. So every collective that the groups
+    store ends with torchrun, but saving must work without it. So every collective that the groups
     use runs once here and opens the sockets of its algorithm: a ring (all_reduce, all_gather),
     trees (broadcast, barrier), and a star to rank 0 (gather).
     """
@@ -188,14 +189,14 @@ def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
 def _use_loopback_on_one_machine() -> None:
     """Let gloo and NCCL listen only on 127.0.0.1 if all ranks are on this machine."""
     flags = Path("/sys/class/net/lo/flags")
-    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     is_up = flags.is_file() and int(flags.read_text(encoding="ascii"), 16) & 1
-    if is_up and here == os.environ.get("WORLD_SIZE", "1"):
+    if is_up and local_ranks == os.environ.get("WORLD_SIZE", "1"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
 
 
-def _device(local_rank: int) -> torch.device:
+def _choose_device(local_rank: int) -> torch.device:
     """Return the device of a process on this machine, and set its threads and cores.
 
     Raises UsageError if there are more processes than GPUs.
@@ -227,15 +228,15 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _bind_to_near_cores(device: torch.device) -> None:
-    """Run only on the cores of the GPU's memory node, since copies between nodes are slower.
+    """Run only on the cores of the GPU's NUMA node, since copies between NUMA nodes are slower.
 
-    Threads and processes that are started later inherit this. Does nothing if the system does not
+    Threads and child processes that start later inherit this. Does nothing if the system does not
     report these cores, or if this process may use none of them.
     """
     with suppress(OSError, ValueError, AttributeError):
         gpu = torch.cuda.get_device_properties(device)
-        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        spans = (_PCI / place / "local_cpulist").read_text(encoding="ascii").strip().split(",")
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        spans = (_PCI / address / "local_cpulist").read_text(encoding="ascii").strip().split(",")
         ends = [[int(end) for end in span.split("-")] for span in spans]
         near = {core for first, *last in ends for core in range(first, (last or [first])[0] + 1)}
         if near := near & os.sched_getaffinity(0):

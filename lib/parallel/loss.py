@@ -1,6 +1,6 @@
 """Compute the loss as a sum over label tokens, so that any division of a batch gives the same mean.
 
-Whether the output layer itself can compute it is tried on the model, not looked up by family.
+If a trial on the model gives the same loss, the output layer computes it, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from lib.parallel.trial import LENGTH, require_isolation, trial_batch, trial_mod
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
-# Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small
-# products leave units idle, and half a GiB on a CPU, where larger chunks are no faster.
+# Number of logits in a chunk, by device. With their copies they take 2 GiB on a GPU, where smaller
+# products leave compute units idle, and half a GiB on a CPU, where larger chunks are no faster.
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 26}
-_MIN_ROWS = 256  # smaller matrix products use a device badly
-_NOISE = 0.02  # nats per token: above the difference of two ways to round to half precision
+_MIN_ROWS = 256  # of a chunk; a device computes smaller matrix products inefficiently
+_TOLERANCE = 0.02  # nats per token; different ways of rounding to half precision differ by less
 
-
-# Returns the loss of a micro-batch, summed over its label tokens; its gradients are scaled.
+# (micro-batch, scale) → the loss summed over its label tokens, with gradients multiplied by scale.
 LossFunction = Callable[[MicroBatch, float], Tensor]
 
 
@@ -52,9 +51,9 @@ def build_loss(
 def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
-    The gradients are those of the sum times `scale`, a power of two. It is applied before they are
-    rounded to half precision; later, small gradients would have vanished in float16. A micro-batch
-    whose labels are all ignored gives a zero that is still part of the graph.
+    Its gradients are multiplied by `scale`, a power of two, before they are rounded to half
+    precision, because small gradients would vanish in float16. If all labels of a micro-batch are
+    ignored, the result is a zero that is still part of the graph.
     """
     inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
@@ -66,7 +65,7 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Passes a number on and scales its gradient."""
+    """Returns its input unchanged and scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scale: float) -> Tensor:
@@ -81,11 +80,12 @@ class _ScaledGradient(torch.autograd.Function):
 class LossHead:
     """Replaces the output layer's `forward`, and returns the loss while labels are set.
 
-    Inside the layer its sharded weights are gathered, and the logits of all tokens never exist.
+    FSDP gathers the sharded weights of the layer for this call. The logits of all tokens never
+    exist at the same time.
     """
 
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
-        """at_once: logits that may exist at a time. compiler: the one of the decoder blocks."""
+        """at_once: number of logits in a chunk. compiler: the one of the decoder blocks."""
         self._head = head
         self._logits = head.forward
         self._at_once = at_once
@@ -100,7 +100,7 @@ class LossHead:
         if self._labels is None:
             return self._logits(hidden)
         head = self._head
-        # Decided here: inside a Function the weight requires a gradient even under no_grad.
+        # Decided here, because inside a Function the weight requires a gradient even under no_grad.
         gradient = self._gradient if torch.is_grad_enabled() else None
         return _ChunkedLoss.apply(
             hidden.flatten(0, 1),
@@ -115,7 +115,7 @@ class LossHead:
     def chunked_loss_sum(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
     ) -> Tensor:
-        """Return the loss sum of a micro-batch, which the model passes on in place of logits."""
+        """Return the loss sum of a micro-batch, which the model returns in place of logits."""
         self._labels = labels
         self._scale = scale
         try:
@@ -145,23 +145,23 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N].
 
-        gradient_of: None if no gradient is wanted.
+        gradient_of: None if no gradient is needed.
         """
-        # Chunks of equal size: for each other size the gradient would be compiled again.
+        # Chunks have equal sizes, because the gradient is compiled for each size.
         chunks = units.ceil_div(len(labels) * len(weight), at_once)
         rows = max(_MIN_ROWS, units.ceil_div(len(labels), chunks))
         is_trained = ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not any(ctx.needs_input_grad):
             gradient_of = None
-        of_hidden = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
-        # A single chunk is the whole product and needs no sum.
-        of_weight = (
+        hidden_gradient = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
+        # A single chunk is the complete product and needs no float32 sum.
+        weight_gradient = (
             None
             if gradient_of is None or not is_trained or rows >= len(labels)
             else torch.zeros_like(weight, dtype=torch.float32)
         )
-        of_bias = None
+        bias_gradient = None
         for first in range(0, len(labels), rows):
             chunk = hidden[first : first + rows]
             target = labels[first : first + rows]
@@ -174,19 +174,21 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk_loss, gradient = gradient_of(logits, target, counts, counts * scale)
             loss += chunk_loss
             del logits
-            torch.mm(gradient, weight, out=of_hidden[first : first + rows])
+            torch.mm(gradient, weight, out=hidden_gradient[first : first + rows])
             if not is_trained:
                 continue
-            of_weight = _add_product(of_weight, gradient, chunk)
+            weight_gradient = _add_product(weight_gradient, gradient, chunk)
             if bias is not None:
-                of_chunk = gradient.sum(0, dtype=torch.float32)
-                of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
+                chunk_sum = gradient.sum(0, dtype=torch.float32)
+                bias_gradient = (
+                    chunk_sum if bias_gradient is None else bias_gradient.add_(chunk_sum)
+                )
         if gradient_of is not None:
             ctx.save_for_backward(
-                of_hidden,
+                hidden_gradient,
                 *(
-                    None if summed is None or of is None else summed.to(of.dtype)
-                    for summed, of in ((of_weight, weight), (of_bias, bias))
+                    None if total is None or parameter is None else total.to(parameter.dtype)
+                    for total, parameter in ((weight_gradient, weight), (bias_gradient, bias))
                 ),
             )
         return loss
@@ -196,8 +198,8 @@ class _ChunkedLoss(torch.autograd.Function):
         """upstream: float32 scalar, 1 if `backward` is called on the loss itself."""
         return (
             *(
-                None if kept is None else kept.mul_(upstream.to(kept.dtype))
-                for kept in ctx.saved_tensors
+                None if gradient is None else gradient.mul_(upstream.to(gradient.dtype))
+                for gradient in ctx.saved_tensors
             ),
             None,
             None,
@@ -209,7 +211,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _gradient(
     logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy summed over rows that count, and its gradient by the logits.
+    """Return the cross entropy summed over rows that count, and its gradient for the logits.
 
     logits: [n, V]; target: int64 [n]; counts: 1 or 0 for each row, float32 [n]; factor: multiplies
     the gradient of each row, float32 [n]. The gradient, softmax minus one-hot, has the dtype of the
@@ -227,14 +229,14 @@ def _gradient(
 
 
 def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as `_gradient`, in operations that a compiler fuses into two passes."""
+    """Compute the same as `_gradient`, in operations that a compiler fuses into two kernels."""
     numbers = logits.float()
     normaliser = torch.logsumexp(numbers, 1)
-    picked = numbers.gather(1, target[:, None])[:, 0]
+    target_logits = numbers.gather(1, target[:, None])[:, 0]
     is_target = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
     softmax = (numbers - normaliser[:, None]).exp()
     gradient = (softmax - is_target.float()) * factor[:, None]
-    return ((normaliser - picked) * counts).sum(), gradient.to(logits.dtype)
+    return ((normaliser - target_logits) * counts).sum(), gradient.to(logits.dtype)
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ def _add_product(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tenso
 def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether products in half precision can be added to a float32 sum in place.
 
-    This is tried, because torch (2.11 to 2.13) supports it on some GPUs only.
+    A trial answers this, because torch (2.11 to 2.13) supports it on some GPUs only.
     """
     ones, total = (torch.ones(16, 16, device=device, dtype=kind) for kind in (dtype, torch.float32))
     try:
@@ -266,8 +268,8 @@ def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 def chunk_loss(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = None) -> str:
     """Let the output layer compute the loss if the result is the same; return a description.
 
-    Some families change the logits after that layer (a cap, a factor), so it is tried. All ranks
-    must call this. It runs two forward passes over a row of 16 tokens.
+    Some families change the logits after that layer, by a cap or a factor. So two forward passes
+    over a row of 16 tokens compare the losses. All ranks must call this.
     """
     head = model.get_output_embeddings()
     batch = trial_batch(trial_tokens(model), layout)
@@ -276,10 +278,10 @@ def chunk_loss(model: nn.Module, layout: ParallelLayout, compiler: Compiler | No
         head.forward = LossHead(head, CHUNK_LOGITS[layout.device.type], compiler)
         try:
             chunked = token_loss_sum(model, batch) / LENGTH
-            same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)
+            is_same = chunked.ndim == 0 and bool((plain - chunked).abs() < _TOLERANCE)
         except (RuntimeError, TypeError, IndexError):  # code after the layer needs logits
-            same = False
-    if same:
+            is_same = False
+    if is_same:
         return "in the output layer, chunk by chunk: the logits of all tokens never exist"
     del head.forward
     return f"from the logits, which {model.config.model_type} models change after the output layer"

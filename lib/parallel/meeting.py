@@ -1,12 +1,13 @@
 """Let the ranks of an attempt find each other, however long each takes to prepare.
 
 A launch makes several attempts if it restarts its ranks. torchrun keeps one store for all of them
-(torch 2.13), which still contains the process groups, meshes and addresses of a killed attempt. So
-rank 0 names a part of the store for each attempt. A rank accepts the name only after rank 0 has
-echoed a token that this process just sent, so keys left by earlier attempts are ignored.
+(torch 2.13). It still contains the process groups, meshes and addresses of a killed attempt. So
+rank 0 chooses a prefix of the store's keys for each attempt, its name. A rank accepts the name only
+after rank 0 has echoed a token that this process just sent, so keys left by earlier attempts are
+ignored.
 
 While a rank prepares (tokenising takes hours), one of its threads writes to the store, so that the
-others can distinguish a rank that works from one that is gone.
+others can distinguish a rank that works from one that has died.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _REPORT_EVERY_S = 300.0
 
 
 class Meeting:
-    """Joins the ranks in the store that RANK, WORLD_SIZE and MASTER_ADDR name."""
+    """Connects the ranks through the store at MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self) -> None:
         """Start sending heartbeats to the store, in a thread."""
-        launcher.parent_pid()  # remembers the parent process as it is now
+        launcher.parent_pid()  # records the parent process as it is now
         shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
         self._shared = dist.PrefixStore("meeting", shared)
         self._token = uuid.uuid4().hex
@@ -50,7 +51,7 @@ class Meeting:
     def join(self) -> dist.Store:
         """Return the store of this attempt, once all ranks have called this.
 
-        Raises StageError if a rank sends no heartbeats any more, or the launcher has ended.
+        Raises StageError if a rank sends no more heartbeats, or the launcher has ended.
         """
         self._report_at = time.monotonic() + _REPORT_AFTER_S
         attempt = self._open() if self.rank == 0 else self._enter()
@@ -64,7 +65,7 @@ class Meeting:
         self._shared.set("life", attempt)
         tokens: dict[int, str] = {0: ""}
 
-        def have_all_joined() -> bool:
+        def is_complete() -> bool:
             for rank in range(self.size):
                 if rank not in tokens and self._shared.check([f"{attempt}/{rank}"]):
                     tokens[rank] = self._shared.get(f"{attempt}/{rank}").decode()
@@ -72,7 +73,7 @@ class Meeting:
             self._require_alive(missing)
             return not missing
 
-        poll(have_all_joined, self._poll_s)
+        poll(is_complete, self._poll_s)
         for token in tokens.values():
             self._shared.set(f"{attempt}/welcome/{token}", "")
         return attempt
@@ -105,10 +106,10 @@ class Meeting:
             is_started = self._shared.check([f"alive/{rank}"])
             beat = self._shared.get(f"alive/{rank}") if is_started else None
             self._clock.note(rank, beat)
-            silent = self._clock.silence(rank)
-            if silent > (SILENCE_S if beat else START_TIMEOUT.total_seconds()):
+            silence_s = self._clock.silence(rank)
+            if silence_s > (SILENCE_S if beat else START_TIMEOUT.total_seconds()):
                 raise StageError(
-                    f"rank {rank} has shown no sign of life for {units.duration(silent)}",
+                    f"rank {rank} has shown no sign of life for {units.duration(silence_s)}",
                     hint="check its node; the same command resumes the run",
                 )
         now = time.monotonic()
@@ -130,7 +131,7 @@ class Meeting:
 
 
 def launcher_error() -> StageError:
-    """Return the error of a rank whose launcher has ended, so that nothing would stop the rank."""
+    """Return the error of a rank whose launcher has ended and could not stop it any more."""
     return StageError(
-        "the launcher that started this rank has gone", hint="the same command goes on"
+        "the launcher that started this rank has gone", hint="the same command resumes the run"
     )

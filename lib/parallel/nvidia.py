@@ -20,7 +20,7 @@ _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,t
 class Load(NamedTuple):
     """The load of a GPU; None for values that it does not report.
 
-    gpu: its number. busy: per cent of the time in which a kernel ran. used, total: memory in MiB.
+    gpu: its number. busy: percentage of the time in which a kernel ran. used, total: memory in MiB.
     watts, limit: power in W.
     """
 
@@ -33,32 +33,35 @@ class Load(NamedTuple):
     celsius: float | None
 
 
-class Missing(Exception):
-    """A tool is absent, or does not answer."""
+class ToolError(Exception):
+    """A tool is absent, fails or does not answer."""
 
 
 def run_tool(*command: str) -> str:
-    """Return the output of a tool; raise Missing if it is absent or fails."""
+    """Return the output of a tool; raise ToolError if it is absent or fails."""
     if not shutil.which(command[0]):
-        raise Missing(f"{command[0]} is not on this machine")
+        raise ToolError(f"{command[0]} is not on this machine")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (subprocess.TimeoutExpired, OSError) as error:
-        raise Missing(f"{command[0]} gave no answer ({type(error).__name__})") from None
+        raise ToolError(f"{command[0]} gave no answer ({type(error).__name__})") from None
     if done.returncode:
         message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
-        raise Missing(f"{command[0]} failed: {message}")
+        raise ToolError(f"{command[0]} failed: {message}")
     return done.stdout
 
 
-def query_driver(fields: str, what: str = "gpu") -> list[list[str]]:
-    """Return the fields of each GPU as nvidia-smi prints them; raise Missing as `run_tool`."""
-    printed = run_tool("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
+def query_driver(fields: str, table: str = "gpu") -> list[list[str]]:
+    """Return the fields of each row of a table of nvidia-smi; raise ToolError as `run_tool` does.
+
+    fields: separated by commas. table: `gpu`, or another one that nvidia-smi can query.
+    """
+    printed = run_tool("nvidia-smi", f"--query-{table}={fields}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
     if printed.strip() == _NO_GPU:  # some drivers exit with 0 then
-        raise Missing("nvidia-smi finds no GPU")
+        raise ToolError("nvidia-smi finds no GPU")
     if not rows or any(len(row) != len(fields.split(",")) for row in rows):
-        raise Missing("nvidia-smi printed other fields than were asked for")
+        raise ToolError("nvidia-smi printed other fields than were asked for")
     return rows
 
 
@@ -73,12 +76,12 @@ def parse_number(text: str) -> float | None:
 def find_driver() -> str:
     """Return the version of the driver, or "" without one."""
     for source in (
-        lambda: query_driver("driver_version")[0][0],  # which may be [N/A]
+        lambda: query_driver("driver_version")[0][0],  # may be [N/A]
         lambda: (PROC / "version").read_text(encoding="ascii", errors="replace"),
     ):
-        with suppress(Missing, OSError):
-            if found := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", source()):
-                return found[0]
+        with suppress(ToolError, OSError):
+            if version := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", source()):
+                return version[0]
     return ""
 
 
@@ -86,7 +89,7 @@ def list_names() -> list[str]:
     """Return the names of the GPUs by nvidia-smi; none if it is absent or fails."""
     try:
         return [name for (name,) in query_driver("name")]
-    except Missing:
+    except ToolError:
         return []
 
 
@@ -94,7 +97,7 @@ def list_loads() -> list[Load]:
     """Return the load of each GPU by nvidia-smi; none if it is absent or fails."""
     try:
         return [Load(gpu, *map(parse_number, cells)) for gpu, *cells in query_driver(_LOAD)]
-    except Missing:
+    except ToolError:
         return []
 
 

@@ -1,9 +1,9 @@
-"""Copy offloaded parameters to the device before their use, if a rank has all of them.
+"""Copy offloaded parameters to the device before their use, if each rank is a replica.
 
-With several ranks per replica, FSDP2 (torch 2.11 to 2.13) copies the shards of a group on a stream
-of its own while the previous group computes. With one rank there is nothing to gather. Then
-prefetching does nothing: each copy waits for the compute stream, which waits for the copy in turn.
-This module lets prefetching begin the copy.
+With several ranks per replica, FSDP2 (torch 2.11 to 2.13) copies the shards of a group on a
+separate stream while the previous group computes. With one rank there is nothing to gather, and
+prefetching does nothing: the copy waits for the compute stream, which then waits for the copy. This
+module lets prefetching begin the copy.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-_PIECE = 1 << 26  # elements that are cast at once, in at most 256 MiB
+_CHUNK = 1 << 26  # elements that are cast at a time, in at most 256 MiB
 
 
 def copy_ahead(model: nn.Module) -> None:
     """Copy the parameters of each FSDP group to the device when FSDP prefetches the group.
 
     model: sharded with an offload policy over one rank (per replica), with prefetching set. A
-    prefetched group takes its size in compute precision on the device, plus 256 MiB.
+    prefetched group needs its size in the compute dtype on the device, plus 256 MiB.
     """
     copies = _Copies()
-    for group in _groups(model):
+    for group in _find_groups(model):
         _CopiedGroup(group, copies)
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
+def _find_groups(model: nn.Module) -> Iterator[Any]:
     """Yield each parameter group of FSDP once; several modules may share one."""
     seen = set()
     for module in model.modules():
@@ -47,10 +47,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 class _Copies:
-    """The stream on which all groups of a model are copied.
-
-    stream: None until the first copy.
-    """
+    """The stream on which all groups of a model are copied, None until the first copy."""
 
     def __init__(self) -> None:
         self.stream: Any = None
@@ -61,13 +58,13 @@ class _CopiedGroup:
 
     FSDP calls `unshard` when it prefetches a group, and `wait_for_unshard` when it uses the group.
     In between it keeps an all-gather result, which it drops if the group is not used. The copy, one
-    tensor of all parameters, is the output in that result and is dropped with it.
+    tensor with all parameters, becomes the output in that result and is dropped with it.
     """
 
     def __init__(self, group: Any, copies: _Copies) -> None:
         self._group = group
         self._copies = copies
-        self._copied: Any = None  # the event after the copy of this group
+        self._copy_event: Any = None  # recorded after the copy of this group
         self._unshard = group.unshard
         self._wait = group.wait_for_unshard
         group.unshard = self.unshard
@@ -88,7 +85,7 @@ class _CopiedGroup:
         if result is None or not result.all_gather_output.numel():
             self._wait()
             return
-        group.device_handle.current_stream().wait_event(self._copied)
+        group.device_handle.current_stream().wait_event(self._copy_event)
         params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         copies = result.all_gather_output.split([shard.numel() for shard in shards])
@@ -99,11 +96,12 @@ class _CopiedGroup:
         finally:
             for param, shard in zip(params, shards, strict=True):
                 param._sharded_param_data = shard
-        used = group.device_handle.Event()
-        used.record()
-        # The memory belongs to the copy stream: its next copy may reuse it, and the allocator may
-        # unmap it after that. FSDP has dropped its result; until here `copies` keeps the memory.
-        self._copies.stream.wait_event(used)
+        use_event = group.device_handle.Event()
+        use_event.record()
+        # The allocator assigns the memory to the copy stream, whose next copy may reuse it. So that
+        # stream waits until the parameters were cast. FSDP has dropped its result; up to this point
+        # `copies` keeps the memory.
+        self._copies.stream.wait_event(use_event)
 
     def _is_plain(self) -> bool:
         """Return whether the copy only has to cast the parameters, to a single dtype."""
@@ -117,7 +115,7 @@ class _CopiedGroup:
 
     @torch.no_grad()
     def _copy(self) -> torch.Tensor:
-        """Begin to copy the group; return the copy in compute precision, one flat tensor."""
+        """Begin to copy the group; return the copy in the compute dtype, as one flat tensor."""
         group = self._group
         copies = self._copies
         shards = [param._sharded_param_data for param in group.fsdp_params]
@@ -130,14 +128,14 @@ class _CopiedGroup:
             )
             parts = copy.split([shard.numel() for shard in shards])
             for part, shard in zip(parts, shards, strict=True):
-                for to, piece in zip(part.split(_PIECE), shard.split(_PIECE), strict=True):
+                for target, chunk in zip(part.split(_CHUNK), shard.split(_CHUNK), strict=True):
                     # Copy first: otherwise the host would cast.
-                    to.copy_(
-                        piece
-                        if piece.dtype == dtype
-                        else piece.to(group.device, non_blocking=True),
+                    target.copy_(
+                        chunk
+                        if chunk.dtype == dtype
+                        else chunk.to(group.device, non_blocking=True),
                         non_blocking=True,
                     )
-            self._copied = group.device_handle.Event()
-            self._copied.record()
+            self._copy_event = group.device_handle.Event()
+            self._copy_event.record()
         return copy

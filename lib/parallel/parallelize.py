@@ -1,4 +1,4 @@
-"""Prepare a Hugging Face causal LM for training: checkpointing → compile → shard → materialise.
+"""Wrap the blocks of a Hugging Face causal LM, shard it with FSDP2, and allocate its memory.
 
 Activation checkpointing and compilation wrap the `forward` of each decoder block, inside the hooks
 of FSDP. Neither changes the names of modules, so a checkpoint can be loaded with other settings.
@@ -35,7 +35,7 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.offload import copy_ahead
 from lib.parallel.placement import ParameterPlacement
 
-_AVERAGED_ON = ("cuda",)  # not on CPUs, where results stay as they were
+_AVERAGED_ON = ("cuda",)  # not on CPUs, whose results would change
 # Operations whose results selective checkpointing keeps, because they are expensive to recompute.
 # The others (norms, activations, rotations) only cost memory traffic.
 _KEPT = {
@@ -52,8 +52,9 @@ _KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-# transformers' own functions (5.17 to 5.23) add the biases of experts to its result in place.
-# PyTorch rightly refuses to keep a result that changes: the biases would be added twice.
+# transformers' own functions (5.17 to 5.23) add the biases of experts to the result of this
+# operation in place. PyTorch refuses to keep a result that changes, since the biases would be added
+# twice.
 _BIASED = "aten::_grouped_mm"
 # Families whose experts have biases compute attention by matrix products. Their scores grow with
 # the square of the sequence length, too large to keep.
@@ -114,24 +115,24 @@ def _lora_rank(block: nn.Module) -> int:
 def _with_recomputation(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
     """Return a forward that recomputes activations.
 
-    block: its module, to keep the results of some operations; None keeps only the block's input.
+    block: the module, to keep the results of some operations; None keeps only its input.
     """
 
-    def selective() -> Any:
-        # Evaluated in each pass, because the function of the experts is chosen after sharding.
+    def make_contexts() -> Any:
+        # Chosen in each pass, because the function of the experts is chosen after sharding.
         return create_selective_checkpoint_contexts(
             partial(_checkpoint_policy, _kept_operations(block), rank)
         )
 
-    contexts: dict[str, Any] = {} if block is None else {"context_fn": selective}
+    contexts: dict[str, Any] = {} if block is None else {"context_fn": make_contexts}
     rank = 0 if block is None else _lora_rank(block)
 
-    def recomputed(*arguments: Any, **named: Any) -> Any:
+    def forward_with_recomputation(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
         return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
 
-    return recomputed
+    return forward_with_recomputation
 
 
 def _checkpoint_policy(
@@ -228,7 +229,7 @@ def _shard_around_blocks(
     """Shard the embedding, the final norm with the output layer, and the rest; set prefetching."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    last = [m for m in (final_norm(model), head) if m is not None]
+    last = [m for m in (find_final_norm(model), head) if m is not None]
     if head is not None and head.weight is embedding.weight:
         last.insert(1, embedding)
     else:
@@ -236,7 +237,7 @@ def _shard_around_blocks(
         # The gradient of a lookup does not depend on the weights.
         embedding.set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
     if last:
-        # Forward ends and backward begins with these: gathering them twice would be waste.
+        # Forward ends and backward begins with these, so they stay gathered in between.
         fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
     _prefetch(embedding, blocks, last)
@@ -252,8 +253,8 @@ def _shard_on_other_meshes(
     """Shard the modules whose parameters are on another mesh than the default one."""
     meshes = placement.derive_meshes(mesh)
     for name, module in placement.modules_on_other_meshes(model, placements):
-        its_options = {**options, "mesh": meshes[name]}
-        fully_shard(module, reshard_after_forward=not keep_gathered, **its_options)
+        module_options = {**options, "mesh": meshes[name]}
+        fully_shard(module, reshard_after_forward=not keep_gathered, **module_options)
 
 
 def describe_gathered(offload: bool, keep_gathered: bool) -> str:
@@ -272,17 +273,18 @@ def describe_frozen(model: nn.Module) -> str:
 
 
 def gradient_divisor(mesh: DeviceMesh) -> int:
-    """Return the divisor of the gradients: the number of replicas if each is one GPU, else 1.
+    """Return the number by which FSDP divides summed gradients.
 
-    With a factor of 1, FSDP2 (torch 2.11 to 2.13) copies each gradient of such a replica to divide
-    it. Without a factor, NCCL averages while it reduces, and `StepGuard` multiplies again.
+    It is the number of replicas if each replica is one GPU, else 1. For such replicas, FSDP2 (torch
+    2.11 to 2.13) would copy each gradient to apply a factor of 1. Without a factor, NCCL averages
+    while it reduces, and `StepGuard` multiplies by the divisor.
     """
     is_alone = mesh.size(-1) == 1 and set(placement.shard_sizes(1)) == {placement.FSDP}
     return mesh.size() if is_alone and mesh.device_type in _AVERAGED_ON else 1
 
 
 def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Set how gradients are reduced: as sums, and with NCCL in a process group of their own."""
+    """Let FSDP sum gradients, and with NCCL reduce them in a process group of their own."""
     if mesh.size() > 1 and gradient_divisor(mesh) == 1:
         _sum_gradients(model)  # not for a single rank, where torch would copy each gradient
     if mesh.device_type == "cuda" and mesh.size(-1) > 1:
@@ -290,7 +292,7 @@ def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Sum gradients over all ranks instead of averaging them: the loss is divided already."""
+    """Let FSDP sum gradients instead of averaging them, since the loss is divided already."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -300,8 +302,8 @@ def _sum_gradients(model: nn.Module) -> None:
 def separate_reductions(model: nn.Module) -> None:
     """Give reduce-scatters a process group of their own, if torch can do that (from 2.13 on).
 
-    NCCL runs the operations of one communicator one after the other, so an all-gather in backward
-    would wait for the reduce-scatter before it. All ranks must call this.
+    NCCL runs the operations of a communicator one after the other. In one group, an all-gather in
+    backward would wait for the reduce-scatter before it. All ranks must call this.
     """
     if not hasattr(model, "set_separate_reduce_scatter_group"):
         return
@@ -322,8 +324,8 @@ def separate_reductions(model: nn.Module) -> None:
 def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
     """Gather each group while the one before it computes, in both directions.
 
-    The backward pass of the embedding needs no weights. In one group with the output layer, the
-    embedding is still gathered; so is that layer when the backward pass begins with it.
+    The backward pass of the embedding needs no weights. The group of the output layer, which
+    includes a tied embedding, is still gathered when the backward pass begins with it.
     """
     ends = [] if embedding in last else last[:1]
     for before, after in pairwise([embedding, *blocks, *ends]):
@@ -333,11 +335,11 @@ def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Modul
 
 
 def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> None:
-    """Set how the next pass of a step reduces gradients and which weights it leaves gathered.
+    """Set how the next micro-batch of a step reduces gradients and which weights stay gathered.
 
-    Gradients are reduced over the shards in each pass, and over the replicas only in the last one.
-    With `keep_gathered`, each pass but the last one leaves all weights gathered for the next one.
-    After the last pass everything is sharded, as the optimizer, evaluation and saving need it.
+    Gradients are reduced over the shards for each micro-batch, and over the replicas only for the
+    last one. With `keep_gathered`, all weights stay gathered until the last one. After it
+    everything is sharded, because the optimizer, evaluation and saving need shards.
     """
     model.set_requires_all_reduce(is_last)
     if keep_gathered:
@@ -345,7 +347,7 @@ def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> No
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         if head is None or head.weight is not embedding.weight:
-            # Backward does not need it: it stays gathered only for the next pass.
+            # Backward does not need the embedding: it stays gathered only for the next forward.
             embedding.set_reshard_after_forward(is_last, recurse=False)
 
 
@@ -362,15 +364,15 @@ def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
 def reshard(model: nn.Module) -> None:
     """Reshard the parameters after a forward pass without a backward pass.
 
-    Otherwise groups that stay gathered until backward would stay gathered, and
-    `model.parameters()` would return the copies in compute precision instead of the masters.
+    Otherwise some groups would stay gathered until a backward pass, and `model.parameters()` would
+    return their copies in compute precision instead of the master weights.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def final_norm(model: nn.Module) -> nn.Module | None:
+def find_final_norm(model: nn.Module) -> nn.Module | None:
     """Return the norm between the last block and the output layer; None if it is not a module."""
     children = model.base_model.children()
     norms = [child for child in children if "norm" in type(child).__name__.lower()]

@@ -1,8 +1,9 @@
 """Decide how ranks share each parameter: over which mesh, which dimension, which padding.
 
 FSDP2 shards a parameter along its first dimension. For the weights of a layer's experts, that is
-the number of experts: of 8 experts, some of 6 ranks would hold two and some one, and some of 16
-ranks none. Such a parameter is sharded along its next dimension, the rows of each expert's matrix.
+the number of experts: with 8 experts, some of 6 ranks would get two experts and others one, and
+some of 16 ranks none. Such a parameter is sharded along its next dimension instead, the rows of
+each expert's matrix.
 FSDP2 (2.13) shards other dimensions than the first only in equal parts, so the rows are padded if
 necessary. Neither the module nor a checkpoint sees the padding.
 
@@ -23,15 +24,15 @@ from torch.distributed.tensor import DTensor
 from lib.models.sharded import ROWS, Padded
 
 FSDP = "fsdp"  # name of the default mesh
-_EVEN = 1.15  # of the mean: the largest shard that is still even
+_EVEN = 1.15  # shards are even if the largest one is at most this multiple of the mean
 
 
 class ParameterPlacement(NamedTuple):
-    """Says how ranks share a parameter.
+    """How ranks share a parameter.
 
-    mesh: its name. ranks: the number of ranks that share it. dim: the sharded dimension. padding:
-    rows to append to that dimension. largest: the size of the first rank's shard, which is the
-    largest one, as a multiple of the mean.
+    mesh: name of the mesh. ranks: number of ranks that share the parameter. dim: the sharded
+    dimension. padding: rows to append to that dimension. largest: size of the first rank's shard,
+    which is the largest one, as a multiple of the mean.
     """
 
     mesh: str
@@ -65,7 +66,7 @@ def choose_mesh(name: str) -> str:
 def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> ParameterPlacement:
     """Return how ranks share a parameter.
 
-    shape: of the whole parameter, with or without padding. sizes: see `shard_sizes`.
+    shape: of the full parameter, with or without padding. sizes: the result of `shard_sizes`.
     """
     mesh = choose_mesh(name)
     ranks = sizes[mesh]
@@ -75,7 +76,10 @@ def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> Paramete
 
 
 def count_ranks_in(shard_size: int) -> Callable[[str, Sequence[int]], int]:
-    """Return a function (name, shape) → the ranks that share a parameter. shard_size: as above."""
+    """Return a function that takes a name and a shape and returns the ranks that share a parameter.
+
+    shard_size: see `shard_sizes`.
+    """
     sizes = shard_sizes(shard_size)
 
     def count_ranks(name: str, shape: Sequence[int]) -> int:
@@ -87,9 +91,9 @@ def count_ranks_in(shard_size: int) -> Callable[[str, Sequence[int]], int]:
 def _choose_dim(shape: Sequence[int], ranks: int) -> int:
     """Return the dimension along which ranks share a parameter.
 
-    A matrix is always shared by its rows, because one with few rows is small. With more dimensions,
-    the second one is chosen if that is more even, which it is not for a convolution of
-    [channels, 1, width].
+    A matrix is always sharded by its rows, because a matrix with few rows is small. With more
+    dimensions, the second one is chosen if its shards are more even. They are not for a convolution
+    of [channels, 1, width].
     """
     first = _largest_shard(shape, ranks, 0)
     return ROWS if len(shape) > 2 and first > max(_EVEN, _largest_shard(shape, ranks, ROWS)) else 0
@@ -103,8 +107,8 @@ def _largest_shard(shape: Sequence[int], ranks: int, dim: int) -> float:
 def list_cut_shapes(model: nn.Module, shard_size: int, block: int) -> list[Sequence[int]]:
     """Return the shapes of the parameters whose blocks would be split between ranks.
 
-    block: numbers of a row that must be on the same rank. Padding counts as a split, because the
-    blocks after it would begin elsewhere.
+    block: count of neighbouring numbers of a row that must be on the same rank. Padding counts as a
+    split, because the blocks after it would begin at other numbers.
     """
     sizes = shard_sizes(shard_size)
     return [p.shape for name, p in model.named_parameters() if _is_cut(name, p.shape, sizes, block)]
@@ -164,12 +168,12 @@ def modules_on_other_meshes(
     """
     seen: set[nn.Module] = set()
     for name, module in model.named_modules():
-        own = {placements[p].mesh for p in module.parameters(recurse=False)}
+        direct = {placements[p].mesh for p in module.parameters(recurse=False)}
         meshes = {placements[p].mesh for p in module.parameters()}
         if module in seen or meshes <= {FSDP}:
             continue
         if len(meshes) == 1:
             seen |= set(module.modules())
             yield meshes.pop(), module
-        elif own - {FSDP}:
+        elif direct - {FSDP}:
             raise ValueError(f"{name}: parameters on the meshes {', '.join(sorted(meshes))}")

@@ -1,4 +1,4 @@
-"""Find out which dtypes the hardware computes in, and which ones torch only emulates on it."""
+"""Find which dtypes the hardware computes in, and which ones torch only emulates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.tokens.batches import Pass
 
 _WIDTH = 256  # rows and columns of the timed matrix products
-_TRIES = 3  # of each timed product
-_FLOAT8_FROM = (8, 9)  # compute capability
+_TRIES = 3  # per timed product
+_FLOAT8_CAPABILITY = (8, 9)  # the oldest compute capability with 8-bit floats
 _FLOAT8_GPUS = "NVIDIA Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell or newer"
 
 
@@ -38,16 +38,16 @@ def is_emulated(precision: str) -> bool:
         return True
     if precision == "fp16":
         return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # oneDNN takes bf16 from AVX-512 on, but before AVX512_BF16 at a fifth of the speed of float32.
-    without = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
-    return without or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # oneDNN supports bf16 from AVX-512 on, but without AVX512_BF16 at a fifth of the float32 speed.
+    is_slow = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return is_slow or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_length: int) -> None:
-    """Raise one UsageError that lists everything --precision fp8 needs and does not find.
+    """Raise one UsageError that lists everything that --precision fp8 needs and that is missing.
 
-    is_plan: plan for other machines, and ask nothing of this one. compile: the value of --compile.
-    batch: samples per process and micro-batch, None if it is still open.
+    is_plan: the run is planned for other machines, so this one is not checked. compile: the value
+    of --compile. batch: samples per process and micro-batch, None if it is still open.
     """
     problems = Problems()
     problems.collect(float8.require_package)
@@ -59,7 +59,7 @@ def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_l
             expected=_FLOAT8_GPUS,
             hint="--dry-run --plan-gpus N plans for other machines than this one",
         )
-    elif torch.cuda.get_device_capability() < _FLOAT8_FROM:
+    elif torch.cuda.get_device_capability() < _FLOAT8_CAPABILITY:
         problems.add(
             "--precision fp8 needs a GPU that computes in 8-bit floats",
             found=torch.cuda.get_device_name(),
@@ -89,7 +89,7 @@ def warn_if_emulated(precision: str) -> None:
         cost = (
             ""
             if torch.cuda.is_available()
-            else f": a matrix product takes about {_slowdown(precision):.0f} times as long "
+            else f": a matrix product takes about {_measure_slowdown(precision):.0f} times as long "
             "as in fp32"
         )
         log.warn(
@@ -98,22 +98,22 @@ def warn_if_emulated(precision: str) -> None:
         )
 
 
-def _slowdown(precision: str) -> float:
+def _measure_slowdown(precision: str) -> float:
     """Return how many times longer a matrix product takes on one CPU core than in float32."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads would not survive the fork of the memory trace
     try:
-        return _best_seconds(COMPUTE_DTYPES[precision]) / _best_seconds(torch.float32)
+        return _time_product(COMPUTE_DTYPES[precision]) / _time_product(torch.float32)
     finally:
         torch.set_num_threads(threads)
 
 
-def _best_seconds(dtype: torch.dtype) -> float:
+def _time_product(dtype: torch.dtype) -> float:
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    return min(_seconds(lambda: matrix @ matrix) for _ in range(_TRIES))
+    return min(_time_call(lambda: matrix @ matrix) for _ in range(_TRIES))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _time_call(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -2,7 +2,7 @@
 
 A router chooses the experts of each token. A hook on each router counts its choices, and adds the
 gradient of the load-balancing loss if the run trains with one. A custom operator counts only in the
-forward pass of a training step, so recomputed, compiled and validation passes count nothing twice.
+forward pass of a training step, so recomputation, compilation and validation add no counts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lib.models.sharded import own_class
 from lib.tokens.batches import MicroBatch, Step
 
 LOSS = "loss"  # the load-balancing loss of the family in transformers
-BIAS = "bias"  # added to the scores for the choice only, and moved after each step
+BIAS = "bias"  # added to the scores that decide the choice, and changed after each step
 _FORMULA = "load_balancing_loss_func"  # in the modules of transformers whose families have the loss
-_STARVED = 0.1  # of the mean load: experts below it count as starved
+_STARVED = 0.1  # experts with less than this share of the mean load count as starved
 _pauses = 0
 
 
 class Router(NamedTuple):
     """A router whose outputs are (logits, weights, chosen experts).
 
-    layer: the number of its decoder layer. experts: how many it chooses from. bias: the module and
-    name of the buffer that is added to its scores for the choice, if there is one.
+    layer: the number of its decoder layer. experts: the number of experts. bias: the module and
+    name of the buffer that is added to the scores that decide the choice, if there is one.
     """
 
     layer: int
@@ -48,7 +48,7 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
     """Return the routers of a model on the meta device, in the order of their layers.
 
     They are the modules whose logits transformers can record (`_can_record_outputs`). The list is
-    empty if one of them answers in another form than (logits, weights, chosen experts).
+    empty if one of them returns another form than (logits, weights, chosen experts).
     """
     classes = tuple(
         getattr(recorder, "target_class", recorder)
@@ -75,12 +75,12 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
 
 
 def _as_list(recorded: dict[str, Any]) -> list[Any]:
-    found = recorded.get("router_logits", [])
-    return list(found) if isinstance(found, list | tuple) else [found]
+    recorders = recorded.get("router_logits", [])
+    return list(recorders) if isinstance(recorders, list | tuple) else [recorders]
 
 
 def _count_experts(module: nn.Module) -> int:
-    """Return how many experts a router on the meta device chooses from; 0 for other modules."""
+    """Return the number of experts of a router on the meta device; 0 for other modules."""
     weight = next((p for p in module.parameters() if p.ndim == 2), None)
     if weight is None or not weight.is_meta:
         return 0
@@ -106,7 +106,7 @@ def _count_experts(module: nn.Module) -> int:
 
 
 def find_method(model: PreTrainedModel, routers: list[Router]) -> str:
-    """Return how a family keeps the load of its experts even: LOSS, BIAS, or "" for neither.
+    """Return the method by which a family balances its experts: LOSS, BIAS, or "" for neither.
 
     A family with both, such as MiniMax-M2, gets LOSS, which its config turns on and off.
     """
@@ -129,7 +129,7 @@ def is_loss_in_config(model: PreTrainedModel) -> bool:
 
 
 def turn_off_family_loss(model: PreTrainedModel) -> None:
-    """Keep transformers from computing its own load-balancing loss, which would go unused."""
+    """Keep transformers from computing its own load-balancing loss, which nobody would use."""
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
@@ -150,8 +150,8 @@ def has_trained_inputs(model: PreTrainedModel, routers: list[Router]) -> bool:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """Count nothing inside the context, whose passes are not part of a training step."""
+def pause_counting() -> Iterator[None]:
+    """Count nothing inside the context, because its passes are not part of a training step."""
     global _pauses
     _pauses += 1
     try:
@@ -172,12 +172,12 @@ def paused() -> Iterator[None]:
 def _tally(
     logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add the load to `into`; return a copy of `chosen` and each row's choices per token.
+    """Add the load to `into`; return a copy of `chosen`, and choices per token by row and expert.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
     float64 [at least E + 1], the choices of each expert, and last the load-balancing loss times
-    tokens. with_loss: compute that loss too. The shares that are returned are float32 [B, E].
-    Nothing is added in a backward pass, which recomputes, or inside `paused`.
+    tokens. with_loss: compute that loss too. The second result is float32 [B, E]. Nothing is added
+    during a backward pass, which recomputes, or inside `pause_counting`.
     """
     rows = valid.sum(1, keepdim=True).clamp(min=1.0)
     choices = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
@@ -203,8 +203,8 @@ def _(
     return torch.empty_like(chosen), shares
 
 
-class _Balanced(torch.autograd.Function):
-    """Passes the weights of the chosen experts on; backward adds the gradient of the loss.
+class _BalancingGradient(torch.autograd.Function):
+    """Returns the weights of the chosen experts; backward adds the gradient of the loss.
 
     The loss of a row of n tokens is E · Σ_e f_e · P_e, with f_e the choices of expert e per token
     and P_e the mean of its probability. Only the probabilities have a gradient.
@@ -223,13 +223,13 @@ class _Balanced(torch.autograd.Function):
         rows, length = valid.shape
         experts = logits.shape[1]
         probabilities = F.softmax(logits, -1, dtype=torch.float32).view(rows, length, experts)
-        uneven = shares[:, None] - (probabilities * shares[:, None]).sum(-1, keepdim=True)
-        gradient = probabilities * uneven * (valid[..., None] * (factor * experts))
+        deviation = shares[:, None] - (probabilities * shares[:, None]).sum(-1, keepdim=True)
+        gradient = probabilities * deviation * (valid[..., None] * (factor * experts))
         return upstream, gradient.view_as(logits).to(logits.dtype), None, None, None
 
 
 class LoadFigures(NamedTuple):
-    """The load on all ranks until a row of the log is read, see `RouterLoad.capture`."""
+    """The load on all ranks, for a row of the log; see `RouterLoad.capture`."""
 
     layers: list[int]
     experts: list[int]
@@ -237,33 +237,33 @@ class LoadFigures(NamedTuple):
     tokens: int
     has_loss: bool
 
-    def figures(self) -> dict[str, float]:
+    def compute_figures(self) -> dict[str, float]:
         """Return the figures of a row by key. The device must have finished the step."""
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         if not self.layers:
-            return found
+            return figures
         if self.has_loss:
             losses = self.sums[:, -1] / max(1, self.tokens)
-            found["train/router_aux_loss"] = losses.mean().item()
+            figures["train/router_aux_loss"] = losses.mean().item()
         loads = []
         for row, experts in zip(self.sums, self.experts, strict=True):
             mean = row[:experts].mean().clamp(min=1e-9)
             starved = (row[:experts] < _STARVED * mean).double().mean()
             loads.append(((row[:experts].max() / mean).item(), starved.item()))
-        found["experts/max_load"] = max(load for load, _ in loads)
-        found["experts/starved"] = sum(starved for _, starved in loads) / len(loads)
+        figures["experts/max_load"] = max(load for load, _ in loads)
+        figures["experts/starved"] = sum(starved for _, starved in loads) / len(loads)
         for layer, (load, starved) in zip(self.layers, loads, strict=True):
-            found[f"experts/layer_{layer:02d}/max_load"] = load
-            found[f"experts/layer_{layer:02d}/starved"] = starved
-        return found
+            figures[f"experts/layer_{layer:02d}/max_load"] = load
+            figures[f"experts/layer_{layer:02d}/starved"] = starved
+        return figures
 
 
 class RouterLoad:
-    """Counts the tokens that each expert gets, and keeps the load even if asked to.
+    """Counts the tokens that each expert gets, and balances the experts if a method is given.
 
-    method: LOSS, BIAS or "" to count only. coefficient: of the loss, or what a bias moves by in a
-    step. A step's loss is the mean over layers, and over the rows of the step, weighted by their
-    tokens: so it does not depend on how ranks and micro-batches divide the step.
+    method: LOSS, BIAS or "" to count only. coefficient: of the loss, or the change of a bias in a
+    step. The loss of a step is the mean over layers and over the rows of the step, weighted by
+    their tokens. So it does not depend on how ranks and micro-batches divide the step.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class RouterLoad:
         self._valid: Tensor | None = None
         self._factor = torch.zeros((), device=device)
         shape = (len(routers), 1 + max((router.experts for router in routers), default=0))
-        # Of this step, and of the steps since the last row.
+        # Counts of this step, and of the steps since the last row of the log.
         self._running, self._window = (
             torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2)
         )
@@ -295,20 +295,20 @@ class RouterLoad:
             chosen, shares = _tally(logits.detach(), chosen, valid, into, adds_loss)
             if not (adds_loss and logits.requires_grad):
                 return (logits, weights, chosen, *others)
-            weights = _Balanced.apply(weights, logits, shares, valid, self._factor)
+            weights = _BalancingGradient.apply(weights, logits, shares, valid, self._factor)
             return (logits, weights, chosen, *others)
 
         return count
 
     def begin_window(self) -> None:
-        """Discard the load since the last row, which after a rollback belongs to undone steps."""
+        """Discard the load since the last row of the log, whose steps a rollback has undone."""
         self._window.zero_()
 
     def begin_step(self, step: Step, scale: float) -> None:
-        """Set the factor of the loss's gradient. scale: of the loss sum, see LossScale."""
+        """Set the factor of the gradient of the loss. scale: of the loss sum, see LossScale."""
         self._tokens = step.tokens
-        of_labels = max(1, step.label_tokens) / max(1, step.tokens)
-        self._factor.fill_(scale * of_labels * self._coefficient / max(1, len(self._routers)))
+        label_share = max(1, step.label_tokens) / max(1, step.tokens)
+        self._factor.fill_(scale * label_share * self._coefficient / max(1, len(self._routers)))
 
     def begin_pass(self, batch: MicroBatch) -> None:
         """Record which tokens of a micro-batch are not padding. batch: on the device."""
@@ -318,11 +318,11 @@ class RouterLoad:
         if batch.lengths is None:
             self._valid = torch.ones(rows, length, device=self._device)
             return
-        places = torch.arange(length, device=self._device)
-        self._valid = (places < batch.lengths[:, None]).float()
+        positions = torch.arange(length, device=self._device)
+        self._valid = (positions < batch.lengths[:, None]).float()
 
     def end_step(self, skipped: Tensor) -> None:
-        """Move the biases, and add the step to the window. All ranks must call this.
+        """Update the biases, and add the step to the window. All ranks must call this.
 
         skipped: 1 if the guard skipped the step of the optimizer, else 0.
         """
@@ -330,12 +330,12 @@ class RouterLoad:
             return
         self._valid = None
         if self._method == BIAS:
-            self._move_biases(skipped)
+            self._update_biases(skipped)
         self._window[:, :-1] += self._running[:, :-1]
         self._window[:, -1] = self._running[:, -1]
         self._running.zero_()
 
-    def _move_biases(self, skipped: Tensor) -> None:
+    def _update_biases(self, skipped: Tensor) -> None:
         """Add u · (sign(mean - n) - mean of signs) to each bias, with n the choices of an expert.
 
         As in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), with the signs centred so that the

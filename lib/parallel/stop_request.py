@@ -1,4 +1,4 @@
-"""Stop a run after a complete step: any rank notes a reason, and all ranks agree on it."""
+"""Stop a run after a complete step, for a reason that any rank has found and all agree on."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _CHECK_EVERY_S = 2.0  # for the stop file, which may be on a slow file system
 
 
 class StopRequest:
-    """Turns a reason to stop on any rank into one decision of all ranks.
+    """Lets all ranks stop together if one of them has a reason.
 
     Reasons are SIGTERM, SIGINT and SIGUSR1, the end of `minutes` since the start (None: no limit),
-    the stop file, which is deleted once all ranks stop, and the end of the torchrun that started a
-    rank, because nothing else would end that rank. Creating an instance installs the signal
-    handlers.
+    the stop file, which is deleted once all ranks stop, and the end of torchrun, which could no
+    longer end its ranks. Creating an instance installs the signal handlers.
     """
 
     def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:
@@ -41,16 +40,16 @@ class StopRequest:
         self._deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
         self._checked_at = 0.0
         self.reason = 0
-        self._agreed = torch.zeros(1, dtype=torch.int32)
+        self._largest_reason = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
         for number in _SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._store_reason)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _store_reason(self, number: int, frame: FrameType | None) -> None:
         self.reason = number
 
-    def ask(self) -> None:
-        """Start the agreement at the start of a step, so that no rank waits for it at the end."""
+    def begin_agreement(self) -> None:
+        """Start to exchange reasons. Called early in a step, so that no rank waits at its end."""
         now = time.monotonic()
         if now > self._deadline:
             self.reason = self.reason or _OUT_OF_TIME
@@ -60,17 +59,17 @@ class StopRequest:
             self._checked_at = now
             if self._file.exists():
                 self.reason = self.reason or _STOP_FILE
-        self._agreed = torch.tensor([self.reason], dtype=torch.int32)
+        self._largest_reason = torch.tensor([self.reason], dtype=torch.int32)
         self._pending = dist.all_reduce(
-            self._agreed, dist.ReduceOp.MAX, self._layout.control, async_op=True
+            self._largest_reason, dist.ReduceOp.MAX, self._layout.control, async_op=True
         )
 
-    def agreed(self) -> str:
-        """Return the reason on which all ranks agreed, empty to continue. `ask` comes first."""
-        assert self._pending is not None, "`ask` was not called"
+    def agree(self) -> str:
+        """Return the reason to stop, the same on all ranks, or "". Call `begin_agreement` first."""
+        assert self._pending is not None, "`begin_agreement` was not called"
         self._pending.wait()
-        number = int(self._agreed)
-        if number and self._layout.rank == 0:  # any stop also answers the file
+        number = int(self._largest_reason)
+        if number and self._layout.rank == 0:  # also if the reason to stop is another one
             with suppress(OSError):
                 self._file.unlink()
         return _REASONS[number] if number else ""

@@ -1,6 +1,6 @@
-"""The table of torch's wheels, the CUDA that each contains, and the driver that it needs.
+"""List torch's wheels, the CUDA that each contains, and the driver that it needs.
 
-Images, bundles and the checks of a machine use this one table. A new torch or CUDA is a new row.
+Images, bundles and the checks of a machine use this one table. Add a row for a new torch or CUDA.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from lib.core.errors import UsageError
 
 
 class Release(NamedTuple):
-    """newest: the last patch. default: the CUDA of `torch==X`. builds: every CUDA, oldest first."""
+    """A minor release of torch. newest: the last patch. default: the CUDA of `torch==X`.
+
+    builds: every CUDA that there are wheels for, the oldest first.
+    """
 
     newest: str
     default: str
     builds: tuple[str, ...]
 
 
-# Source: the local versions torch-X+cuYYZ that PyTorch publishes for Linux; the default also stands
-# in the wheel's metadata (2.13.0 requires cuda-toolkit 13.0.3).
+# Source: the local versions torch-X+cuYYZ that PyTorch publishes for Linux; the wheel's metadata
+# also names the default (2.13.0 requires cuda-toolkit 13.0.3).
 RELEASES = {
     "2.11": Release("2.11.0", "13.0", ("12.6", "12.8", "13.0")),
     "2.12": Release("2.12.1", "13.0", ("12.6", "13.0", "13.2")),
@@ -32,9 +35,8 @@ RELEASES = {
 # Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
 # (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
 OLDEST_DRIVERS = {"12": "525", "13": "580"}
-# The CUDA whose wheels lack code for Blackwell (10.0, 12.0), and the one whose wheels have it for
-# drivers older than 580.
-# Source: RELEASE.md of PyTorch, "PyTorch CUDA support matrix".
+# The CUDA whose wheels contain no code for Blackwell (10.0, 12.0), and the one whose wheels contain
+# it for drivers older than 580. Source: RELEASE.md of PyTorch, "PyTorch CUDA support matrix".
 WITHOUT_BLACKWELL = "12.6"
 BLACKWELL = "cu128"
 NO_CUDA = "none"
@@ -97,13 +99,13 @@ def find_pin(requirements: str, cuda: str = "") -> Torch:
         raise UsageError("the requirements pin no torch", expected="a line `torch==X.Y.Z`")
     minor, patch, local = match.groups()
     release = Torch(minor + patch, "").release
-    wanted = cuda or (parse_local_version(f"+{local}") or NO_CUDA if local else release.default)
-    if wanted not in (*release.builds, NO_CUDA):
+    version = cuda or (parse_local_version(f"+{local}") or NO_CUDA if local else release.default)
+    if version not in (*release.builds, NO_CUDA):
         raise UsageError(
-            f"torch {minor} is not built for CUDA {wanted}",
+            f"torch {minor} is not built for CUDA {version}",
             expected=f"one of {', '.join(release.builds)}, or {NO_CUDA}",
         )
-    return Torch(minor + patch, "" if wanted == NO_CUDA else wanted)
+    return Torch(minor + patch, "" if version == NO_CUDA else version)
 
 
 def replace_pin(requirements: str, torch: Torch) -> str:
@@ -118,15 +120,15 @@ def parse_local_version(version: str) -> str:
 
 
 def parse_cuda(text: str) -> str:
-    """Parse the CUDA version of an option: 12.6, cu126, or none and cpu for a build without."""
-    found = parse_local_version(f"+{text}") or text
-    if found in (NO_CUDA, "cpu"):
+    """Parse the value of a CUDA option: 12.6 or cu126; none or cpu for a build without CUDA."""
+    version = parse_local_version(f"+{text}") or text
+    if version in (NO_CUDA, "cpu"):
         return NO_CUDA
-    if found and not re.fullmatch(r"\d+\.\d+", found):
+    if version and not re.fullmatch(r"\d+\.\d+", version):
         raise argparse.ArgumentTypeError(
             f"expected a version such as 12.6 or cu126, or {NO_CUDA}, got {text!r}"
         )
-    return found
+    return version
 
 
 def parse_driver(text: str) -> str:
@@ -165,9 +167,9 @@ def list_builds(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
         if _parts(release.newest) < _parts(torch.version) and release is not torch.release
     ]
     builds = [
-        Torch(each.version, number)
-        for each in (torch, *older)
-        for number in reversed(each.release.builds)
+        Torch(base.version, cuda_version)
+        for base in (torch, *older)
+        for cuda_version in reversed(base.release.builds)
     ]
     return [
         build

@@ -1,7 +1,7 @@
-"""Try a model on a few tokens before training, without leaving a trace.
+"""Run a model on a few tokens before training, without a lasting effect.
 
-Several choices are tried on the model itself instead of being looked up by family: how the loss is
-computed, which function computes the experts, and whether packed documents see each other.
+Such trials replace tables of model families. They decide how the loss is computed and which
+function computes the experts, and check whether packed documents see each other.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def trial_mode(model: nn.Module) -> Iterator[None]:
     """Run a model without dropout, gradients or compilation inside the context.
 
-    A graph compiled for the few tokens of a trial would be compiled again for any number of tokens,
-    and training would go on with that slower graph.
+    torch would compile a first graph for the few tokens of a trial, and then a slower one for any
+    number of tokens, which training would use.
     """
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
         yield
@@ -61,7 +61,7 @@ def trial_tokens(
 ) -> Tensor:
     """Return the same random tokens each time, int64 [rows, length], on the CPU.
 
-    generator: seeded by the caller, who goes on drawing from it (default: a new one with seed 0).
+    generator: one that the caller has seeded and continues to use (default: a new one, seed 0).
     The global random state does not change.
     """
     vocabulary = model.config.get_text_config().vocab_size
@@ -72,8 +72,8 @@ def trial_tokens(
 def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> MicroBatch:
     """Return tokens as the micro-batch of a trial pass of a rank, on its device.
 
-    tokens: int64 [rows, T]. documents: the lengths of the packed documents in each row, T in all;
-    without any, a row is one document. The labels are the tokens themselves.
+    tokens: int64 [rows, T]. documents: the lengths of the packed documents in each row, whose sum
+    is T; if empty, a row is one document. The labels are the tokens themselves.
     """
     if not documents:
         return MicroBatch(tokens, tokens).to(rank)
@@ -92,12 +92,12 @@ def require_isolation(model: PreTrainedModel, layout: ParallelLayout) -> None:
     tokens[1, first:] = tokens[0, first:]  # the rows differ in the first document only
     with trial_mode(model):
         batches = [trial_batch(row[None], layout, _DOCUMENTS) for row in tokens]
-        one, other = [
+        logits, changed_logits = [
             model(**attention.make_inputs(model, batch)).logits[0, first:].float()
             for batch in batches
         ]
-    difference = (one - other).abs().max()
-    if difference > _LEAK * one.std():
+    difference = (logits - changed_logits).abs().max()
+    if difference > _LEAK * logits.std():
         raise UsageError(
             f"with {model.config.model_type} models, packed documents see each other",
             found=f"the logits of a document change by {difference:.3g} if the document before it "

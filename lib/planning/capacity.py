@@ -1,4 +1,4 @@
-"""Memory that the device reports; on a CPU, that the kernel reports for this process."""
+"""Measure the memory of this rank: of its GPU, or its share of the machine's memory."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 import torch
 
 _GIB = 1 << 30
-_RESET_PEAK = "5"  # proc(5), clear_refs
+_RESET_PEAK = "5"  # written to clear_refs, see proc(5)
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def device() -> torch.device:
+def get_device() -> torch.device:
     """Return the device that this rank computes on."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def total(device: torch.device) -> int:
-    """Return the bytes of memory of this rank: of its GPU, or its share of the machine's memory.
+def count_total(device: torch.device) -> int:
+    """Return the bytes of memory of this rank, free or not.
 
-    On a CPU the control groups around this process limit that memory.
+    On a CPU, control groups of this process may limit the memory.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = min([physical, *(limit for limit, _ in _limits(_own_groups()))])
+    most = min([physical, *(limit for limit, _ in _read_limits(_read_own_groups()))])
     return most // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def room(device: torch.device) -> int:
+def count_free(device: torch.device) -> int:
     """Return the bytes that this rank can still allocate: all of a GPU, or its share of the host.
 
     On a CPU that is the free memory of the machine, within the limits of the control groups around
@@ -41,29 +41,31 @@ def room(device: torch.device) -> int:
     since the kernel would let such a run proceed.
     """
     if device.type == "cuda":
-        return total(device)
-    free = min([_meminfo("MemAvailable"), *(free for _, free in _limits(_own_groups()))])
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + swap(device)
+        return count_total(device)
+    free = min(
+        [_read_meminfo("MemAvailable"), *(free for _, free in _read_limits(_read_own_groups()))]
+    )
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + count_free_swap(device)
 
 
-def swap(device: torch.device) -> int:
-    """Return how many bytes of this rank's room are swap, in which a step would take ages."""
+def count_free_swap(device: torch.device) -> int:
+    """Return the bytes of this rank's free memory that are swap, which is too slow for steps."""
     if device.type == "cuda":
         return 0
-    return _meminfo("SwapFree") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _read_meminfo("SwapFree") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _meminfo(name: str) -> int:
+def _read_meminfo(name: str) -> int:
     rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     return next(int(row[1]) << 10 for row in rows if row[0] == f"{name}:")
 
 
-def _own_groups() -> list[str]:
+def _read_own_groups() -> list[str]:
     return Path("/proc/self/cgroup").read_text().splitlines()
 
 
-def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes that each control group allows, and those still free in it.
+def _read_limits(groups: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group in bytes, and how many of them are free.
 
     Caches count as free, since the kernel gives them back. groups: lines as in cgroups(7), for
     version 1 `4:memory:/path` and for version 2 `0::/path`.
@@ -83,7 +85,7 @@ def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
             )
         )
         inner = root / path.strip("/")
-        # A container sees its own group as the root, yet may read the names used outside of it.
+        # A container sees its own group as the root, yet its path may be that of the host.
         for group in [inner, *inner.parents][: len(inner.parts) - len(root.parts) + 1]:
             with suppress(OSError, ValueError):  # unlimited: "max", or no such file at the root
                 most = int((group / limit).read_text())
@@ -95,15 +97,15 @@ def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
 def memory_usage(device: torch.device) -> dict[str, float]:
     """Return `memory/{current,peak,reserved,total}_gib`.
 
-    The peak covers the time since the last call. On CUDA also `memory/alloc_retries`: how often the
-    allocator had to return cached memory.
+    The peak covers the time since the last call. On CUDA the result includes
+    `memory/alloc_retries`: how often the allocator had to return cached memory to the driver.
     """
     if device.type == "cuda":
         figures = {
             "current": torch.cuda.memory_allocated(device),
             "peak": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
-            "total": total(device),
+            "total": count_total(device),
         }
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -113,7 +115,12 @@ def memory_usage(device: torch.device) -> dict[str, float]:
             if ":" in line
         )
         resident, peak = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
-        figures = {"current": resident, "peak": peak, "reserved": resident, "total": total(device)}
+        figures = {
+            "current": resident,
+            "peak": peak,
+            "reserved": resident,
+            "total": count_total(device),
+        }
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
     usage = {f"memory/{name}_gib": value / _GIB for name, value in figures.items()}

@@ -1,6 +1,6 @@
 """Estimate the activations that compiled decoder blocks keep, with torch's own partitioner.
 
-In eager mode autograd keeps each tensor that an operation asks for. The compiler splits the graph
+In eager mode autograd keeps each tensor that an operation saves. The compiler splits the graph
 of a block into forward and backward so that it keeps little, and recomputes cheap operations: a
 block of Llama keeps 34 instead of 49 bytes per token and feature. This module runs the compiler's
 partitioner on fake tensors.
@@ -30,20 +30,20 @@ _MARGIN = 1.03
 _OPERATIONS = 600  # in a block; Mamba's scan has so many that the partitioner would take minutes
 
 
-def kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the share of their activations that blocks keep when compiled, at most 1.0.
+def estimate_kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
+    """Estimate the share of their activations that blocks keep when compiled, at most 1.0.
 
-    It is the partitioner's share plus a margin. It is 1.0 for a family whose blocks cannot be
-    traced, or have too many operations.
+    This is the share of the partitioner plus a margin. It is 1.0 for a family whose blocks cannot
+    be traced or have too many operations.
 
     model: fake, not sharded, in its compute dtype. tokens: a batch [B, T] of the same fake mode,
     which must be active.
     """
     try:
-        inputs = _inputs_of_blocks(model, tokens)
-        if len(inputs) > _KINDS:
+        kinds = _find_kinds(model, tokens)
+        if len(kinds) > _KINDS:
             return 1.0
-        kept = [(count, *_kept_bytes(*call)) for count, *call in inputs.values()]
+        kept = [(count, *_count_kept_bytes(*call)) for count, *call in kinds.values()]
     except Exception as error:  # whatever torch raises, the eager count stands
         log.info(
             f"the activations of compiled blocks could not be estimated: {type(error).__name__}"
@@ -53,14 +53,14 @@ def kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
     return min(1.0, _MARGIN * sum(count * size for count, _, size in kept) / eager)
 
 
-def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:
+def _find_kinds(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:
     """Return for each kind of block the number of blocks, one of them, and its arguments.
 
     Blocks are of one kind if their parameters and the shapes of their arguments are alike.
     """
     kinds: dict[Any, list[Any]] = {}
 
-    def note(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def add_block(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         shapes = [
             (part.shape, part.dtype) if isinstance(part, Tensor) else None
             for part in tree_leaves((arguments, named))
@@ -75,18 +75,18 @@ def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[
 
     with contextlib.ExitStack() as stack:
         for block in decoder_layers(model).values():
-            stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+            stack.callback(block.register_forward_pre_hook(add_block, with_kwargs=True).remove)
         with torch.no_grad():
             model(input_ids=tokens, use_cache=False)
     return kinds
 
 
-def _kept_bytes(
+def _count_kept_bytes(
     block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[int, int]:
     """Return the bytes that a block keeps for its backward pass, in eager mode and compiled.
 
-    Weights do not count, nor do the arguments that all blocks share, such as rotary tables.
+    Weights do not count, nor do arguments that all blocks share, such as rotary tables.
     """
     leaves, shape = tree_flatten((arguments, named))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -95,10 +95,10 @@ def _kept_bytes(
     inputs = [hidden.requires_grad_(), *shared]
 
     def run(inputs: list[Tensor], weights: list[Tensor]) -> Any:
-        given = list(leaves)
+        new_leaves = list(leaves)
         for place, tensor in zip(places, inputs, strict=True):
-            given[place] = tensor
-        args, kwargs = tree_unflatten(given, shape)
+            new_leaves[place] = tensor
+        args, kwargs = tree_unflatten(new_leaves, shape)
         return torch.func.functional_call(
             block, dict(zip(names, weights, strict=True)), args, kwargs
         )
@@ -108,23 +108,23 @@ def _kept_bytes(
 
     compiled = aot_function(
         run,
-        fw_compiler=_as_it_is,
-        bw_compiler=_as_it_is,
+        fw_compiler=_leave_unchanged,
+        bw_compiler=_leave_unchanged,
         decompositions=select_decomp_table(),
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    with torch.no_grad(), _Limited():
+    with torch.no_grad(), _OperationLimit():
         run(inputs, list(weights))
     excluded = {id(tensor.untyped_storage()): tensor for tensor in (*weights, *shared)}
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         eager, partitioned = (
-            _saved_bytes(partial(function, inputs, list(weights)), excluded)
+            _count_saved_bytes(partial(function, inputs, list(weights)), excluded)
             for function in (run, compiled)
         )
     return eager, partitioned
 
 
-class _Limited(TorchDispatchMode):
+class _OperationLimit(TorchDispatchMode):
     """Raises RecursionError when a block runs too many operations."""
 
     left = _OPERATIONS
@@ -136,11 +136,11 @@ class _Limited(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_it_is(graph: torch.fx.GraphModule, _: Any) -> Any:
+def _leave_unchanged(graph: torch.fx.GraphModule, _: Any) -> Any:
     return make_boxed_func(graph)
 
 
-def _saved_bytes(function: Callable[[], Any], excluded: dict[int, Tensor]) -> int:
+def _count_saved_bytes(function: Callable[[], Any], excluded: dict[int, Tensor]) -> int:
     """Return the bytes of storages that autograd saves while a function runs."""
     seen: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of the model and of the device, for TFLOP/s and MFU."""
+"""Count the floating-point operations of a model, and find the peak of a device, for MFU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from lib.models.tensors import COMPUTE_DTYPES
 
 # Dense bf16/fp16 tensor-core peaks without sparsity, summed in float32, in FLOP/s, from the
-# vendors' data sheets. The names are words of what the driver calls a GPU.
+# vendors' data sheets. The keys are words in the names that the driver reports.
 _PEAKS = {
     "GB300": 2500e12,
     "B300": 2250e12,
@@ -42,25 +42,26 @@ _PEAKS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-_MIG = re.compile(r"\bMIG (\d)g\b")  # a part of a GPU, in sevenths
-_SIZE = {"cuda": 8192, "cpu": 1024}  # of products that are timed: large enough to reach the peak
+_MIG = re.compile(r"\bMIG (\d)g\b")  # the number of sevenths of a GPU
+# Rows and columns of the matrices whose product is timed, enough to reach the peak.
+_SIZE = {"cuda": 8192, "cpu": 1024}
 _PLANNED_FOR = "H100"
-_FP32 = 67e12  # of it, without tensor cores
+_PLANNED_FP32_PEAK = 67e12  # without tensor cores
 
 
-def usual_gpu(precision: str) -> tuple[float, str]:
-    """Return the FLOP/s of the GPU that plans are for, and its name."""
-    return _FP32 if precision == "fp32" else _PEAKS[_PLANNED_FOR], _PLANNED_FOR
+def find_planned_gpu(precision: str) -> tuple[float, str]:
+    """Return the peak in FLOP/s of the GPU that plans assume, and its name."""
+    return _PLANNED_FP32_PEAK if precision == "fp32" else _PEAKS[_PLANNED_FOR], _PLANNED_FOR
 
 
-def per_token(model: nn.Module, seq_length: int) -> float:
+def count_per_token(model: nn.Module, seq_length: int) -> float:
     """Return the FLOPs of forward and backward per trained token.
 
     6 N + 12 L H Q T of Chowdhery et al. 2022 ("PaLM", appendix B): N the parameters that take
     part in a matrix product for a token (of experts, only the chosen), L layers, H heads of size
-    Q, T the sequence length. Of frozen parameters it is 4 N: their gradients are not computed. The
-    whole square of attention is counted, as most do, though a causal model computes half of it; see
-    `causal`.
+    Q, T the sequence length. For frozen parameters it is 4 N: their gradients are not computed. All
+    pairs of tokens count in attention, as is usual, though a causal model computes half of them;
+    see `count_causal`.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
@@ -73,46 +74,46 @@ def per_token(model: nn.Module, seq_length: int) -> float:
         share = chosen / experts if chosen and experts and ".experts." in name else 1.0
         if parameter is not embedding or tied:
             products += (6 if parameter.requires_grad else 4) * parameter.numel() * share
-    return products + _attention(model, seq_length)
+    return products + _count_attention(model, seq_length)
 
 
-def causal(model: nn.Module, seq_length: int) -> float:
-    """Return the same with the half of attention that a causal model computes."""
-    return per_token(model, seq_length) - _attention(model, seq_length) / 2
+def count_causal(model: nn.Module, seq_length: int) -> float:
+    """Return the FLOPs per trained token with only the causal half of attention."""
+    return count_per_token(model, seq_length) - _count_attention(model, seq_length) / 2
 
 
-def described(model: nn.Module, seq_length: int) -> str:
-    """Say what a token takes, by both counts."""
+def describe_per_token(model: nn.Module, seq_length: int) -> str:
+    """Return a text with both counts of FLOPs per token."""
     return (
-        f"{per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of "
-        f"attention, {causal(model, seq_length) / 1e9:.4g} with its causal half"
+        f"{count_per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of "
+        f"attention, {count_causal(model, seq_length) / 1e9:.4g} with its causal half"
     )
 
 
-def _attention(model: nn.Module, seq_length: int) -> float:
+def _count_attention(model: nn.Module, seq_length: int) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 12 * config.num_hidden_layers * heads * head_size * seq_length
 
 
-def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the FLOP/s that this rank's device can reach at most, and where that is from.
+def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
+    """Return the peak of this rank's device in FLOP/s, and the source of that number.
 
-    Known GPUs: their data sheet. Others and CPUs: a matrix product, timed now. Of fp8 it is the
-    peak in bf16: the same work has the same MFU, whatever it is done in.
+    For known GPUs the source is the data sheet, otherwise a matrix product that is timed now. For
+    fp8 this is the peak in bf16, so that MFU can be compared between precisions.
     """
     if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
-        if peak := listed_peak(name):
+        if peak := find_listed_peak(name):
             return peak, f"data sheet of {name}" + (", for bf16" if precision == "fp8" else "")
-    # Both, since a CPU without hardware for half precision is faster in float32.
-    measured = max(_measure(device, kind) for kind in {precision, "fp32"})
+    # The larger of two, since a CPU without hardware for half precision is faster in float32.
+    measured = max(_measure_peak(device, kind) for kind in {precision, "fp32"})
     return measured, "the best of timed matrix products"
 
 
-def listed_peak(name: str) -> float | None:
-    """Return the FLOP/s of a GPU, or of a part of one (MIG), by its name; None for an unknown."""
+def find_listed_peak(name: str) -> float | None:
+    """Return the peak in FLOP/s of a GPU, or of a part of one (MIG); None if it is not listed."""
     known = [listed for listed in _PEAKS if re.search(rf"\b{listed}\b", name)]
     if not known:
         return None
@@ -120,9 +121,9 @@ def listed_peak(name: str) -> float | None:
     return _PEAKS[max(known, key=len)] * (int(part[1]) / 7 if part else 1.0)
 
 
-def _measure(device: torch.device, precision: str) -> float:
+def _measure_peak(device: torch.device, precision: str) -> float:
     size = _SIZE[device.type]
-    # No random numbers: drawing some would move the state that dropout goes on from.
+    # Not random numbers: drawing them would advance the random state that dropout uses.
     a = torch.ones(size, size, device=device, dtype=COMPUTE_DTYPES[precision])
     best = float("inf")
     for _ in range(6):  # the first one warms up and is seldom the best

@@ -25,27 +25,27 @@ from lib.planning.knobs import cheaper_settings
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED, Bytes
 
-_BATCHES = (1, 2, 4)  # times --batch-size
+_BATCH_FACTORS = (1, 2, 4)  # of --batch-size, in the rows of the table
 USABLE = 0.9  # share of memory; the rest: CUDA context, NCCL buffers, fragments
-_SHORT = 4  # blocks, traced in place of any number of them
+_SHORT = 4  # number of blocks that are traced in place of more
 _NAMED = 0.005  # the log leaves out kinds of memory below this share of the total
-ESTIMATED_FROM = 20e6  # parameters; libraries take more memory than a smaller model
+ESTIMATED_FROM = 20e6  # parameters; libraries need more memory than a smaller model
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds
 _GIB = 1 << 30
 
 
 class Estimates:
-    """Estimates the memory of a model's steps, by traces that it caches.
+    """Estimates the memory of a model's steps from traces, which it caches.
 
-    model: on the meta device, not sharded. If all blocks are alike, a trace covers a few of them.
-    progress: counts the traces, which take a second or more each.
+    model: on the meta device, not sharded. If all blocks are alike, only a few of them are traced.
+    progress: shows the traces, which take a second or more each.
     """
 
     def __init__(self, model: PreTrainedModel, progress: Progress | None = None) -> None:
         self._layers = len(decoder_layers(model))
-        short = [trace.shortened(model, _SHORT + more) for more in (0, 1)]
-        self._models = [copy.deepcopy(model)] if None in short else short
-        self._chunked = trace.makes_loss(self._models[0])
+        short_models = [trace.shorten_model(model, _SHORT + more) for more in (0, 1)]
+        self._models = [copy.deepcopy(model)] if None in short_models else short_models
+        self._is_chunked = trace.returns_head_result(self._models[0])
         self._parameters = [
             (name, p.shape, p.element_size(), p.requires_grad)
             for name, p in model.named_parameters()
@@ -55,21 +55,17 @@ class Estimates:
         self._progress = progress
 
     def step(self, case: StepConfig) -> StepMemory:
-        """Return the memory of a step on rank 0, which has the largest shards.
-
-        Compiled blocks without recomputation keep fewer activations: torch's partitioner says
-        which.
-        """
+        """Return the memory of a step on rank 0, which has the largest shards."""
         step = self._eager_step(replace(case, compiled=False))
         return (
-            step.compiled(self.kept_share(case), self._layers)
+            step.with_compiled_blocks(self.estimate_kept_share(case), self._layers)
             if case.compiled and case.recompute == "none"
             else step
         )
 
-    def kept_share(self, case: StepConfig) -> float:
-        """Return the share of their activations that compiled blocks keep; 1.0 if unknown."""
-        alike = replace(
+    def estimate_kept_share(self, case: StepConfig) -> float:
+        """Estimate the share of their activations that compiled blocks keep; 1.0 if unknown."""
+        key = replace(  # without the settings that do not change the share
             case,
             ranks=1,
             shard_size=1,
@@ -81,40 +77,42 @@ class Estimates:
             recompute="none",
             documents=0,
         )
-        if alike not in self._shares:
-            self._shares[alike] = trace.kept_when_compiled(self._models[0], alike)
-        return self._shares[alike]
+        if key not in self._shares:
+            self._shares[key] = trace.estimate_kept_share(self._models[0], key)
+        return self._shares[key]
 
     def _eager_step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step whose blocks are not compiled.
 
-        The number of ranks changes neither the gathered weights nor the activations. For another
-        number than that of an earlier trace only the shards differ, which is arithmetic.
+        The number of ranks changes neither the gathered weights nor the activations. So the memory
+        for another number of ranks follows from an earlier trace and the sizes of the shards.
         """
-        replicated = case.ranks > case.shard_size
-        for known, step in self._traced.items():
+        is_replicated = case.ranks > case.shard_size
+        for traced, step in self._traced.items():
             if (
-                (known.ranks > known.shard_size) == replicated
-                and known.shard_size > 1
+                (traced.ranks > traced.shard_size) == is_replicated
+                and traced.shard_size > 1
                 and case.shard_size > 1
-                and self._dims(known) == self._dims(case)
-                and replace(known, ranks=case.ranks, shard_size=case.shard_size) == case
+                and self._dims(traced) == self._dims(case)
+                and replace(traced, ranks=case.ranks, shard_size=case.shard_size) == case
             ):
-                now = self._shards(case)
-                before = self._shards(known)
-                return step.resharded({kind: now[kind] / before[kind] for kind in SHARDED})
+                sizes_now = self._shard_sizes(case)
+                sizes_traced = self._shard_sizes(traced)
+                return step.with_shards(
+                    {kind: sizes_now[kind] / sizes_traced[kind] for kind in SHARDED}
+                )
         self._traced[case] = self._trace(case)
         return self._traced[case]
 
     def _trace(self, case: StepConfig) -> StepMemory:
-        case = replace(case, chunked=self._chunked)
+        case = replace(case, chunked=self._is_chunked)
         if self._progress is not None:
             self._progress.show(f"batch {case.batch}, {case.recompute}")
         with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
-            first, *longer = [trace.trace(model, case, mesh) for model in self._models]
+            first, *longer = [trace.trace_step(model, case, mesh) for model in self._models]
         if self._progress is not None:
             self._progress.advance()
-        return first.extended(longer[0], self._layers - _SHORT) if longer else first
+        return first.with_more_blocks(longer[0], self._layers - _SHORT) if longer else first
 
     def _place(self, case: StepConfig) -> list[ParameterPlacement]:
         """Return how ranks share each parameter."""
@@ -125,11 +123,11 @@ class Estimates:
         """Return for each parameter the dimension along which it is sharded."""
         return [placed.dim for placed in self._place(case)]
 
-    def _shards(self, case: StepConfig) -> dict[str, float]:
+    def _shard_sizes(self, case: StepConfig) -> dict[str, float]:
         """Return the size of the first rank's shards, which are the largest, by kind.
 
-        Sizes are bytes for weights, and numbers of elements for gradients and optimizer states,
-        which only trained weights have.
+        Sizes are in bytes for weights, and in elements for gradients and optimizer states, which
+        only trained weights have.
         """
         weights = 0.0
         trained = 0.0
@@ -147,47 +145,47 @@ def print_memory_table(
 ) -> None:
     """Print the memory that each case needs on a GPU, and the nearest setting that fits.
 
-    gpu_gib: memory of one GPU. shown: show progress while tracing.
+    gpu_gib: memory of one GPU in GiB. shown: show the progress of the traces.
     """
-    usable = gpu_gib * USABLE
+    usable_gib = gpu_gib * USABLE
     first = cases[0]
     traced_as = ", traced as bf16" if first.precision == "fp8" else ""
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
-        f"{first.precision}{traced_as}; usable are "
-        f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments"
+        f"{first.precision}{traced_as}; tensors may "
+        f"take {usable_gib:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragmentation"
     )
-    log.info("  columns: the most of each kind; peak: the most of all kinds together")
+    log.info("  columns: the maximum of each kind; peak: the maximum of their sum")
     # In a log file the rows themselves show the progress.
     with Progress("tracing steps", None, " traces", shown and sys.stderr.isatty()) as progress:
         estimates = Estimates(model, progress)
-        if first.compiled and (share := estimates.kept_share(first)) < 1:
+        if first.compiled and (share := estimates.estimate_kept_share(first)) < 1:
             log.info(
-                f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of what "
-                "they keep uncompiled, by torch's partitioner; --compile off estimates without it"
+                f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of their "
+                "activations, by torch's partitioner; --compile off estimates uncompiled blocks"
             )
         elif first.compiled:
-            log.info("  traced as if not compiled, which needs slightly more")
+            log.info("  estimated as if not compiled, which needs slightly more memory")
         for case in cases:
             plain = replace(case, keep_gathered=False)
-            _table(plain, estimates, usable)
+            _print_table(plain, estimates, usable_gib)
             if case.keep_gathered:
-                whole = sizes.count_gathered(model, case.shard_size, case.precision)
+                gathered = sizes.count_gathered(model, case.shard_size, case.precision)
                 log.info(
                     "    → all blocks stay gathered, since memory allows it: at most "
-                    + units.memory(estimates.step(plain).gathered(whole).total)
+                    + units.memory(estimates.step(plain).with_gathered_weights(gathered).total)
                 )
 
 
-def _table(asked: StepConfig, estimates: Estimates, usable: float) -> None:
-    """Print the memory for one number of GPUs, by batch and kind of checkpointing."""
+def _print_table(asked: StepConfig, estimates: Estimates, usable_gib: float) -> None:
+    """Print the memory for one number of GPUs, by batch size and activation checkpointing."""
     step = estimates.step(asked)
     ranks = asked.ranks
-    held = step.largest
+    largest = step.largest
     name, unit = ("GiB", _GIB) if step.total >= _GIB / 10 else ("MiB", _GIB >> 10)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
     states = ", ".join(
-        f"{units.memory(held[kind])} {words}"
+        f"{units.memory(largest[kind])} {words}"
         for kind, words in (
             ("parameters", "parameters"),
             ("gradients", "gradients"),
@@ -199,41 +197,43 @@ def _table(asked: StepConfig, estimates: Estimates, usable: float) -> None:
         f"{', in host memory' if asked.offload else ''}; in {name}:"
     )
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
-    for times, kind in product(_BATCHES, RECOMPUTATIONS):
-        case = replace(asked, batch=asked.batch * times, recompute=kind)
-        _row(case, estimates, usable, unit, case == asked)
-    if _peak(step) > usable:
+    for factor, kind in product(_BATCH_FACTORS, RECOMPUTATIONS):
+        case = replace(asked, batch=asked.batch * factor, recompute=kind)
+        _print_row(case, estimates, usable_gib, unit, is_asked=case == asked)
+    if _peak_gib(step) > usable_gib:
         log.info("    → searching for the nearest setting that fits")
-        log.info(f"    → {_nearest(estimates, asked, usable)}")
+        log.info(f"    → {_describe_nearest(estimates, asked, usable_gib)}")
 
 
-def _row(case: StepConfig, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
+def _print_row(
+    case: StepConfig, estimates: Estimates, usable_gib: float, unit: int, is_asked: bool
+) -> None:
     """Print the memory of a case. unit: bytes of the unit that the table uses."""
-    begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
+    begin = f"  {'→' if is_asked else ' '} {case.batch:>6}  {case.recompute:<13}"
     try:
         step = estimates.step(case)
-    except RuntimeError as error:  # some families cannot be checkpointed selectively
-        log.info(f"{begins}  cannot be traced: {str(error).strip().splitlines()[0]}")
+    except RuntimeError as error:  # as in `_describe_nearest`
+        log.info(f"{begin}  cannot be traced: {str(error).strip().splitlines()[0]}")
         return
-    held = {kind: size / unit for kind, size in step.largest.items()}
+    largest = {kind: size / unit for kind, size in step.largest.items()}
     log.info(
-        f"{begins}  {held['activations']:11.2f}  {held['loss']:6.2f}  "
-        f"{held['gathered']:8.2f}  {step.total / unit:6.2f}  "
-        f"{'fits' if _peak(step) <= usable else 'too much'}"
+        f"{begin}  {largest['activations']:11.2f}  {largest['loss']:6.2f}  "
+        f"{largest['gathered']:8.2f}  {step.total / unit:6.2f}  "
+        f"{'fits' if _peak_gib(step) <= usable_gib else 'too much'}"
     )
 
 
-def _nearest(estimates: Estimates, asked: StepConfig, usable: float) -> str:
-    """Return the first option, or combination of options, with which the step fits."""
+def _describe_nearest(estimates: Estimates, asked: StepConfig, usable_gib: float) -> str:
+    """Return a text with the least costly setting that fits."""
     for setting in cheaper_settings(asked):
-        with suppress(RuntimeError):  # as in a row
-            if (peak := _peak(estimates.step(setting.case))) <= usable:
+        with suppress(RuntimeError):  # some families cannot be checkpointed selectively
+            if (peak := _peak_gib(estimates.step(setting.case))) <= usable_gib:
                 gpus = f" on {setting.case.ranks} GPUs" if setting.more_ranks else ""
                 return f"fits with {' '.join(setting.words())}{gpus}: {peak:.3g} GiB"
     return "no option makes it fit: use a smaller model or larger GPUs"
 
 
-def _peak(step: StepMemory) -> float:
+def _peak_gib(step: StepMemory) -> float:
     return step.total / _GIB
 
 

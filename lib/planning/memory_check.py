@@ -1,16 +1,17 @@
 """Check that a run fits in memory, and choose the batch and recomputation that are left open.
 
-The check runs before any text is tokenised and before any memory is taken. It refuses a run whose
-weights, gradients and optimizer states alone are too large, or whose traced step is, although a
-trace omits what the allocator and libraries add. It warns about a run that comes close to the
-limit. Most runs of small models fit so clearly that no trace is needed.
+The check runs before any text is tokenised and before any memory is taken. It refuses a run if
+its weights, gradients and optimizer states alone are too large, or if its traced step is, although
+a trace does not include the overhead of the allocator and of libraries. It warns about a run that
+comes close to the limit. Most runs of small models fit so clearly that no trace is needed.
 
-The choice of batch and recomputation does not change what a model learns, as long as a step has
-the same samples. Recomputation costs time (about 5 % if selective, 30 % if full). A pass with few
-tokens costs time on a GPU too, which then waits for its memory. So the least recomputation wins
-whose passes have enough tokens to keep the device busy; if none has, the largest batch wins. Memory
-that is left reduces communication, which gains a few percent at most: from four nodes on, one
-replica of the model per node; then weights that stay gathered throughout a step.
+The size of the micro-batch and the recomputation do not change what a model learns, as long as a
+step has the same samples. Recomputation costs time (about 5 % if selective, 30 % if full). So do
+micro-batches with few tokens on a GPU, which then waits for its memory. The check chooses the least
+recomputation with which a micro-batch has enough tokens to keep the device busy, and otherwise the
+largest micro-batch. Spare memory is used to communicate less, which gains a few percent at most:
+from four nodes on, by one replica of the model per node; then by weights that stay gathered
+throughout a step.
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ from lib.planning.memory import USABLE, Estimates
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import Bytes
 
-FEW = {True: 1 << 13, False: 0}  # tokens in a pass, below which the device waits: a GPU, a CPU
-ENOUGH = {True: 1 << 15, False: 1 << 11}  # tokens in a pass; more hardly help: a GPU, a CPU
+# Tokens of a micro-batch, on a GPU (True) and on a CPU. With fewer than FEW the device waits for
+# its memory; more than ENOUGH hardly help.
+FEW = {True: 1 << 13, False: 0}
+ENOUGH = {True: 1 << 15, False: 1 << 11}
 
-_PER_MASKED = 8  # bytes for each pair of tokens in a sample, if attention takes a mask
-# The share of memory that a traced step may take, and bytes to subtract from it. On a GPU the rest
-# is for CUDA, NCCL and fragmentation. On a CPU it is for freed blocks that glibc keeps and for
-# libraries that load later: 430 to 1,034 MiB were resident where 229 to 762 were traced.
+_MASK_BYTES = 8  # for each pair of tokens in a sample, if attention takes a mask
+# The share of memory that a traced step may take, and bytes to subtract from it, on a GPU (True)
+# and on a CPU. On a GPU the rest is for CUDA, NCCL and fragmentation. On a CPU it is for freed
+# blocks that glibc keeps and for libraries that load later: 430 to 1,034 MiB were resident where
+# 229 to 762 were traced.
 _USABLE = {True: (USABLE, 0), False: (0.85, 200 << 20)}
-# A trace is too high by this factor at most. For a GPU it is what tests/gpu allows; a CPU always
-# takes more than is traced, as measured (benchmarks/results/train.md).
-_ERROR = {True: 1.1, False: 1.0}
-_PATIENCE_S = 180  # for all traces of a choice, of some seconds each
-# The share of memory for weights that stay gathered. Not gathering them again saves a few percent
-# of the time; the rest serves larger batches, and is a margin for what no estimate covers.
+# A trace is too high by at most this factor. For a GPU, tests/gpu checks that; on a CPU a run
+# always took more than the trace (benchmarks/results/train.md).
+_MAX_EXCESS = {True: 1.1, False: 1.0}
+_PATIENCE_S = 180  # for all traces of a choice, which take some seconds each
+# The share of memory that gathered weights may take for a whole step. This saves a few percent of
+# the time. The rest is for larger batches, and a margin for the errors of the estimate.
 KEPT_SHARE = 0.15
-_DOUBT = 4  # from this multiple of the estimated activations on, a trace is worth its seconds
+_SAFETY = 4  # a step that fits with this multiple of the estimated activations is not traced
 
 
 @dataclass
 class MemoryCheck:
     """Compares the memory that a rank needs with the memory that it has.
 
-    room: bytes on its device. host: bytes of host memory. swap: bytes of the room on a disk, which
-    a run may take but the choice of options does not count on. known: steps traced so far.
-    estimates: used in a process that may trace, see `in_child`. unanswered: why no further step is
-    traced.
+    room: bytes on its device. host: bytes of host memory. swap: the part of `room` that is on a
+    disk; a run may use it, but the choice of options does not count on it. known: steps traced so
+    far. estimates: made in a child process, see `in_child`. unanswered: why no further step is
+    traced, or "".
     """
 
     model: PreTrainedModel
@@ -70,22 +74,22 @@ class MemoryCheck:
     unanswered: str = ""
 
     @classmethod
-    def here(cls, model: PreTrainedModel) -> MemoryCheck:
+    def for_this_rank(cls, model: PreTrainedModel) -> MemoryCheck:
         """Return the check for this rank's device."""
-        device = capacity.device()
+        device = capacity.get_device()
         return cls(
             model,
-            capacity.room(device),
-            capacity.room(torch.device("cpu")),
+            capacity.count_free(device),
+            capacity.count_free(torch.device("cpu")),
             device.type == "cuda",
-            swap=capacity.swap(device),
+            swap=capacity.count_free_swap(device),
         )
 
     def in_child(self, method: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a method that traces in a child process and return its result.
+        """Run a tracing method of this class in a child process and return its result.
 
-        Raises NoAnswer if the child fails. After that each call raises it at once, since the first
-        may have taken minutes.
+        Raises NoAnswer if the child process fails, and from then on at once, since the first
+        attempt may have taken minutes.
         """
         if self.unanswered:
             raise NoAnswer(self.unanswered)
@@ -100,31 +104,31 @@ class MemoryCheck:
         return result
 
     def is_easy(self, case: StepConfig) -> bool:
-        """Return whether a step clearly fits, from the shape of the model alone."""
-        states = sum(self.states(case).values())
+        """Return whether a step clearly fits, judging by the shape of the model alone."""
+        states = sum(self.count_states(case).values())
         kept, gathered = sizes.estimate_activations(self.model, case.tokens, case.precision)
         if case.keep_gathered:
-            gathered += self.gathered(case)
-        masks = _PER_MASKED * case.batch * case.seq_length**2 if case.masked else 0
+            gathered += self.count_gathered(case)
+        masks = _MASK_BYTES * case.batch * case.seq_length**2 if case.masked else 0
         on_device = 0 if case.offload else states
         return (
-            states <= USABLE * self.place(case)
+            states <= USABLE * self.state_memory(case)
             and self.model.config._attn_implementation != "eager"
-            and on_device + gathered + _DOUBT * kept + masks <= self.usable
+            and on_device + gathered + _SAFETY * kept + masks <= self.usable
         )
 
     def fits(self, case: StepConfig) -> bool:
-        """Return whether a step fits well. Traces it unless that is already clear.
+        """Return whether a step fits with a margin. Traces it unless that is already clear.
 
         A step that cannot be traced does not fit: some families do not support selective
         activation checkpointing.
         """
         if self.is_easy(case):
             return True
-        if sum(self.states(case).values()) > USABLE * self.place(case):
+        if sum(self.count_states(case).values()) > USABLE * self.state_memory(case):
             return False
         try:
-            return self.traced(case).total <= self.usable
+            return self.trace(case).total <= self.usable
         except Exception as error:
             log.info(
                 f"the memory of --activation-checkpointing {case.recompute} could not be "
@@ -134,20 +138,20 @@ class MemoryCheck:
 
     def excess(self, case: StepConfig) -> Bytes:
         """Return the bytes that a step needs, by kind, if they exceed the memory; else nothing."""
-        states = self.states(case)
-        if sum(states.values()) > self.place(case):
+        states = self.count_states(case)
+        if sum(states.values()) > self.state_memory(case):
             return states
         if self.is_easy(case):
             return {}
         try:
-            step = self.known.get(case) or self.in_child(MemoryCheck.traced, case)
+            step = self.known.get(case) or self.in_child(MemoryCheck.trace, case)
         except NoAnswer as error:  # a family that cannot be traced may still fit
             if log.rank() == 0:
                 log.warn(f"whether this run fits in memory could not be estimated: {error}")
             return {}
-        # What compiled blocks keep is only an estimate, unless they keep nothing but their input.
+        # The activations of compiled blocks are only estimated, unless they keep just their input.
         is_reliable = not case.compiled or case.recompute == "full"
-        if is_reliable and step.total > _ERROR[self.on_gpu] * self.room:
+        if is_reliable and step.total > _MAX_EXCESS[self.on_gpu] * self.room:
             return {kind: size for kind, size in step.peak.items() if size}
         if step.total > self.usable and log.rank() == 0:
             log.warn(
@@ -162,30 +166,32 @@ class MemoryCheck:
         share, less = _USABLE[self.on_gpu]
         return share * (self.room - self.swap) - less
 
-    def states(self, case: StepConfig) -> Bytes:
+    def count_states(self, case: StepConfig) -> Bytes:
         """Return the bytes of a rank's weights, gradients and optimizer states."""
         return sizes.count_states(self.model, case.optimizer, case.shard_size)
 
-    def gathered(self, case: StepConfig) -> int:
+    def count_gathered(self, case: StepConfig) -> int:
         """Return the bytes of all weights while they are gathered."""
         return sizes.count_gathered(self.model, case.shard_size, case.precision)
 
     def may_gather(self, case: StepConfig) -> bool:
         """Return whether all weights are small enough to stay gathered, if the step fits."""
-        return not case.offload and self.gathered(case) <= KEPT_SHARE * (self.room - self.swap)
+        return not case.offload and self.count_gathered(case) <= KEPT_SHARE * (
+            self.room - self.swap
+        )
 
-    def place(self, case: StepConfig) -> float:
-        """Return the bytes of the memory in which the states lie."""
+    def state_memory(self, case: StepConfig) -> float:
+        """Return the bytes of the memory, of the device or the host, that contains the states."""
         return self.host if case.offload or not self.on_gpu else self.room
 
-    def traced(self, case: StepConfig) -> StepMemory:
-        """Return the memory of a step, traced in this process.
+    def trace(self, case: StepConfig) -> StepMemory:
+        """Trace a step in this process and return its memory.
 
-        With all blocks gathered it is an upper bound, which saves a second trace.
+        If all weights stay gathered, it is an upper bound, which saves a second trace.
         """
         if case not in self.known and case.keep_gathered:
-            plain = self.traced(replace(case, keep_gathered=False))
-            self.known[case] = plain.gathered(self.gathered(case))
+            plain = self.trace(replace(case, keep_gathered=False))
+            self.known[case] = plain.with_gathered_weights(self.count_gathered(case))
         elif case not in self.known:
             self.estimates = self.estimates or Estimates(self.model)
             self.known[case] = self.estimates.step(case)
@@ -200,40 +206,40 @@ class MemoryCheck:
         a run cannot change once it has begun. auto: recomputation is left open, so that no command
         needs to name it.
         """
-        near = None
-        wide = None
+        here = None
+        wider = None
         hints = []
         try:
-            near, wide = self.in_child(MemoryCheck.nearest, case, has_begun)
+            here, wider = self.in_child(MemoryCheck.nearest, case, has_begun)
         except NoAnswer as error:
             hints.append(f"which setting would fit could not be estimated: {error}")
         omitted = RECOMPUTE_OPTION if auto else ""
-        if wide:
+        if wider:
             devices = (
                 "GPUs like this"
                 if self.on_gpu
                 else "ranks, on machines with as much memory for each"
             )
-            words = " ".join(wide.words(without=omitted))
-            hints.append(f"it fits on {wide.case.ranks} {devices}{words and f', with {words}'}")
-        place = self.place(case)
-        if not near and not self.unanswered:
-            per_state = USABLE * place / sum(self.states(case).values())
-            largest = per_state * self.model.num_parameters()
+            words = " ".join(wider.words(without=omitted))
+            hints.append(f"it fits on {wider.case.ranks} {devices}{words and f', with {words}'}")
+        memory = self.state_memory(case)
+        if not here and not self.unanswered:
+            possible_share = USABLE * memory / sum(self.count_states(case).values())
+            largest = possible_share * self.model.num_parameters()
             hints.append(
                 "no option makes it fit on these ranks; a model of well below "
                 f"{units.count(largest)} parameters may"
             )
-        memory = "host memory" if place == self.host else "its GPU's memory"
+        where = "host memory" if memory == self.host else "its GPU's memory"
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
         omission = "" if "activations" in needed else ", without activations"
         return UsageError(
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
-            f"have {units.memory(place)} of {memory}",
+            f"have {units.memory(memory)} of {where}",
             found=f"{parts}, for {describe_size(self.model)}, over "
             f"{units.counted(case.shard_size, 'rank')}{omission}",
             hint="\n".join(hints),
-            run=_command(near, case, global_batch, omitted) if near else "",
+            run=_make_command(here, case, global_batch, omitted) if here else "",
         )
 
     def nearest(
@@ -241,7 +247,7 @@ class MemoryCheck:
     ) -> tuple[Alternative | None, Alternative | None]:
         """Return the least costly settings that fit well: on these ranks, and on more."""
         settings = list(cheaper_settings(case, has_begun))
-        near, wide = (
+        here, wider = (
             next(
                 (
                     setting
@@ -252,7 +258,7 @@ class MemoryCheck:
             )
             for more_ranks in (False, True)
         )
-        return near, wide
+        return here, wider
 
 
 def choose_step(
@@ -261,11 +267,11 @@ def choose_step(
     node: int = 0,
     gathers: bool = True,
 ) -> StepConfig:
-    """Return the step to run, by the order that the module's docstring gives.
+    """Return the step to run, chosen as the docstring of this module explains.
 
-    rows: for each kind of recomputation, the least first, steps in order of their batch. If nothing
-    fits, the result is the smallest batch with the most recomputation. node: GPUs of a node, which
-    may share a replica; 0 if the shards are given. gathers: weights may stay gathered.
+    rows: for each kind of recomputation, the least first, the steps in order of their batch. If
+    nothing fits, the result is the smallest batch with the most recomputation. node: GPUs of a
+    node, which may share a replica; 0 if --shard-size is typed. gathers: weights may stay gathered.
     """
     best = _least_recomputed(check, rows)
     if best is None:
@@ -280,7 +286,10 @@ def choose_step(
 def _least_recomputed(
     check: MemoryCheck, rows: Sequence[Sequence[StepConfig]]
 ) -> StepConfig | None:
-    """Return the step with the least recomputation whose passes keep the device busy, if any."""
+    """Return the step with the least recomputation that keeps the device busy.
+
+    If there is none, return the step with the largest batch, or None if no step fits.
+    """
     best: StepConfig | None = None
     for cases in rows:
         if best and (best.tokens >= FEW[check.on_gpu] or best.batch == cases[-1].batch):
@@ -295,18 +304,20 @@ def _largest_batch(check: MemoryCheck, cases: Sequence[StepConfig]) -> StepConfi
     """Return the step with the largest batch that fits, with as few checks as possible, or None."""
     if check.fits(cases[-1]):
         return cases[-1]
-    low = -1  # the last that fits
-    high = len(cases) - 1  # the first that does not
+    low = -1  # the last case known to fit
+    high = len(cases) - 1  # the first case known not to fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if check.fits(cases[middle]) else (low, middle)
     return cases[low] if low >= 0 else None
 
 
-def _command(near: Alternative, case: StepConfig, global_batch: int, omitted: str) -> str:
-    """Return the command that was typed, with a setting that fits and gives the same result."""
-    words = near.words(without=omitted)
-    if int(near.options.get(BATCH_OPTION, case.batch)) == case.batch:
+def _make_command(
+    alternative: Alternative, case: StepConfig, global_batch: int, omitted: str
+) -> str:
+    """Return the typed command with the options of an alternative, and the same global batch."""
+    words = alternative.words(without=omitted)
+    if int(alternative.options.get(BATCH_OPTION, case.batch)) == case.batch:
         return commands.as_typed(*words)
     return commands.as_typed(
         *words, "--global-batch-size", global_batch, drop=("--grad-accum-steps",)

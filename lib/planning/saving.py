@@ -1,7 +1,7 @@
 """Compute how often to save: the interval with the largest useful share of a run's time.
 
-Failures come at random, at a constant rate (the times between them are exponential). A save delays
-the steps by its `stall`, and is committed `lag` later. After a failure a run takes `restart` to
+Failures happen at random, at a constant rate (the times between them are exponential). A save
+delays the steps by `stall`, and is committed `lag` later. After a failure a run needs `restart` to
 start again, and repeats the steps since the last committed save. All times are in seconds.
 
 With work w between saves and M between failures, a stretch between two failures commits
@@ -27,9 +27,10 @@ GPU_HOURS_PER_FAILURE = round(16384 * 54 * 24 / 466)
 
 @dataclass(frozen=True)
 class Saving:
-    """A schedule of saves. every: work between saves. lag: from the stall's end to the commit.
+    """A schedule of saves, in seconds.
 
-    Only one save runs at a time: the next waits for the commit of the previous one.
+    every: work between saves. stall: delay of the steps by a save. lag: time from the end of the
+    stall to the commit. Only one save runs at a time: the next one waits for the commit.
     """
 
     every: float
@@ -50,7 +51,7 @@ def useful_share(saving: Saving, mtbf: float, restart: float) -> float:
 def best_interval(stall: float, lag: float, mtbf: float) -> float:
     """Return the work between saves that gives the largest useful share.
 
-    It is at least the duration of a background save, since the next one waits for it.
+    It is at least `lag`, since a save waits for the commit of the previous one.
     """
     # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above.
     low = 0.0

@@ -1,6 +1,6 @@
-"""Count the bytes that a run holds: states, gathered weights, activations, checkpoints.
+"""Compute the bytes of states, gathered weights and checkpoints from the shapes of parameters.
 
-All of it follows from the shapes of a model's parameters; `trace` measures what does not.
+Activations are only estimated here, and traced in trace.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BFLOAT16 = 2
 # GPT-NeoX, 43 for Falcon, 114 for GPT-2 with its dropout. The 34 of Korthikanti et al. 2022
 # (arXiv:2205.05198) omit what RMSNorm and RoPE do in float32, and the third matrix of SwiGLU.
 _PER_FEATURE = 50
-_PER_LOGIT = 14  # bf16 logits; in float32 the copy, its softmax and its gradient
+_PER_LOGIT = 14  # bytes: the logit in bf16; its copy, softmax and gradient in float32
 
 
 def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Bytes:
@@ -54,9 +54,9 @@ def count_checkpoint(model: PreTrainedModel, optimizer: str, shard_size: int = 1
 
 
 def count_gathered(model: PreTrainedModel, shard_size: int, precision: str) -> int:
-    """Return the bytes of all weights that FSDP gathers, in the precision they are gathered in.
+    """Return the bytes of all weights that FSDP gathers, in the compute dtype.
 
-    Frozen weights are not gathered if each rank holds all of them.
+    Frozen weights that each rank contains completely are not gathered.
     """
     count_ranks = placement.count_ranks_in(shard_size)
     return COMPUTE_DTYPES[precision].itemsize * sum(
@@ -69,7 +69,7 @@ def count_gathered(model: PreTrainedModel, shard_size: int, precision: str) -> i
 def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) -> tuple[int, int]:
     """Estimate the bytes of activations and of gathered weights from the shape of a model.
 
-    tokens: in one pass.
+    tokens: of a micro-batch on a device.
     """
     blocks = list(decoder_layers(model).values())
     largest = max(map(_count_parameters, blocks), default=0)

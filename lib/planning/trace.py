@@ -1,7 +1,7 @@
 """Trace the memory of one training step with fake tensors.
 
 The trainer's own sharding, checkpointing, loss and optimizer run on tensors without memory, in a
-process group without peers. So a laptop can measure any model on any number of ranks.
+process group without other members. So a laptop can measure any model on any number of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -39,7 +39,7 @@ from lib.tokens.batches import MicroBatch, Pass
 
 _ROWS_PER_DOCUMENT = 128
 
-# It prints a traceback of each failure, which the caller of a trace reports anyway.
+# It prints a traceback of each failure, which the caller of the trace reports anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
@@ -47,12 +47,13 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 class StepConfig:
     """The settings that decide the memory of a step, besides the model.
 
-    batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
-    pass per step. keep_gathered: weights stay gathered from one pass of a step to the next. masked:
+    batch: samples of a micro-batch. shard_size: ranks per replica. accumulates: a step has more
+    than one micro-batch. keep_gathered: weights stay gathered until the end of a step. masked:
     attention takes a mask, as it does for packed documents without a varlen kernel. documents: the
-    most documents of a sample if that kernel computes them, else 0. chunked: the output layer
-    computes the loss. optimizer: its name. on_gpu: False on a CPU, which computes some operations
-    in smaller pieces. compiled: the blocks are compiled; a trace itself runs uncompiled code.
+    largest number of documents in a sample if that kernel computes their attention, else 0.
+    chunked: the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which
+    computes some operations in smaller pieces. compiled: the blocks are compiled; a trace itself
+    runs uncompiled code.
     """
 
     ranks: int
@@ -73,13 +74,17 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that a device computes in a pass."""
+        """Return the tokens of a micro-batch on a device."""
         return Pass(self.batch, self.seq_length).tokens_per_device
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by kind. largest: the most of each kind. moments: all kinds at the peak of a phase."""
+    """The memory of a step, in bytes by kind.
+
+    largest: the maximum of each kind during the step. moments: all kinds at the peaks of its
+    phases. offload: sharded kinds are in host memory.
+    """
 
     largest: Bytes
     moments: tuple[Bytes, ...]
@@ -87,66 +92,69 @@ class StepMemory:
 
     @property
     def peak(self) -> Bytes:
-        """Return the bytes on the device by kind when they are most."""
-        here = KINDS[3:] if self.offload else KINDS
+        """Return the bytes on the device by kind, at the time when their sum is largest."""
+        kinds = KINDS[len(SHARDED) :] if self.offload else KINDS
         return max(
-            ({kind: moment[kind] for kind in here} for moment in self.moments),
+            ({kind: moment[kind] for kind in kinds} for moment in self.moments),
             key=lambda moment: sum(moment.values()),
         )
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device when they are most."""
+        """Return the largest number of bytes on the device."""
         return sum(self.peak.values())
 
-    def extended(self, longer: StepMemory, by: int) -> StepMemory:
-        """Return the step of a model with `by` more blocks, where `longer` has one more.
+    def with_more_blocks(self, longer: StepMemory, count: int) -> StepMemory:
+        """Return the step of a model with `count` more blocks. longer: the step with one more.
 
         This is exact if blocks are alike. Then at any moment, counted from the beginning or the end
         of a pass, each block adds the same bytes to each kind.
         """
 
-        def further(one: Bytes, other: Bytes) -> Bytes:
-            return {kind: size + by * (other[kind] - size) for kind, size in one.items()}
+        def extrapolate(one: Bytes, other: Bytes) -> Bytes:
+            return {kind: size + count * (other[kind] - size) for kind, size in one.items()}
 
         return StepMemory(
-            further(self.largest, longer.largest),
-            tuple(map(further, self.moments, longer.moments)),
+            extrapolate(self.largest, longer.largest),
+            tuple(map(extrapolate, self.moments, longer.moments)),
             self.offload,
         )
 
-    def resharded(self, factors: Mapping[str, float]) -> StepMemory:
+    def with_shards(self, factors: Mapping[str, float]) -> StepMemory:
         """Return the step with shards of another size. The gathered weights do not change.
 
         factors: the ratio of the sizes of a rank's shards, for each sharded kind.
         """
 
-        def other(sizes: Bytes) -> Bytes:
+        def scale(sizes: Bytes) -> Bytes:
             return {kind: round(size * factors.get(kind, 1.0)) for kind, size in sizes.items()}
 
-        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
+        return self._map(scale)
 
-    def compiled(self, share: float, blocks: int) -> StepMemory:
+    def with_compiled_blocks(self, share: float, blocks: int) -> StepMemory:
         """Return the step with compiled blocks, which keep `share` of their activations.
 
-        The block that computes at the moment counts in full: in the backward pass it has
-        recomputed the activations that it did not keep.
+        One block counts in full: in its backward pass it has recomputed the activations that it did
+        not keep.
         """
-        spare = (1 - share) * self.largest["activations"] / blocks
+        recomputed = (1 - share) * self.largest["activations"] / blocks
 
-        def other(sizes: Bytes) -> Bytes:
+        def shrink(sizes: Bytes) -> Bytes:
             kept = sizes["activations"]
-            return sizes | {"activations": round(min(kept, share * kept + spare))}
+            return sizes | {"activations": round(min(kept, share * kept + recomputed))}
 
-        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
+        return self._map(shrink)
 
-    def gathered(self, size: int) -> StepMemory:
+    def with_gathered_weights(self, size: int) -> StepMemory:
         """Return an upper bound of the step if `size` bytes of weights stay gathered throughout."""
 
-        def other(sizes: Bytes) -> Bytes:
+        def add(sizes: Bytes) -> Bytes:
             return sizes | {"gathered": sizes["gathered"] + size}
 
-        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
+        return self._map(add)
+
+    def _map(self, change: Callable[[Bytes], Bytes]) -> StepMemory:
+        return StepMemory(change(self.largest), tuple(map(change, self.moments)), self.offload)
 
 
 @contextlib.contextmanager
@@ -159,8 +167,8 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
-    """Return the memory of a step of a model on the meta device, without changing the model."""
+def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
+    """Return the memory of a step. model: on the meta device; it is not changed."""
     model = copy.deepcopy(model)
     parallelize.parallelize(
         model,
@@ -175,109 +183,120 @@ def trace(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMem
         head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cuda" if case.on_gpu else "cpu"])
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        _attention(model, case),
+        _patch_attention(model, case),
         registry.OPTIMIZERS[case.optimizer].as_on_gpu(),
     ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
-            return record(model, case, tracker)
+            return record_step(model, case, tracker)
 
 
-def record(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
-    """Run a step of a sharded model, fake or real, and return the memory that it took."""
+def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
+    """Run a step of a sharded model, on fake or real tensors, and return its memory."""
     optimizer = registry.build_optimizer(case.optimizer, model, 1e-5)
-    _mark(model, tracker)
-    batch = _batch(case)
-    for last in (False, True) if case.accumulates else (True,):
-        parallelize.begin_pass(model, last, case.keep_gathered)
+    _add_hooks(model, tracker)
+    batch = _make_batch(case)
+    for is_last in (False, True) if case.accumulates else (True,):
+        parallelize.begin_pass(model, is_last, case.keep_gathered)
         tracker.restart("activations")
-        total = loss.token_loss_sum(model, batch)
-        half = len(tracker.phases)
-        tracker.next_phase("workspace")
-        total.backward()
-        del total
-    passes = tracker.phases
+        loss_sum = loss.token_loss_sum(model, batch)
+        forward_phases = len(tracker.phases)
+        tracker.begin_phase("workspace")
+        loss_sum.backward()
+        del loss_sum
+    pass_phases = tracker.phases
     tracker.restart("workspace")
-    # Not fp16's guard: it reads the norm, which fake tensors do not have.
+    # The guard of fp16 would read the norm, and fake tensors contain no numbers.
     guard = StepGuard("fp32", 0.0, torch.device("cpu"))
     guard.clip(optimizer, 1.0, guard.scale_for(1))
-    tracker.making = "optimizer"
+    tracker.new_kind = "optimizer"
     registry.named_states(model, optimizer)
-    tracker.making = "workspace"
+    tracker.new_kind = "workspace"
     optimizer.step()
-    for moment in passes:  # later steps have states from their beginning
+    for moment in pass_phases:  # later steps have states from their beginning
         moment["optimizer"] = tracker.largest["optimizer"]
-    forward = passes[:half]
-    backward = passes[half:]
-    # The output layer and the loss come last in the forward pass and first in the backward pass.
-    # Between the other moments run blocks that are alike, where memory rises or falls steadily.
+    forward = pass_phases[:forward_phases]
+    backward = pass_phases[forward_phases:]
+    # The output layer and the loss come last in the forward pass and first in the backward pass. In
+    # the phases between, which are left out, blocks run that are alike, and memory rises or falls
+    # steadily.
     moments = (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:], *tracker.phases)
     return StepMemory(tracker.largest, moments, case.offload)
 
 
-def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
+def shorten_model(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
     """Return a copy with the first `layers` blocks, or None if blocks are not all alike."""
-    found = decoder_layers(model)
-    parents = {name.rpartition(".")[0] for name in found}
+    blocks = decoder_layers(model)
+    parents = {name.rpartition(".")[0] for name in blocks}
     kinds = {
         (type(block), *((name, p.shape) for name, p in block.named_parameters()))
-        for block in found.values()
+        for block in blocks.values()
     }
-    attention = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    attention_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     parent = model.get_submodule(parents.pop())
     if (
         parents
         or len(kinds) > 1
-        or len(set(attention)) > 1
-        or len(found) <= layers
+        or len(set(attention_types)) > 1
+        or len(blocks) <= layers
         or not isinstance(parent, nn.ModuleList)
-        or len(parent) != len(found)
+        or len(parent) != len(blocks)
     ):
         return None
     with mock.patch.object(parent, "_modules", dict(list(parent._modules.items())[:layers])):
         return copy.deepcopy(model)
 
 
-def kept_when_compiled(model: PreTrainedModel, case: StepConfig) -> float:
-    """Return the share of their activations that blocks keep when compiled; 1.0 for fp8.
+def estimate_kept_share(model: PreTrainedModel, case: StepConfig) -> float:
+    """Estimate the share of their activations that blocks keep when compiled; 1.0 for fp8.
 
-    The casts of fp8 cannot be traced. model: on the meta device; it is not changed.
+    The partitioner cannot trace the casts of fp8. model: on the meta device; it is not changed.
     """
     if case.precision == "fp8":
         return 1.0
     model = copy.deepcopy(model).to(COMPUTE_DTYPES[case.precision])
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, replace(case, documents=0)):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _patch_attention(model, replace(case, documents=0)),
+    ):
         model.to_empty(device="cpu")
-        return compiled.kept_share(model, torch.zeros(1, case.seq_length, dtype=torch.int64))
+        return compiled.estimate_kept_share(
+            model, torch.zeros(1, case.seq_length, dtype=torch.int64)
+        )
 
 
-def makes_loss(model: PreTrainedModel) -> bool:
-    """Return whether a model passes on its output layer's result, so that it can be the loss."""
-    model = copy.deepcopy(model).to(torch.bfloat16)  # the only dtype of grouped products
+def returns_head_result(model: PreTrainedModel) -> bool:
+    """Return whether a model returns the result of its output layer unchanged.
+
+    In that case the output layer can compute the loss.
+    """
+    model = copy.deepcopy(model).to(torch.bfloat16)  # the only dtype of grouped matrix products
     case = StepConfig(1, 1, 1, 16, "bf16", "none")
     head = model.get_output_embeddings()
-    returned = []
+    results = []
     head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cpu"])
-    head.register_forward_hook(lambda _, __, out: returned.append(out))
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case):
+    head.register_forward_hook(lambda _, __, out: results.append(out))
+    with FakeTensorMode(allow_non_fake_inputs=True), _patch_attention(model, case):
         model.to_empty(device="cpu")
         try:
-            return loss.token_loss_sum(model, _batch(case)) is returned[0]
+            return loss.token_loss_sum(model, _make_batch(case)) is results[0]
         except (RuntimeError, TypeError, IndexError):  # code after the layer needs logits
             return False
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
-    """Let attention take the code path of real tokens.
+def _patch_attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
+    """Let attention on fake tensors take the same code path as on real ones.
 
-    transformers mistakes fake positions for those of packed documents, and would build a mask.
+    transformers would take fake positions for those of packed documents, and build a mask.
     """
     if model.config._attn_implementation != "eager":
         model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(attention, "_attend_by_document", _as_by_kernel))
+        stack.enter_context(
+            mock.patch.object(attention, "_attend_by_document", _allocate_like_kernel)
+        )
         if not case.masked:
             stack.enter_context(
                 mock.patch(
@@ -287,7 +306,7 @@ def _attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
         yield
 
 
-def _as_by_kernel(
+def _allocate_like_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -296,7 +315,7 @@ def _as_by_kernel(
     scaling: float | None,
     window: int,
 ) -> Tensor:
-    """Allocate what the kernel for packed documents allocates. query, key, value: [tokens, H, D].
+    """Allocate as the kernel for packed documents does. query, key, value: [tokens, H, D].
 
     The kernel keeps the same tensors as sdpa without a mask, and only sdpa runs on fake tensors.
     Its backward pass sums the gradient of the queries in float32, with 128 more rows for each
@@ -304,19 +323,22 @@ def _as_by_kernel(
     """
     parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
     out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
-    shapes = [(part.shape, part.dtype) for part in (query, key, value)]
-    summed = len(query) + _ROWS_PER_DOCUMENT * (len(boundaries) - 1), *query.shape[1:]
+    gradients = [(part.shape, part.dtype) for part in (query, key, value)]
+    summed_queries = len(query) + _ROWS_PER_DOCUMENT * (len(boundaries) - 1), *query.shape[1:]
 
     def backward(_: Tensor) -> None:
-        """Allocate together the tensors that the kernel holds at the same time, before sdpa's."""
-        [torch.empty(shape, dtype=dtype) for shape, dtype in (*shapes, (summed, torch.float32))]
+        """Allocate the tensors that the kernel holds at the same time, before those of sdpa."""
+        [
+            torch.empty(shape, dtype=dtype)
+            for shape, dtype in (*gradients, (summed_queries, torch.float32))
+        ]
 
     if out.requires_grad:
         out.register_hook(backward)
     return out[0].transpose(0, 1)
 
 
-def _batch(case: StepConfig) -> MicroBatch:
+def _make_batch(case: StepConfig) -> MicroBatch:
     tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
     is_packed = case.masked or case.documents
     ends = (
@@ -325,26 +347,30 @@ def _batch(case: StepConfig) -> MicroBatch:
     return MicroBatch(tokens, tokens.clone(), torch.zeros_like(tokens) if is_packed else None, ends)
 
 
-def _mark(model: nn.Module, tracker: Tracker) -> None:
-    """Tell the tracker where blocks end, and which tensors the loss makes and FSDP gathers."""
+def _add_hooks(model: nn.Module, tracker: Tracker) -> None:
+    """Let the tracker know where blocks end, what the loss creates and what FSDP gathers."""
 
-    def done(_: nn.Module, __: Any, out: Any) -> None:
-        tracker.next_phase()
+    def end_block(_: nn.Module, __: Any, out: Any) -> None:
+        tracker.begin_phase()
         hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
         if hidden.requires_grad:  # false before the first adapter, where all weights are frozen
-            hidden.register_hook(lambda _: tracker.next_phase())
+            hidden.register_hook(lambda _: tracker.begin_phase())
 
-    def gathered(module: nn.Module, _: Any) -> None:
-        tracker.put([p for p in module.parameters() if not isinstance(p, DTensor)], "gathered")
+    def count_gathered(module: nn.Module, _: Any) -> None:
+        tracker.assign_kind(
+            [p for p in module.parameters() if not isinstance(p, DTensor)], "gathered"
+        )
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(gathered)
+            module.register_forward_pre_hook(count_gathered)
     for block in decoder_layers(model).values():
-        block.register_forward_hook(done)
+        block.register_forward_hook(end_block)
     model.get_output_embeddings().register_forward_pre_hook(
-        lambda *_: setattr(tracker, "making", "loss")
+        lambda *_: setattr(tracker, "new_kind", "loss")
     )
     for parameter in model.parameters():
-        if parameter.requires_grad:  # called by FSDP
-            parameter.register_post_accumulate_grad_hook(lambda p: tracker.put(p.grad, "gradients"))
+        if parameter.requires_grad:  # FSDP calls this hook
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: tracker.assign_kind(p.grad, "gradients")
+            )

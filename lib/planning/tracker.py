@@ -1,4 +1,4 @@
-"""Count the bytes of live tensors by kind, as PyTorch allocates and frees storages."""
+"""Count the bytes of live tensors by kind while a step runs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from torch.utils._pytree import tree_leaves
 
 from lib.models.sharded import local_tensor
 
-Bytes = dict[str, int]  # by kind
+Bytes = dict[str, int]  # by kind of tensor, a key of KINDS
 
 SHARDED = ("parameters", "gradients", "optimizer")  # in host memory with --cpu-offload
 KINDS = (*SHARDED, "activations", "loss", "gathered", "workspace")
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by kind, and their peak in each phase.
+    """Counts the bytes of live storages by kind, for real and for fake tensors.
 
-    making: the kind of tensors that are created now. host: kinds that do not count for a phase's
-    peak. Both real and fake tensors work.
+    new_kind: the kind of tensors that are created from now on. largest: the maximum of each kind.
+    phases: for each phase, the bytes of all kinds at the time when their sum was largest. host:
+    kinds that are in host memory, which do not count in that sum.
     """
 
     def __init__(self, host: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.making = "parameters"
+        self.new_kind = "parameters"
         self.largest = dict.fromkeys(KINDS, 0)
-        self._now = dict.fromkeys(KINDS, 0)
-        self.phases = [dict(self._now)]
+        self._live = dict.fromkeys(KINDS, 0)
+        self.phases = [dict(self._live)]
         self._peak = 0
         self._counted = set(KINDS) - set(host)
-        self._known: dict[int, tuple[weakref.ref, str, int]] = {}
+        # By the ID of a storage: a reference that calls `_forget`, its kind, and its bytes.
+        self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
         self._paused = False
         self._patches = contextlib.ExitStack()
 
@@ -46,23 +48,27 @@ class Tracker(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def tracked(storage: torch.UntypedStorage, size: int) -> None:
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            if id(storage) in self._known:
-                self._put(storage, "gathered")  # only FSDP resizes storages
+            if id(storage) in self._storages:
+                self._count(storage, "gathered")  # only FSDP resizes storages
 
-        def unseen(*arguments: Any) -> Any:
+        def propagate_uncounted(*arguments: Any) -> Any:
             self._paused = True
             try:
                 return propagate(*arguments)
             finally:
                 self._paused = False
 
-        # Dispatch does not see the first. It would count the second as real work, although that
-        # only computes the shape of an unsharded DTensor; it is private (torch 2.13).
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", tracked))
+        # `resize_` bypasses dispatch. The other function, which is private (torch 2.13), computes
+        # the shape of an unsharded DTensor by operations that would count as real ones.
         self._patches.enter_context(
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
+        )
+        self._patches.enter_context(
+            mock.patch.object(
+                ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted
+            )
         )
         return super().__enter__()
 
@@ -70,61 +76,61 @@ class Tracker(TorchDispatchMode):
         self._patches.close()
         super().__exit__(*error)
 
-    def restart(self, making: str) -> None:
-        """Discard the phases so far and begin another."""
+    def restart(self, new_kind: str) -> None:
+        """Discard the phases so far and begin the first one."""
         self.phases = []
-        self.next_phase(making)
+        self.begin_phase(new_kind)
 
-    def next_phase(self, making: str = "") -> None:
-        """Begin another phase, with a peak of its own."""
-        self.making = making or self.making
-        self.phases.append(dict(self._now))
+    def begin_phase(self, new_kind: str = "") -> None:
+        """Begin the next phase. new_kind: as above, empty to leave it unchanged."""
+        self.new_kind = new_kind or self.new_kind
+        self.phases.append(dict(self._live))
         self._peak = 0
         self._record()
 
-    def put(self, tensors: Any, kind: str) -> None:
-        """Assign a kind to tensors, once it is known."""
+    def assign_kind(self, tensors: Any, kind: str) -> None:
+        """Count tensors as a kind that was not known when they were created."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                self._put(local_tensor(tensor).untyped_storage(), kind)
+                self._count(local_tensor(tensor).untyped_storage(), kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatch returns with the operations on its shards
+            return NotImplemented  # dispatch calls this again with the operations on the shards
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._known:
-                self._put(tensor.untyped_storage(), self.making)
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
+                self._count(tensor.untyped_storage(), self.new_kind)
         if func.namespace in ("fsdp", "c10d"):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
-                    self._put(tensor.untyped_storage(), "gathered")
+                    self._count(tensor.untyped_storage(), "gathered")
         return out
 
-    def _put(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = id(storage)
-        reference, before, size = self._known.get(key) or (
-            weakref.ref(storage, partial(self._gone, key)),
+        reference, before, size = self._storages.get(key) or (
+            weakref.ref(storage, partial(self._forget, key)),
             kind,
             0,
         )
         if before in SHARDED:
-            kind = before  # it takes part in a collective, and keeps its kind
-        self._now[before] -= size
-        self._known[key] = (reference, kind, storage.nbytes())
-        self._now[kind] += storage.nbytes()
+            kind = before  # also when it takes part in a collective
+        self._live[before] -= size
+        self._storages[key] = (reference, kind, storage.nbytes())
+        self._live[kind] += storage.nbytes()
         self._record()
 
-    def _gone(self, key: int, _: weakref.ref) -> None:
-        _, kind, size = self._known.pop(key)
-        self._now[kind] -= size
+    def _forget(self, key: int, _: weakref.ref) -> None:
+        _, kind, size = self._storages.pop(key)
+        self._live[kind] -= size
 
     def _record(self) -> None:
-        for kind, size in self._now.items():
+        for kind, size in self._live.items():
             self.largest[kind] = max(self.largest[kind], size)
-        live = sum(self._now[kind] for kind in self._counted)
+        live = sum(self._live[kind] for kind in self._counted)
         if live > self._peak:
             self._peak = live
-            self.phases[-1] = dict(self._now)
+            self.phases[-1] = dict(self._live)

@@ -1,4 +1,4 @@
-"""Estimate for stage 03 how much GPU memory training a model needs, in the same way as stage 04."""
+"""Estimate for stage 03 the GPU memory that training a model needs, in the same way as stage 04."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainingMemory(NamedTuple):
             return cls(tokens, {})
         try:
             per_gpu = in_child_process(_estimate_per_gpu, model, tokens, patience_s=_PATIENCE_S)
-        except NoAnswer as error:  # stage 04 may be able to train the model all the same
+        except NoAnswer as error:  # stage 04 may still be able to train the model
             log.info(f"memory could not be estimated: {error}")
             per_gpu = {}
         return cls(tokens, per_gpu)

@@ -122,7 +122,7 @@ def _write_start(
     )
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
     if chat:
-        chat_files.write(
+        chat_files.write_chat_files(
             experiment.model,
             add_bos_to_template(chat.template, inputs.model_dir),
             list(chat.stops),

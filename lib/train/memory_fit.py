@@ -101,7 +101,7 @@ def make_local_step_config(
 ) -> StepConfig:
     """Return the step of this run on the device of this rank; see plan.make_step_config."""
     return plan.make_step_config(
-        config, model, plan.get_world_size(), capacity.device().type == "cuda", most_documents
+        config, model, plan.get_world_size(), capacity.get_device().type == "cuda", most_documents
     )
 
 
@@ -121,7 +121,7 @@ def _report_copies(config: Config, check: MemoryCheck) -> None:
     step = make_local_step_config(config, check.model)
     copies = sizes.count_checkpoint(check.model, config.optimizer) / step.shard_size
     uses_host = step.offload or not check.on_gpu
-    used = sum(check.states(step).values()) if uses_host else 0
+    used = sum(check.count_states(step).values()) if uses_host else 0
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (check.host - used) >= 0:
         log.info(
             f"host memory: the copy of a checkpoint takes {units.memory(copies)} per rank, and "

@@ -60,13 +60,13 @@ def show_head(
     _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
     log.info(
         f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
-        + flops.described(model, config.seq_length)
+        + flops.describe_per_token(model, config.seq_length)
     )
 
 
 def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
     """Return the devices of this launch. The peak FLOP/s of a CPU is measured."""
-    peak, source = flops.device_peak(layout.device, config.precision)
+    peak, source = flops.find_peak(layout.device, config.precision)
     kind = "GPU" if layout.device.type == "cuda" else "rank"
     return Hardware(layout.ranks, peak, source, kind)
 
@@ -247,11 +247,11 @@ def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     if config.plan_gpus:
         if config.plan_gpu_tflops:
             return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
-        peak, name = flops.usual_gpu(config.precision)
+        peak, name = flops.find_planned_gpu(config.precision)
         source = f"data sheet of the {name}; --plan-gpu-tflops for others"
         return Hardware(ranks, peak, source, "GPU")
     on_gpu = torch.cuda.is_available()
-    peak, source = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
+    peak, source = flops.find_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
     return Hardware(ranks, peak, source, "GPU" if on_gpu else "rank")
 
 
@@ -279,7 +279,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
     """Return the facts about the model that the estimates of the run need."""
     return ModelCost(
         model.num_parameters(),
-        flops.per_token(model, config.seq_length),
+        flops.count_per_token(model, config.seq_length),
         sizes.count_checkpoint(model, config.optimizer),
         inputs.scratch,
         any("validation" in corpus.dataset.splits for corpus in inputs.corpora),

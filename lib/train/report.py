@@ -309,7 +309,7 @@ class Report:
     def note_stop(self, reason: str) -> None:
         """Record that the run stops after this step, which is saved.
 
-        reason: as StopRequest.agreed returns it. Raises Preempted if steps remain.
+        reason: as StopRequest.agree returns it. Raises Preempted if steps remain.
         """
         step = self._state.step
         has_ended = self._state.step == self._plan.total_steps

@@ -182,7 +182,7 @@ def read_row(
     times = captured.times.read()
     local_ms = times["time/data"] + times["time/optimizer"]
     peak = captured.memory["memory/peak_gib"]
-    table = layout.table([*captured.loss.sums.tolist(), local_ms, peak])
+    table = layout.gather_table([*captured.loss.sums.tolist(), local_ms, peak])
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
     per_second = plan.tokens_per_step / (times["time/total"] / 1000)
     per_device = per_second / layout.ranks
@@ -195,7 +195,7 @@ def read_row(
         "train/grad_norm": grad_norm,
         "train/learning_rate": captured.learning_rate,
         "train/tokens_seen": captured.tokens,
-        **captured.load.figures(),
+        **captured.load.compute_figures(),
         "perf/tokens_per_sec": per_second,
         "perf/tokens_per_sec_per_device": per_device,
         "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
@@ -279,5 +279,5 @@ def measure_loss(
         for batch in batches:
             total += compute_loss(batch.to(layout), 1.0)
             tokens += int((batch.labels != IGNORED).sum())
-    loss_total, token_total = layout.total([total.item(), tokens])
+    loss_total, token_total = layout.sum_over_ranks([total.item(), tokens])
     return loss_total / max(token_total, 1)

@@ -115,7 +115,7 @@ def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Se
         facts.model
     )  # only now: the rule for --router-aux-loss asks for it
     model.require_usable(config, experiment, inputs, facts.model)
-    facts.memory = MemoryCheck.here(facts.model)
+    facts.memory = MemoryCheck.for_this_rank(facts.model)
     return SettledOptions(apply_rules(config, facts, Known.MEMORY), facts.model, facts.memory)
 
 
@@ -251,7 +251,7 @@ def _fill_batch_size(config: Config, facts: Facts) -> Config:
     from lib.planning import capacity
 
     is_typed = config.global_batch_size and "global_batch_size" not in config.settled_by
-    on_gpu = bool(config.plan_gpus) or capacity.device().type == "cuda"
+    on_gpu = bool(config.plan_gpus) or capacity.get_device().type == "cuda"
     if on_gpu and not is_typed and not config.prepare_only:
         auto = _with_auto_batch(config)
         if auto.resume_with_changes or auto.global_batch_size:

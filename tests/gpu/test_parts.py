@@ -96,7 +96,7 @@ def spy():
         print("started", self._target.__module__, self._target.__name__, flush=True)
         start(self)
     process.BaseProcess.start = start_and_print
-    memory_check._DOUBT = 10**6  # no run fits so clearly that nothing is traced
+    memory_check._SAFETY = 10**6  # no run fits so clearly that nothing is traced
 
 hooks.spy = spy
 hooks.main(*sys.argv[1:])

@@ -29,7 +29,7 @@ def test_generation_ends_where_answers_were_trained_to(
     if before is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(before))
     for _ in range(2):  # the second launch of a run writes the same
-        chat_files.write(tmp_path, "{{ messages }}", [7, 9])
+        chat_files.write_chat_files(tmp_path, "{{ messages }}", [7, 9])
         assert json.loads((tmp_path / "generation_config.json").read_text()) == expected
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {
@@ -63,11 +63,11 @@ def test_configs_that_say_wrongly_where_a_text_ends(
     [fault] = chat_files.find_faults(tmp_path)
     assert says in fault
     if name == "generation_config.json" and isinstance(content, dict):
-        chat_files.write(tmp_path, "x", [7])
+        chat_files.write_chat_files(tmp_path, "x", [7])
         assert json.loads((tmp_path / name).read_text())["eos_token_id"] == [7]
     elif name != "config.json":
         with pytest.raises(ArtifactError, match="is damaged"):
-            chat_files.write(tmp_path, "x", [7])
+            chat_files.write_chat_files(tmp_path, "x", [7])
 
 
 def test_an_export_has_no_ids_that_are_none(

@@ -1,4 +1,4 @@
-"""Weight decay, gradient clipping against torch's own, and the loss scale of fp16."""
+"""Weight decay, gradient clipping as by torch, skipped steps, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def fill_gradients(model: nn.Module, scale: float = 1.0) -> None:
         parameter.grad = torch.randn_like(parameter) * scale
 
 
-def guarded(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Optimizer]:
-    """Return a guard and the optimizer it watches over."""
+def build_guard(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Optimizer]:
+    """Return a guard and an AdamW for the model."""
     guard = StepGuard(precision, 30.0, torch.device("cpu"))
     return guard, build_optimizer("adamw", model, 1e-2)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients of those parameters that have one."""
+def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of the gradients that exist."""
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -58,7 +58,7 @@ def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
 
 
 def test_no_other_room_names_an_optimizer() -> None:
-    """What differs between optimizers is in `OptimizerSpec`."""
+    """`OptimizerSpec` contains all that differs between optimizers."""
     names = re.compile(rf"\b({'|'.join(OPTIMIZERS)})\b")
     files = [*ROOT.glob("0*.py"), *(ROOT / "lib").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
     assert not [
@@ -74,8 +74,8 @@ def test_state_bytes_are_those_of_the_states(kind: str) -> None:
     model = nn.ParameterList(torch.randn(shape) for shape in shapes)
     states = named_states(model, build_optimizer(kind, model, 1e-3))
     for name, parameter in model.named_parameters():
-        made = sum(tensor.nbytes for key, tensor in states.items() if key.endswith(f".{name}"))
-        assert made == OPTIMIZERS[kind].state_bytes(name, parameter.shape)
+        size = sum(tensor.nbytes for key, tensor in states.items() if key.endswith(f".{name}"))
+        assert size == OPTIMIZERS[kind].state_bytes(name, parameter.shape)
 
 
 def test_tied_weights_are_updated_once(model: nn.Module) -> None:
@@ -104,25 +104,23 @@ def test_clipping_equals_that_of_torch(model: nn.Module, max_norm: float, precis
     reference = copy.deepcopy(model)
     fill_gradients(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-    guard, optimizer = guarded(model, precision)
+    guard, optimizer = build_guard(model, precision)
     fill_gradients(model, guard.scale)
     norm = guard.clip(optimizer, max_norm, guard.scale_for(1))
     assert guard.count_skipped().tolist() == [0, 0, 0]
     torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(gradients(model), gradients(reference))
+    torch.testing.assert_close(copy_gradients(model), copy_gradients(reference))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_without_a_limit_gradients_stay_and_the_norm_is_returned(
-    model: nn.Module, precision: str
-) -> None:
+def test_without_a_limit_gradients_stay_unchanged(model: nn.Module, precision: str) -> None:
     fill_gradients(model)
-    expected = gradients(model)
-    guard, optimizer = guarded(model, precision)
+    expected = copy_gradients(model)
+    guard, optimizer = build_guard(model, precision)
     fill_gradients(model, guard.scale)
     norm = guard.clip(optimizer, 0, guard.scale_for(1))
     assert norm.item() == pytest.approx(torch.cat([g.ravel() for g in expected]).norm().item())
-    torch.testing.assert_close(gradients(model), expected)
+    torch.testing.assert_close(copy_gradients(model), expected)
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.5, 1e6])
@@ -131,7 +129,7 @@ def test_without_a_limit_gradients_stay_and_the_norm_is_returned(
 def test_the_optimizer_may_scale_the_gradients(
     model: nn.Module, kind: str, precision: str, max_norm: float
 ) -> None:
-    """It does what `clip` does otherwise, a step that is skipped among others."""
+    """The weights are the same as when `clip` scales them, with a skipped step in between."""
     model[3].weight.requires_grad_(False)
     models = model, copy.deepcopy(model)
     guards = [StepGuard(precision, 30.0, torch.device("cpu"), fold=fold) for fold in (False, True)]
@@ -144,10 +142,10 @@ def test_the_optimizer_may_scale_the_gradients(
             m[3].weight.grad = None
             if step == 2:
                 m[1].bias.grad[0] = float("inf")
-            before = gradients(m)
+            before = copy_gradients(m)
             norms.append(guard.clip(optimizer, max_norm, scaled))
             if guard is guards[1]:
-                torch.testing.assert_close(gradients(m), before, rtol=0, atol=0)
+                torch.testing.assert_close(copy_gradients(m), before, rtol=0, atol=0)
             optimizer.step()
         assert torch.equal(*norms) and torch.isfinite(norms[0]) == (step != 2)
     assert guards[0].state() == guards[1].state() and guards[1].count_skipped().tolist() == [
@@ -156,21 +154,21 @@ def test_the_optimizer_may_scale_the_gradients(
         0,
     ]
     assert optimizers[0].grad_scale is None and optimizers[1].grad_scale is not None
-    found, expected = (torch.cat([p.detach().ravel() for p in m.parameters()]) for m in models)
+    actual, expected = (torch.cat([p.detach().ravel() for p in m.parameters()]) for m in models)
     if kind == "adamw":
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     else:  # another rounding of a gradient may move an 8-bit moment by a whole code
-        assert (found - expected).abs().mean() < 1e-5
+        assert (actual - expected).abs().mean() < 1e-5
 
 
 def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) -> None:
-    """One that does not know `grad_scale` would take steps that are not clipped."""
+    """An optimizer that ignores `grad_scale` would take unclipped steps."""
     guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     fill_gradients(model, 100.0)
     guard.clip(optimizer, 0.5, guard.scale_for(1))
     assert optimizer.grad_scale is None
-    assert nn.utils.get_total_norm(gradients(model)).item() == pytest.approx(0.5, rel=1e-4)
+    assert nn.utils.get_total_norm(copy_gradients(model)).item() == pytest.approx(0.5, rel=1e-4)
 
 
 def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
@@ -186,7 +184,7 @@ def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
 def test_parameters_without_a_gradient_are_not_updated(model: nn.Module) -> None:
     fill_gradients(model)
     model[3].weight.grad = None
-    guard, optimizer = guarded(model, "fp32")
+    guard, optimizer = build_guard(model, "fp32")
     norm = guard.clip(optimizer, 1.0, guard.scale_for(1))
     assert torch.isfinite(norm) and model[3].weight.grad is None
 
@@ -196,7 +194,7 @@ def test_parameters_without_a_gradient_are_not_updated(model: nn.Module) -> None
 def test_a_step_with_nan_or_infinite_gradients_changes_nothing(
     model: nn.Module, precision: str, value: float
 ) -> None:
-    guard, optimizer = guarded(model, precision)
+    guard, optimizer = build_guard(model, precision)
     fill_gradients(model, guard.scale)
     guard.clip(optimizer, 1.0, guard.scale_for(1))
     optimizer.step()
@@ -218,7 +216,7 @@ def test_a_step_with_nan_or_infinite_gradients_changes_nothing(
 
 
 def test_an_overflow_halves_the_scale(model: nn.Module) -> None:
-    guard, optimizer = guarded(model, "fp16")
+    guard, optimizer = build_guard(model, "fp16")
     assert guard.scale == 2**16
     for expected in (2**15, 2**14):
         fill_gradients(model)
@@ -231,16 +229,16 @@ def test_an_overflow_halves_the_scale(model: nn.Module) -> None:
 
 
 def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> None:
-    guard, optimizer = guarded(model, "fp16")
+    guard, optimizer = build_guard(model, "fp16")
     guard.grow_every = 3
-    seen = []
+    scales = []
     for step in range(9):
         fill_gradients(model, guard.scale)
         if step == 1:
             model[1].bias.grad[0] = float("inf")
         norm = guard.clip(optimizer, 1.0, guard.scale_for(1))
-        seen.append(guard.scale / 2**16)
-    assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2, 2]
+        scales.append(guard.scale / 2**16)
+    assert scales == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2, 2]
     reference = copy.deepcopy(model)
     fill_gradients(reference)
     assert norm.item() == pytest.approx(
@@ -249,17 +247,17 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
 
 
 def test_a_resumed_run_restores_the_loss_scale(model: nn.Module) -> None:
-    (guard, _) = guarded(model, "fp16")
-    (resumed, _) = guarded(model, "fp16")
+    (guard, _) = build_guard(model, "fp16")
+    (resumed, _) = build_guard(model, "fp16")
     guard.scale = 512.0
     guard.good_steps = 7
     resumed.restore(guard.state())
     assert (resumed.scale, resumed.good_steps) == (512.0, 7)
-    assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0
+    assert build_guard(model, "bf16")[0].scale == build_guard(model, "fp32")[0].scale == 1.0
 
 
 def test_more_ranks_scale_the_loss_up_in_narrow_precisions(model: nn.Module) -> None:
-    """By a power of two, which the update does not see."""
+    """The factor is a power of two, which cancels in the update."""
     for precision, lifted in (("fp16", 4), ("fp8", 4), ("bf16", 1), ("fp32", 1)):
         alone, many = (StepGuard(precision, 30.0, torch.device("cpu"), ranks) for ranks in (1, 6))
         scales = [guard.scale_for(1000) for guard in (alone, many)]
@@ -273,8 +271,8 @@ def test_more_ranks_scale_the_loss_up_in_narrow_precisions(model: nn.Module) -> 
 
 
 def test_a_step_without_trained_tokens_produces_no_nan(model: nn.Module) -> None:
-    """Windows across conversations may hold nothing that is trained."""
-    guard, optimizer = guarded(model, "fp32")
+    """A sample cut from conversations may contain no trained token."""
+    guard, optimizer = build_guard(model, "fp32")
     assert guard.scale_for(0) == guard.scale_for(1)
     fill_gradients(model, 0.0)
     assert guard.clip(optimizer, 1.0, guard.scale_for(1)) == 0

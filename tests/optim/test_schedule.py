@@ -1,4 +1,4 @@
-"""The learning rate: its shapes, its ends, and what a raised total does."""
+"""The learning rate has the shape and the ends of its schedule, also after the total is raised."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_warm_up_is_a_straight_line_that_starts_above_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_the_warm_up_the_rate_never_rises(kind: str) -> None:
-    after = rates(kind)[10:]
-    assert after[0] == PEAK
-    assert all(later <= earlier for earlier, later in itertools.pairwise(after))
+    curve = rates(kind)[10:]
+    assert curve[0] == PEAK
+    assert all(later <= earlier for earlier, later in itertools.pairwise(curve))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,24 +40,24 @@ def test_the_last_step_has_the_minimum(kind: str, warmup: int, total: int) -> No
 
 
 def test_cosine_decays_along_half_a_cosine() -> None:
-    after = rates("cosine", warmup=0, total=101)
-    for step, rate in enumerate(after):
+    curve = rates("cosine", warmup=0, total=101)
+    for step, rate in enumerate(curve):
         assert rate == pytest.approx(
             MINIMUM + (PEAK - MINIMUM) * (1 + math.cos(math.pi * step / 100)) / 2
         )
-    assert after[50] == pytest.approx((PEAK + MINIMUM) / 2)
+    assert curve[50] == pytest.approx((PEAK + MINIMUM) / 2)
 
 
 def test_linear_decays_along_a_straight_line() -> None:
-    after = rates("linear", warmup=0, total=101)
-    falls = [earlier - later for earlier, later in itertools.pairwise(after)]
+    curve = rates("linear", warmup=0, total=101)
+    falls = [earlier - later for earlier, later in itertools.pairwise(curve)]
     assert falls == pytest.approx([(PEAK - MINIMUM) / 100] * 100)
 
 
 def test_warm_up_stable_decay_goes_down_in_the_last_fifth() -> None:
-    after = rates("wsd", warmup=0, total=101)
-    assert after[:81] == pytest.approx([PEAK] * 81)
-    assert after[90] == pytest.approx((PEAK + MINIMUM) / 2)
+    curve = rates("wsd", warmup=0, total=101)
+    assert curve[:81] == pytest.approx([PEAK] * 81)
+    assert curve[90] == pytest.approx((PEAK + MINIMUM) / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

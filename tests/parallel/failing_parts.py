@@ -65,7 +65,7 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
         guard.clip(adamw, 1.0, scaled)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        losses.append(layout.total([total.item()])[0])
+        losses.append(layout.sum_over_ranks([total.item()])[0])
     return losses
 
 

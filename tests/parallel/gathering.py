@@ -117,7 +117,7 @@ def train(
                 seen.append([forward, gathered[len(forward) :]])
                 gathered.clear()
                 total += found.item()
-            losses.append(layout.total([total])[0])
+            losses.append(layout.sum_over_ranks([total])[0])
             assert all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
             guard.clip(adamw, 1.0, scaled)
             adamw.step()

@@ -86,7 +86,7 @@ def train(
         norm = guard.clip(adamw, 1.0, scaled).item()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        found.append([layout.total([total])[0] / count, norm])
+        found.append([layout.sum_over_ranks([total])[0] / count, norm])
     weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
     return {
         "steps": found,

@@ -26,7 +26,7 @@ NOT_HERE = "(flash_attn_3 is not installed)"
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Stand in for a GPU of compute capability 9.0, with flash_attn_3 and heads on the CPU."""
-    heads = attention_kernel._heads
+    heads = attention_kernel._make_heads
     order = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(
         attention_kernel, "_heads", lambda config, dtype, _: heads(config, torch.float32, CPU)
@@ -135,11 +135,11 @@ def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("by_mask", [False, True])
 def test_the_trial_calls_torch_as_transformers_does(by_mask: bool) -> None:
-    heads = attention_kernel._heads(LlamaConfig(**LLAMA), torch.float32, CPU)
+    heads = attention_kernel._make_heads(LlamaConfig(**LLAMA), torch.float32, CPU)
     assert [tuple(part.shape) for part in heads] == [(1, n, 256, 16) for n in (4, 2, 2)]
-    assert attention_kernel._torch_backend(heads, by_mask) in SDPBackend.__members__.values()
+    assert attention_kernel._find_torch_backend(heads, by_mask) in SDPBackend.__members__.values()
     assert (
-        attention_kernel._heads(
+        attention_kernel._make_heads(
             LlamaConfig(**LLAMA | {"num_key_value_heads": 3}), torch.float32, CPU
         )
         == []

@@ -402,7 +402,7 @@ def test_our_function_is_used_after_a_trial(family: str, here: SimpleNamespace) 
     line = experts_trial.choose_experts_function(model, here)
     assert line.startswith(f"{experts.NAME}, by grouped products")
     assert model.config._experts_implementation == experts.NAME
-    assert not any("forward" in module.__dict__ for module in experts.experts_modules(model))
+    assert not any("forward" in module.__dict__ for module in experts.list_experts_modules(model))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
 

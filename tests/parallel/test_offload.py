@@ -309,7 +309,7 @@ def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
     model = sharded(rank=2)
     loss_of(model, tokens(0)).backward()
     embedding = model.get_input_embeddings()
-    [copied] = offload._groups(embedding)
+    [copied] = offload._find_groups(embedding)
     with copied.use_training_state(type(copied._training_state).FORWARD):
         copied.unshard()
     kept = weakref.ref(copied._all_gather_result.all_gather_output)

@@ -215,7 +215,9 @@ def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: 
     run_step(model, load, batch)
     assert_same(gradients(model), expected)
     load.end_step(torch.zeros(()))
-    assert load.capture().figures()["train/router_aux_loss"] == pytest.approx(value, rel=1e-6)
+    assert load.capture().compute_figures()["train/router_aux_loss"] == pytest.approx(
+        value, rel=1e-6
+    )
 
 
 def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None:
@@ -257,7 +259,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
         values.append(load.capture())
     for other in values[1:]:
         assert other.sums[:, :-1].tolist() == values[0].sums[:, :-1].tolist()
-        assert other.figures() == pytest.approx(values[0].figures(), rel=1e-6)
+        assert other.compute_figures() == pytest.approx(values[0].figures(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_only_training_steps_count(group: object) -> None:
     load.begin_pass(batch)
     with eval_mode(model), torch.no_grad():
         loss.token_loss_sum(model, batch)
-    with routers.paused():
+    with routers.pause_counting():
         loss.token_loss_sum(model, batch).backward()
     load.end_step(torch.zeros(()))
     loss.token_loss_sum(model, batch).backward()  # between steps
@@ -357,7 +359,7 @@ def test_biases_even_out_the_load(group: object) -> None:
         run_step(model, load, batch)
         model.zero_grad()
         load.end_step(torch.zeros(()))
-        highest.append(load.capture().figures()["experts/max_load"])
+        highest.append(load.capture().compute_figures()["experts/max_load"])
     assert highest[0] > 1.3 and sum(highest[-20:]) / 20 < 1.15
 
 
@@ -369,7 +371,7 @@ def test_models_without_loss_or_biases_have_no_method() -> None:
 
 def test_figures_are_computed_from_the_load() -> None:
     sums = torch.tensor([[10.0, 0.0, 30.0, 0.0, 8.0], [10.0, 10.0, 10.0, 10.0, 4.0]])
-    figures = routers.LoadFigures([1, 3], [4, 4], sums.double(), 4, True).figures()
+    figures = routers.LoadFigures([1, 3], [4, 4], sums.double(), 4, True).compute_figures()
     assert figures == {
         "train/router_aux_loss": 1.5,
         "experts/max_load": 3.0,
@@ -396,4 +398,6 @@ def test_adapters_in_front_of_a_frozen_router_learn_from_the_loss(group: object)
     run_step(model, without, batch)
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
     assert (gradients(model)[name] - found_now[name]).abs().max() > 1e-4
-    assert load.capture().figures()["train/router_aux_loss"] == pytest.approx(value, rel=1e-6)
+    assert load.capture().compute_figures()["train/router_aux_loss"] == pytest.approx(
+        value, rel=1e-6
+    )

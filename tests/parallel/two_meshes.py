@@ -59,7 +59,7 @@ def main() -> None:
         norm = guard.clip(optimizer, 1.0, scaled).item()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seen.append([layout.total([loss.item()])[0], norm])
+        seen.append([layout.sum_over_ranks([loss.item()])[0], norm])
     states = registry.named_states(model, optimizer)
     found = {
         "steps": seen,

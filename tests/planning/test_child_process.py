@@ -86,9 +86,9 @@ def test_stage_04_takes_safe_settings_after_one_failure(
     states = 16 * model.num_parameters()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("room", "total"):
+    for name in ("count_free", "count_total"):
         monkeypatch.setattr(capacity, name, lambda device: round(1.2 * states))
-    monkeypatch.setattr(capacity, "swap", lambda device: 0)
+    monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     given = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
     began = time.monotonic()
     config, found = fit(given, model)

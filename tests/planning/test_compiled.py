@@ -124,12 +124,12 @@ def test_blocks_that_cannot_be_traced_count_as_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make(FAMILIES["llama"], "meta")
-    assert 0.6 < trace.kept_when_compiled(model, case()) < 0.8
-    assert trace.kept_when_compiled(model, case(precision="fp8")) == 1.0
+    assert 0.6 < trace.estimate_kept_share(model, case()) < 0.8
+    assert trace.estimate_kept_share(model, case(precision="fp8")) == 1.0
     scan = make(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2), "meta")
-    assert trace.kept_when_compiled(scan, case()) == 1.0  # token by token: it would take minutes
-    monkeypatch.setattr(compiled, "_kept_bytes", lambda *_: 1 / 0)
-    assert trace.kept_when_compiled(model, case()) == 1.0
+    assert trace.estimate_kept_share(scan, case()) == 1.0  # token by token: it would take minutes
+    monkeypatch.setattr(compiled, "_count_kept_bytes", lambda *_: 1 / 0)
+    assert trace.estimate_kept_share(model, case()) == 1.0
 
 
 def test_only_blocks_that_keep_activations_keep_fewer() -> None:

@@ -48,7 +48,7 @@ from lib.tokens.batches import MicroBatch
     ],
 )
 def test_the_peak_of_a_gpu_is_found_by_its_whole_name(name: str, peak: float | None) -> None:
-    assert flops.listed_peak(name) == pytest.approx(peak)
+    assert flops.find_listed_peak(name) == pytest.approx(peak)
 
 
 def test_attention_is_counted_whole_and_half() -> None:
@@ -64,8 +64,8 @@ def test_attention_is_counted_whole_and_half() -> None:
             )
         )
     products = sum(p.numel() for p in model.parameters()) - 100 * 64  # an embedding multiplies none
-    assert flops.per_token(model, 512) == 6 * products + 12 * 3 * 64 * 512
-    assert flops.causal(model, 512) == 6 * products + 6 * 3 * 64 * 512
+    assert flops.count_per_token(model, 512) == 6 * products + 12 * 3 * 64 * 512
+    assert flops.count_causal(model, 512) == 6 * products + 6 * 3 * 64 * 512
 
 
 def test_frozen_weights_have_no_gradients() -> None:
@@ -84,7 +84,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     Lora(4, 8.0).convert(model, Placement())
     trained = model.num_parameters(only_trainable=True)
     assert trained == 3 * 4 * (2 * 64 + 2 * (64 + 32) + 2 * 64 + 3 * (64 + 96))
-    assert flops.per_token(model, 512) == 4 * frozen + 6 * trained + 12 * 3 * 64 * 512
+    assert flops.count_per_token(model, 512) == 4 * frozen + 6 * trained + 12 * 3 * 64 * 512
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
@@ -108,6 +108,6 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counted:
         loss.token_loss_sum(model, MicroBatch(tokens, tokens)).backward()
-    products = flops.per_token(model, 0) * tokens.numel()
+    products = flops.count_per_token(model, 0) * tokens.numel()
     assert 0.9 * products < counted.get_total_flops() <= products
     assert all(p.requires_grad == (p.grad is not None) for p in model.parameters())

@@ -77,7 +77,7 @@ def case(**changes: Any) -> StepConfig:
 
 def traced(model: PreTrainedModel, wanted: StepConfig) -> trace.StepMemory:
     with trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
-        return trace.trace(model, wanted, mesh)
+        return trace.trace_step(model, wanted, mesh)
 
 
 @pytest.mark.slow
@@ -195,13 +195,13 @@ def test_a_mask_is_estimated_if_no_kernel_takes_packed_documents() -> None:
 
 
 def test_models_that_change_their_logits_are_recognised() -> None:
-    assert trace.makes_loss(on_meta())
-    assert not trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))
+    assert trace.returns_head_result(on_meta())
+    assert not trace.returns_head_result(on_meta(Gemma2Config(**SMALL, head_dim=16)))
 
 
 def test_blocks_that_differ_are_all_traced() -> None:
     model = on_meta(Gemma2Config(**SMALL, head_dim=16))
-    assert trace.shortened(model, 4) is None
+    assert trace.shorten_model(model, 4) is None
     step = Estimates(model).step(case())
     assert step.largest["loss"] >= 2 * 256 * 1024 * (2 + 4)  # logits, and once more in float32
 
@@ -307,7 +307,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()
             head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cuda"])
-            real = trace.record(model, wanted, tracker)
+            real = trace.record_step(model, wanted, tracker)
     assert estimated.total == pytest.approx(real.total, rel=0.02)
     for kind, size in real.largest.items():
         assert estimated.largest[kind] == pytest.approx(size, rel=0.05), kind

@@ -52,7 +52,7 @@ def fit(
     config: Config, model: PreTrainedModel, begun: dict[str, Any] | None = None
 ) -> tuple[Config, memory_check.MemoryCheck]:
     """Return the options after all rules, and the check of this machine's memory."""
-    check = memory_check.MemoryCheck.here(model)
+    check = memory_check.MemoryCheck.for_this_rank(model)
     facts = settle.Facts(inputs(begun), model, check)
     return settle.apply_rules(config, facts, settle.Known.MEMORY), check
 
@@ -69,15 +69,15 @@ def refused(
 ) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
     monkeypatch.setattr(memory_check, "Estimates", Known)
-    monkeypatch.setattr(capacity, "swap", lambda device: 0)
+    monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     monkeypatch.setitem(
         memory_check._USABLE, False, (0.9, 0)
     )  # no library takes more than these models
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rooms = {"cpu": round(room_mib * MIB), "cuda": round(gpu_mib * MIB)}
-    monkeypatch.setattr(capacity, "room", lambda device: rooms[device.type])
-    monkeypatch.setattr(capacity, "total", lambda device: rooms[device.type])
+    monkeypatch.setattr(capacity, "count_free", lambda device: rooms[device.type])
+    monkeypatch.setattr(capacity, "count_total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     given = replace(
@@ -188,13 +188,13 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
         for is_trained in (False, True)
     )
     fitted = memory_check.MemoryCheck(model, 0.1 * base, float("inf"), on_gpu=True)
-    assert fitted.states(case(ranks=2)) == {
+    assert fitted.count_states(case(ranks=2)) == {
         "parameters": base + 2 * trained,
         "gradients": 2 * trained,
         "optimizer": 4 * trained,
     }
     fitted.unanswered = "not asked"
-    error = fitted.refusal(case(ranks=2), fitted.states(case(ranks=2)), 4, False, False)
+    error = fitted.refusal(case(ranks=2), fitted.count_states(case(ranks=2)), 4, False, False)
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
     told: list[str] = []
     monkeypatch.setattr(memory_check.log, "info", told.append)
@@ -257,10 +257,10 @@ def test_control_groups_limit_the_memory(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(capacity, "_CGROUPS", tmp_path)
-    assert [left for _, left in capacity._limits([line])] == free
-    monkeypatch.setattr(capacity, "_own_groups", lambda: [line])
-    assert capacity.total(torch.device("cpu")) in (1000, 800) or not free
-    assert 0 < capacity.room(torch.device("cpu")) < 1 << 50
+    assert [left for _, left in capacity._read_limits([line])] == free
+    monkeypatch.setattr(capacity, "_read_own_groups", lambda: [line])
+    assert capacity.count_total(torch.device("cpu")) in (1000, 800) or not free
+    assert 0 < capacity.count_free(torch.device("cpu")) < 1 << 50
 
 
 def test_a_run_that_cannot_fit_ends_before_the_tokens_are_made(project: Path) -> None:

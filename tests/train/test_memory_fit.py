@@ -35,7 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(memory_fit.log, "info", lines.append)
     monkeypatch.setattr(memory_fit.log, "warn", lines.append)
     monkeypatch.setattr(memory_check, "Estimates", KnownSteps)
-    monkeypatch.setattr(capacity, "swap", lambda device: 0)
+    monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     monkeypatch.setitem(
         memory_check._USABLE, False, (0.9, 0)
     )  # no library takes more than these models
@@ -50,8 +50,8 @@ def here(
     room = round((STATES_MIB / ranks + 8 * samples) * MIB / 0.9) + 1000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(capacity, "room", lambda device: room)
-    monkeypatch.setattr(capacity, "total", lambda device: room)
+    monkeypatch.setattr(capacity, "count_free", lambda device: room)
+    monkeypatch.setattr(capacity, "count_total", lambda device: room)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
 
 
@@ -103,7 +103,7 @@ def test_no_more_is_computed_again_than_needed(
     assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
     assert said == [
         "--activation-checkpointing auto: full, since less recomputation is not sure "
-        f"to fit in {units.memory(capacity.room(None))} by the memory estimate"
+        f"to fit in {units.memory(capacity.count_free(None))} by the memory estimate"
     ]
     assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
     assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
@@ -334,9 +334,9 @@ def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
     found = MemoryCheck(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
     asked = pickle.loads(
-        pickle.dumps((found, memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest))
+        pickle.dumps((found, memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest))
     )
-    assert asked[1:] == (memory_check.choose_step, MemoryCheck.traced, MemoryCheck.nearest)
+    assert asked[1:] == (memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest)
     case = plan.make_step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
     known = {case: KnownSteps(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
@@ -391,7 +391,7 @@ def test_too_few_tokens_are_told_with_what_fits(
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
         given = given.with_values("memory estimate", batch_size=1) if auto else given
-        memory_fit.suggest_batch(given, MemoryCheck.here(on_meta()), has_begun)
+        memory_fit.suggest_batch(given, MemoryCheck.for_this_rank(on_meta()), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

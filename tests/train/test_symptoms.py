@@ -15,7 +15,7 @@ from lib.core.paths import Experiment
 from lib.train import symptoms
 from lib.train.config import Config
 
-PLAIN = Config(batch_size=4, precision="bf16", activation_checkpointing="none")
+PLAIN = Config(batch_size=4, seq_length=1024, precision="bf16", activation_checkpointing="none")
 
 
 def explain(error: BaseException, **options: object):
